@@ -1,0 +1,160 @@
+"""Typed configuration with one loader: YAML, then `--set key=value`, then validation, once.
+
+Rooms keep their settings beside the code that uses them, as subclasses of `Config`. An unknown key
+is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import yaml
+
+from tidewheel.errors import ConfigError
+
+C = TypeVar("C", bound="Config")
+
+
+class Config(pydantic.BaseModel):
+    """Base of every configuration: immutable, and it knows no unknown keys."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def canonical(self) -> dict[str, Any]:
+        """All settings, defaults included, as JSON values."""
+        return self.model_dump(mode="json")
+
+    def recipe_hash(self) -> str:
+        """Hash of the resolved settings: equal for equal recipes, however they were written."""
+        return recipe_hash(self.canonical())
+
+
+def recipe_hash(value: Any) -> str:
+    """First 16 hex digits of the SHA-256 of `value` as canonical JSON (sorted keys, no spaces)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load(cls: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+    """Read `path`, apply `overrides` ("a.b=value", the value in YAML), validate as `cls`.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or a key or value in it is wrong.
+    """
+    from tidewheel import storage
+
+    where = str(path)
+    try:
+        text = storage.read_text(where)
+    except FileNotFoundError:
+        raise ConfigError("no such configuration file", where=where,
+                          mend="give the path of a YAML file; examples are in pipelines/ and jobs/configs/") from None
+    except UnicodeDecodeError:
+        raise ConfigError("not UTF-8 text", where=where, mend="save the file as UTF-8 YAML") from None
+    try:
+        values = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:{mark.line + 1}" if mark else where
+        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', error)}", where=place,
+                          mend="check indentation and quotes at that line") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"expected keys and values, found {type(values).__name__}", where=where,
+                          mend="start from one of the examples in pipelines/ or jobs/configs/")
+    return build(cls, values, overrides, where=where)
+
+
+def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "settings") -> C:
+    """Validate `values` with `overrides` applied as `cls`; see `load`."""
+    merged = json.loads(json.dumps(values, default=str))
+    for override in overrides:
+        _apply(merged, override)
+    try:
+        return cls.model_validate(merged)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_explain(cls, error), where=where, mend="correct the keys named above") from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, sep, text = override.partition("=")
+    key = key.strip()
+    if not sep or not key:
+        raise ConfigError(f"{override!r} is not of the form key=value", where="--set",
+                          mend="write for example --set train.steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"the value in {override!r} is not valid YAML", where="--set",
+                          mend="quote the value") from None
+    *parents, last = key.split(".")
+    node: Any = values
+    for depth, part in enumerate(parents):
+        node = _step_into(node, part, ".".join(parents[: depth + 1]))
+    if isinstance(node, list):
+        node[_index(node, last, key)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise ConfigError(f"{key!r}: {'.'.join(parents)!r} is a plain value, it has no keys", where="--set",
+                          mend="set the value itself, or a key of a group")
+
+
+def _step_into(node: Any, part: str, path: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, path)]
+    if isinstance(node, dict):
+        if node.get(part) is None:
+            node[part] = {}
+        return node[part]
+    raise ConfigError(f"{path!r} does not lead to a group of settings", where="--set", mend="check the key")
+
+
+def _index(node: list[Any], part: str, path: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"{path!r}: a list of {len(node)} needs an index from 0 to {len(node) - 1}", where="--set",
+                          mend="count from 0")
+    return int(part)
+
+
+def _explain(cls: type[Config], error: pydantic.ValidationError) -> str:
+    """One line a problem, each with its dotted key; unknown keys with the nearest known one."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(cls, problem["loc"][:-1])
+            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f", did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(known)) or 'none'}"
+            lines.append(f"unknown key {path!r}{hint}")
+        else:
+            given = problem.get("input")
+            shown = "" if isinstance(given, dict | list) else f" (got {given!r})"
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}: {message}{shown}" if path else f"{message}")
+    return "; ".join(lines)
+
+
+def _known_keys(cls: type[Config], loc: tuple[int | str, ...]) -> list[str]:
+    """Field names of the group at `loc`: follows nested Config classes through lists, unions and dicts."""
+    groups: list[type[Config]] = [cls]
+    for part in loc:
+        inner: list[type[Config]] = []
+        for group in groups:
+            if str(part) in group.model_fields:
+                inner += _configs_in(group.model_fields[str(part)].annotation)
+        # list indices and union tags do not name a field: stay where we are
+        groups = inner or groups
+    return sorted({name for group in groups for name in group.model_fields})
+
+
+def _configs_in(annotation: Any) -> list[type[Config]]:
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [found for arg in typing.get_args(annotation) for found in _configs_in(arg)]

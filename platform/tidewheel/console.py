@@ -1,0 +1,91 @@
+"""What people see while something runs: progress bars on a terminal, plain lines elsewhere.
+
+In a job's log (`ray job logs`, CI) a bar that redraws itself is noise, so there the same progress
+becomes one line every few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass
+class Bar:
+    """One progress bar: `advance` and `update` are safe to call from any thread."""
+
+    title: str
+    total: float | None = None
+    done: float = 0
+    note: str = ""
+    unit: str = ""
+    _live: Any = field(default=None, repr=False)
+    _task: Any = field(default=None, repr=False)
+    _shown: float = field(default=0.0, repr=False)
+    _began: float = field(default_factory=time.monotonic, repr=False)
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        """`amount` more is done."""
+        self.update(self.done + amount, note=note)
+
+    def update(self, done: float, *, total: float | None = None, note: str | None = None) -> None:
+        """`done` of the total is done; `note` is shown behind the bar."""
+        self.done = done
+        self.total = total if total is not None else self.total
+        self.note = note if note is not None else self.note
+        if self._live is not None:
+            self._live.update(self._task, completed=self.done, total=self.total, note=self.note)
+        elif time.monotonic() - self._shown >= 5:
+            self._say()
+
+    def _say(self, last: bool = False) -> None:
+        self._shown = time.monotonic()
+        total = f"/{self.total:g}" if self.total else ""
+        spent = f"  {self._shown - self._began:.1f} s" if last else ""
+        console.print(f"{self.title}: {self.done:g}{total} {self.unit}  {self.note}{spent}".rstrip())
+
+
+@contextlib.contextmanager
+def bars() -> Iterator[Bars]:
+    """A group of progress bars, drawn together."""
+    group = Bars(None)
+    if console.is_terminal:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        with Progress(SpinnerColumn(), TextColumn("{task.description:<28}"), BarColumn(bar_width=30),
+                      TextColumn("{task.completed:g}/{task.total:g} {task.fields[unit]}"), TimeElapsedColumn(),
+                      TimeRemainingColumn(), TextColumn("[dim]{task.fields[note]}"), console=console,
+                      refresh_per_second=4) as live:
+            group.live = live
+            yield group
+    else:
+        yield group
+
+
+class Bars:
+    """A group of bars; see `bars`."""
+
+    def __init__(self, live: Any) -> None:
+        self.live = live
+
+    @contextlib.contextmanager
+    def bar(self, title: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
+        """A bar that stays on the screen, at its final value, when its block ends."""
+        bar = Bar(title, total, unit=unit)
+        if self.live is not None:
+            bar._live = self.live
+            bar._task = self.live.add_task(title, total=total or 0, note="", unit=unit)
+        try:
+            yield bar
+        finally:
+            if self.live is None:
+                bar._say(last=True)
+            else:
+                self.live.stop_task(bar._task)

@@ -1,0 +1,70 @@
+"""What Tidewheel raises when a person can mend the cause.
+
+Every error here says what is wrong, where, and how to mend it. The command line prints the message
+without a stack trace and exits with `TidewheelError.exit_code`; anything else is a bug of ours and
+keeps its trace.
+"""
+
+from __future__ import annotations
+
+
+class TidewheelError(Exception):
+    """A problem a user can mend.
+
+    Args:
+        what: what is wrong, with the offending value.
+        where: the file, key or URI it is in.
+        mend: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+        self.what, self.where, self.mend = what, where, mend
+        super().__init__(what, where, mend)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  mend: {self.mend}" if self.mend else text
+
+    def __reduce__(self):  # keyword-only arguments survive the trip from a Ray worker to the driver
+        return _rebuild, (type(self), self.what, self.where, self.mend)
+
+
+def _rebuild(cls: type[TidewheelError], what: str, where: str, mend: str) -> TidewheelError:
+    return cls(what, where=where, mend=mend)
+
+
+class ConfigError(TidewheelError):
+    """A configuration file or `--set` override is wrong."""
+
+
+class InputError(TidewheelError):
+    """The documents given to a pipeline cannot be used."""
+
+
+class StorageError(TidewheelError):
+    """A URI cannot be read or written: missing, refused, or damaged."""
+
+
+class ShardError(TidewheelError):
+    """A shard set is damaged, incomplete or does not fit the model."""
+
+
+class CheckpointError(TidewheelError):
+    """A checkpoint is damaged, incomplete or does not fit the run."""
+
+
+class ClusterError(TidewheelError):
+    """The Ray cluster is missing, too small, or lost for good."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The innermost `TidewheelError` in a chain of causes (Ray wraps what its tasks raise), or `error`."""
+    seen: BaseException | None = error
+    found: BaseException | None = None
+    while seen is not None:
+        if isinstance(seen, TidewheelError):
+            found = seen
+        seen = getattr(seen, "cause", None) or seen.__cause__ or seen.__context__
+    return found or error
