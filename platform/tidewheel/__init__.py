@@ -1,0 +1,55 @@
+"""Tidewheel: elastic cluster training for language models on Ray. The run does not depend on the cluster.
+
+The SDK composes data and training:
+
+    import tidewheel as tw
+
+    corpus = (
+        tw.Pipeline("web")
+        .read("s3://bucket/raw/*.jsonl.zst")
+        .filter(tw.filters.gopher_quality())
+        .dedup_exact()
+        .dedup_near(ngram=5, bands=14, rows=8, min_jaccard=0.75)
+        .decontaminate("s3://bucket/evals/*.jsonl")
+        .tokenize("tokenizer.json")
+        .pack(sequence_length=4096)
+    )
+    run = tw.Train("jobs/configs/demo.yaml", data=corpus)
+    tw.Workflow("pretrain", corpus, run).run("s3://bucket/pretrain")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tidewheel.errors import TidewheelError
+    from tidewheel.workflow import filters
+    from tidewheel.workflow.pipeline import Pipeline
+    from tidewheel.workflow.training import Train
+    from tidewheel.workflow.workflow import Workflow
+
+_HOMES = {
+    "Pipeline": "tidewheel.workflow.pipeline",
+    "Train": "tidewheel.workflow.training",
+    "Workflow": "tidewheel.workflow.workflow",
+    "TidewheelError": "tidewheel.errors",
+}
+
+__all__ = ["Pipeline", "TidewheelError", "Train", "Workflow", "filters"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import tidewheel` stays fast."""
+    if name == "filters":
+        return importlib.import_module("tidewheel.workflow.filters")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tidewheel' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,311 @@
+"""The `tidewheel` command.
+
+Exit codes: 0 done; 1 a fault of ours, with a stack trace; 2 something for you to mend, with a message that says
+what, where and how; 130 interrupted. Heavy imports happen inside the commands, so that help answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+import tidewheel
+from tidewheel.console import console
+from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
+
+app = cyclopts.App(
+    name="tidewheel",
+    help="Raw text in, a trained language model out, on a Ray cluster that may grow and shrink underneath.",
+    version=tidewheel.__version__,
+    help_epilogue="First time here? `tidewheel demo` shows everything on this machine in a few minutes, "
+                  "`tidewheel doctor` checks it first.",
+)
+data_app = cyclopts.App(name="data", help="Clean, deduplicate, tokenize and pack documents into shards.")
+shards_app = cyclopts.App(name="shards", help="Look into packed shards and check them.")
+checkpoint_app = cyclopts.App(name="checkpoint", help="List the checkpoints of a run and check them.")
+for sub in (data_app, shards_app, checkpoint_app):
+    app.command(sub)
+
+Overrides = Annotated[
+    list[str] | None,
+    Parameter(name=["--set", "-s"], negative="", consume_multiple=False,
+              help="Change one setting: key=value, the key dotted, the value in YAML. May be given again."),
+]
+Address = Annotated[
+    str | None,
+    Parameter(help="Ray cluster to use: auto, host:port. Without it RAY_ADDRESS counts, else this machine alone."),
+]
+DryRun = Annotated[bool, Parameter(negative="", help="Show what would happen, then stop. Starts and writes nothing.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON instead of a table.")]
+
+
+@data_app.command(name="run")
+def data_run(
+    config: Annotated[str, Parameter(help="Pipeline definition, a YAML file; pipelines/ has examples.")],
+    *,
+    input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
+                                         "below.")] = ".",
+    output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write shards, verdicts, quarantine and "
+                                          "the report to. Run again with the same one to resume.")],
+    set_: Overrides = None,
+    address: Address = None,
+    dry_run: DryRun = False,
+) -> int:
+    """Run a data pipeline: documents in, packed shards out.
+
+    What is published and intact from an earlier run is not computed again; a killed run is resumed by giving the
+    same command again, and ends with the same bytes.
+    """
+    from tidewheel.config import load
+    from tidewheel.data import pipeline
+    from tidewheel.data.config import PipelineConfig
+
+    settings = load(PipelineConfig, config, set_ or ())
+    if dry_run:
+        _print_table("what would run", pipeline.plan(settings, input=input, output=output).rows())
+        return 0
+    from tidewheel.cluster.session import session
+    from tidewheel.data.progress import stage_bars
+    from tidewheel.report.pipeline import write_pipeline_report
+
+    with session(address), stage_bars() as on_progress:
+        summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress)
+    _print_table("what each stage kept", summary.rows())
+    print(f"shards: {output}/shards")
+    print(f"report: {write_pipeline_report(output)}")
+    return 0
+
+
+@app.command
+def train(
+    config: Annotated[str, Parameter(help="Training configuration, a YAML file; jobs/configs/ has examples.")],
+    *,
+    set_: Overrides = None,
+    address: Address = None,
+    local: Annotated[bool, Parameter(negative="", help="Train in this process, without Ray: for debugging.")] = False,
+    dry_run: DryRun = False,
+) -> int:
+    """Train a model, or resume a run: the run URI decides which.
+
+    Workers may die, drain and join while it runs; it goes on with what is there, in the same data order.
+    """
+    from tidewheel.config import load
+    from tidewheel.train.config import TrainConfig
+
+    settings = load(TrainConfig, config, set_ or ())
+    if dry_run:
+        from tidewheel.train.plan import plan
+
+        _print_table("what would run", plan(settings))
+        return 0
+    from tidewheel.elastic.trainer import fit, fit_local
+    from tidewheel.report.run import write_run_report
+    from tidewheel.train.progress import training_bar
+
+    with training_bar(settings.steps) as on_progress:
+        if local:
+            result = fit_local(settings, on_progress=on_progress)
+        else:
+            from tidewheel.cluster.session import session
+
+            with session(address):
+                result = fit(settings, on_progress=on_progress)
+    validation = f", validation loss {result.validation_loss:.4f}" if result.validation_loss is not None else ""
+    print(f"{result.steps} steps, {result.tokens:,} tokens, loss {result.loss:.4f}{validation}")
+    print(f"report: {write_run_report(result.run)}")
+    return 0
+
+
+@shards_app.command
+def inspect(
+    uri: Annotated[str, Parameter(help="A shard set: the folder that holds manifest.json.")],
+    *,
+    row: Annotated[int | None, Parameter(help="Show this row of the set: its documents and segments.")] = None,
+) -> int:
+    """What a shard set holds, as JSON."""
+    from tidewheel.shards.verify import inspect as look
+
+    print(json.dumps(look(uri, row=row), indent=2))
+    return 0
+
+
+@shards_app.command
+def verify(uri: Annotated[str, Parameter(help="A shard set: the folder that holds manifest.json.")]) -> int:
+    """Check every hash, row and segment of a shard set. Exit code 2 if anything is wrong."""
+    from tidewheel.shards.verify import verify as check
+
+    problems = check(uri)
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise ShardError(f"{len(problems)} problem(s), listed above", where=uri,
+                         mend="run the pipeline again with the same output: what is damaged is written anew")
+    print(f"{uri}: intact")
+    return 0
+
+
+@checkpoint_app.command(name="list")
+def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_json: AsJson = False) -> int:
+    """The checkpoints of a run, oldest first; partial ones are marked."""
+    from tidewheel.checkpoint.verify import list_checkpoints
+    from tidewheel.storage import store
+
+    rows = [{"checkpoint": found.name, "step": found.step, "state": "complete" if found.complete else "partial",
+             "MB": round(found.bytes / 1e6, 2), "world size": found.world_size}
+            for found in list_checkpoints(store(run).child("checkpoints"))]
+    _print_rows(f"checkpoints of {run}", rows, as_json)
+    return 0
+
+
+@checkpoint_app.command(name="verify")
+def checkpoint_verify(
+    run: Annotated[str, Parameter(help="URI of a run.")],
+    *,
+    name: Annotated[str | None, Parameter(help="One checkpoint, such as step_00000100; all by default.")] = None,
+) -> int:
+    """Read every file of the checkpoints and compare hashes. Exit code 2 if one is damaged."""
+    from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
+    from tidewheel.errors import CheckpointError
+    from tidewheel.storage import store
+
+    place = store(run).child("checkpoints")
+    names = [name] if name else [found.name for found in list_checkpoints(place)]
+    if not names:
+        raise CheckpointError("no checkpoints", where=run, mend="give the URI of a run, as in --set run.uri=...")
+    damaged = 0
+    for each in names:
+        problems = verify_checkpoint(place, each)
+        damaged += bool(problems)
+        print(f"{each}: {'; '.join(problems) or 'intact'}")
+    if damaged:
+        raise CheckpointError(f"{damaged} of {len(names)} checkpoints are damaged", where=run,
+                              mend="training passes over damaged ones and resumes from the newest intact one")
+    return 0
+
+
+@app.command
+def report(
+    uri: Annotated[str, Parameter(help="URI of a run, or of what a pipeline wrote.")],
+    *,
+    data: Annotated[str | None, Parameter(help="What the run's pipeline wrote, to be shown on the same page.")] = None,
+) -> int:
+    """Write one self-contained HTML page about a run or a pipeline and print where it is."""
+    from tidewheel.report.pipeline import write_pipeline_report
+    from tidewheel.report.run import write_run_report
+    from tidewheel.storage import store
+
+    place = store(uri)
+    if place.exists("run.json"):
+        print(write_run_report(uri, data))
+    elif place.exists("summary.json"):
+        print(write_pipeline_report(uri))
+    else:
+        raise ConfigError("neither a run (run.json) nor a pipeline's output (summary.json)", where=uri,
+                          mend="give the URI of --set run.uri=... or of --output")
+    return 0
+
+
+@app.command
+def audit(run: Annotated[str, Parameter(help="URI of a run.")]) -> int:
+    """Prove that a run consumed every sequence exactly once, in the planned order. Exit code 2 if not."""
+    from tidewheel.train.audit import audit as check
+
+    result = check(run)
+    print(result.summary())
+    if not result.ok:
+        raise ShardError("the run did not consume the planned batches", where=run,
+                         mend="the steps named above differ: compare batches.jsonl with the shard manifest")
+    return 0
+
+
+@app.command
+def doctor(
+    *,
+    storage: Annotated[str | None, Parameter(help="Also test reading and writing at this URI.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check this machine: what is missing or wrong, and how to mend it. Exit code 2 on a failure."""
+    from tidewheel.cluster.doctor import diagnose
+
+    checks = diagnose(storage)
+    if as_json:
+        print(json.dumps([vars(check) for check in checks], indent=2))
+    else:
+        marks = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "failure": "[red]failure[/]"}
+        for check in checks:
+            console.print(f"{marks[check.status]} {check.name:<22} {check.detail}", soft_wrap=True)
+            if check.mend and check.status != "ok":
+                console.print(f"        [dim]mend: {check.mend}[/]")
+    return 2 if any(check.status == "failure" for check in checks) else 0
+
+
+@app.command
+def demo(
+    *,
+    output: Annotated[str, Parameter(help="Folder for everything the demo writes.")] = "demo-output",
+    storage: Annotated[Literal["folder", "s3"], Parameter(help="folder: plain files. s3: the same through an "
+                       "S3-protocol server that the demo starts on loopback.")] = "folder",
+    steps: Annotated[int | None, Parameter(help="Training steps; fewer is quicker and learns less.")] = None,
+    disturb: Annotated[bool, Parameter(help="Kill a node at 40 % and let one join at 70 %.")] = True,
+) -> int:
+    """Raw text to a trained model on this machine, with a node killed on the way, and a report. No network, no GPU."""
+    from tidewheel.demo.run import run_demo
+
+    return run_demo(output=output, storage=storage, steps=steps, disturb=disturb)
+
+
+def _print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    _print_rows(title, rows, as_json=False)
+
+
+def _print_rows(title: str, rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """Rows of equal keys as a table on standard output, or as JSON."""
+    if as_json:
+        print(json.dumps(list(rows), indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for key in rows[0] if rows else ["nothing"]:
+        right = bool(rows) and isinstance(rows[0][key], int | float)
+        table.add_column(key, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+    wide = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    wide.print(table)
+
+
+def run_command(tokens: Sequence[str]) -> int:
+    """Run one command line and return its exit code; see the module's docstring."""
+    try:
+        code = app(list(tokens), exit_on_error=False, print_error=False, result_action="return_value")
+        return code if isinstance(code, int) else 0
+    except cyclopts.CycloptsError as error:
+        console.print(f"[red]error:[/] {error}", markup=True)
+        console.print("  mend: `tidewheel --help`, or --help behind a command, shows what there is", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("interrupted; give the same command again to go on from what is committed")
+        return 130
+    except BaseException as error:
+        cause = root_cause(error)
+        if not isinstance(cause, TidewheelError):
+            raise
+        console.print("[red]error:[/] ", end="")
+        console.print(str(cause), markup=False)
+        return cause.exit_code
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

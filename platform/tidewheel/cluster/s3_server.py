@@ -1,0 +1,148 @@
+"""An S3-protocol server on loopback, for the demo and the tests: moto's, in a process of its own.
+
+    with S3Server() as server:
+        store(server.create_bucket("demo")).write("key", b"...")
+
+While the block runs, the AWS variables point at it, so that this process and every process it starts
+(Ray nodes and their workers) talk to it. Objects live in the server's memory and go with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from types import TracebackType
+
+from tidewheel.errors import ClusterError, StorageError
+
+LOOPBACK = "127.0.0.1"
+# Anything here of the user's own would be mixed with ours, so it steps aside while the server runs.
+SET_ASIDE = ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE",
+             "AWS_SHARED_CREDENTIALS_FILE", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+
+# The server picks a free port by itself (no race), says it on standard output, and ends when its standard
+# input closes: that happens whatever becomes of us, SIGKILL included.
+_SERVE = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address=sys.argv[1], port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+class S3Server:
+    """Context manager around one server process.
+
+    Args:
+        accept_all: True takes any credentials. False refuses every request that is not signed with a key the
+            server knows, and it knows none: for testing what refused access looks like.
+
+    Attributes:
+        endpoint: "http://127.0.0.1:PORT", also in AWS_ENDPOINT_URL.
+
+    Raises:
+        ClusterError: on entering, when moto is not installed or the server does not start.
+    """
+
+    def __init__(self, *, accept_all: bool = True) -> None:
+        self.endpoint = ""
+        self._accept_all = accept_all
+        self._process: subprocess.Popen[str] | None = None
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> S3Server:
+        if find_spec("moto") is None:
+            raise ClusterError("the S3-protocol server needs moto, which is not installed", where="storage s3",
+                               mend="pip install 'tidewheel[demo]', or use a folder: --storage local")
+        atexit.register(self.close)
+        try:
+            self.endpoint = f"http://{LOOPBACK}:{self._start()}"
+            self._point_environment_here()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server while it runs."""
+        return self._process.pid if self._process else None
+
+    def create_bucket(self, name: str) -> str:
+        """Make the bucket `name`, if it is not there yet; returns its URI, "s3://name".
+
+        Raises:
+            StorageError: the server refused the name.
+        """
+        request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+        try:
+            direct.open(request, timeout=20).close()
+        except urllib.error.HTTPError as error:
+            if error.code != 409:  # 409: it is there already
+                raise StorageError(f"the server refused to create the bucket {name!r} (HTTP {error.code})",
+                                   where=self.endpoint, mend="use 3 to 63 small letters, digits and dashes") from None
+        return f"s3://{name}"
+
+    def close(self) -> None:
+        """End the server and put the environment back; more than once does no harm."""
+        atexit.unregister(self.close)
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()  # nothing to save: its objects are in memory
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
+
+    def _start(self) -> int:
+        environment = dict(os.environ)
+        environment.pop("INITIAL_NO_AUTH_ACTION_COUNT", None)
+        if not self._accept_all:
+            environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"  # moto's name for: check every request
+        self._process = subprocess.Popen([sys.executable, "-c", _SERVE, LOOPBACK], env=environment, text=True,
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                         start_new_session=True)  # Ctrl-C is for us, not for it
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline().strip()  # comes when it listens; "" when it died
+        if not said.isdigit():
+            raise ClusterError("the S3-protocol server did not start", where=f"{sys.executable} (moto)",
+                               mend="pip install --force-reinstall 'moto[server]', or use a folder: --storage local")
+        return int(said)
+
+    def _point_environment_here(self) -> None:
+        loopback = {LOOPBACK, "localhost"}
+        changes: dict[str, str | None] = {
+            "AWS_ENDPOINT_URL": self.endpoint, "AWS_ACCESS_KEY_ID": "tidewheel", "AWS_SECRET_ACCESS_KEY": "tidewheel",
+            "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+            **dict.fromkeys(SET_ASIDE),
+        }
+        for name in ("NO_PROXY", "no_proxy"):
+            given = [part.strip() for part in os.environ.get(name, "").split(",") if part.strip()]
+            changes[name] = ",".join([*given, *sorted(loopback - set(given))])
+        for name, value in changes.items():
+            self._before[name] = os.environ.get(name)
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

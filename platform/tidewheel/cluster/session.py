@@ -1,0 +1,57 @@
+"""Connecting to Ray: an existing cluster when one is named, a private one on this machine otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+from tidewheel.errors import ClusterError
+
+#: Ray's own chatter, off unless somebody asked for it by setting the variable.
+QUIET = {
+    "RAY_DEDUP_LOGS": "1",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@contextlib.contextmanager
+def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[str]:
+    """Run a block with Ray connected; yields the address.
+
+    Args:
+        address: "auto", "host:port" or "ray://host:port". None takes RAY_ADDRESS (which a job server sets for its
+            jobs), and without that starts a cluster of this machine alone, stopped when the block ends.
+        cpus: CPUs of a cluster started here; all by default.
+
+    Raises:
+        ClusterError: there is no cluster at the address.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        yield ray.get_runtime_context().gcs_address
+        return
+    target = address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        if target == "local":
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+        else:
+            ray.init(address=target, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target,
+                           mend="start one with `ray start --head`, correct --address or RAY_ADDRESS, or leave both "
+                                "out to use this machine alone") from None
+    except ValueError as error:
+        raise ClusterError(f"not a Ray address ({str(error).splitlines()[0]})", where=target,
+                           mend="write host:port, for example 127.0.0.1:6379, or auto") from None
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
