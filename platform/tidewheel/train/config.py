@@ -1,0 +1,194 @@
+"""Configuration of a training run. Nothing here imports torch or ray."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from tidewheel import storage
+from tidewheel.config import Config
+from tidewheel.models.config import ModelConfig
+
+
+class RunConfig(Config):
+    """Where the run writes. Starting again with the same id continues it."""
+
+    id: str = Field(default="train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
+    """Name of the run, one folder."""
+    uri: str = "runs"
+    """Folder of runs, local or s3://; the run is below it under its id."""
+
+
+class DataConfig(Config):
+    """What is read, and in which order."""
+
+    uri: str = ""
+    """URI of the training shard set (the folder with manifest.json)."""
+    validation: str = ""
+    """URI of the validation shard set; empty: no validation loss."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the order of sequences."""
+    cache: str = ""
+    """Local folder for shards read from an object store; default: a temporary one."""
+    prefetch: int = Field(default=2, ge=0, le=64)
+    """Batches read ahead."""
+
+
+class OptimizerConfig(Config):
+    """AdamW with decoupled weight decay; none on norms and embeddings."""
+
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Weight decay of matrices, times the learning rate."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """The gradient is scaled down to this norm; 0: never."""
+
+    @pydantic.field_validator("betas")
+    @classmethod
+    def _in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("betas must be in [0, 1)")
+        return value
+
+
+class ScheduleConfig(Config):
+    """Learning rate over steps: linear warm-up, then decay over the rest of the run."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Form of the decay."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Steps of linear warm-up."""
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Share of the peak learning rate that is left at the last step."""
+
+
+class BatchConfig(Config):
+    """The global batch; it never depends on the number of workers."""
+
+    global_sequences: int = Field(default=32, ge=1)
+    """Sequences per optimizer step, over all workers."""
+    micro_sequences: int = Field(default=4, ge=1)
+    """Sequences per forward and backward pass; the same for every number of workers."""
+    virtual_ranks: int = Field(default=4, ge=1)
+    """The global batch is cut in this many slices, spread evenly over the workers: their number must divide it."""
+
+    @pydantic.model_validator(mode="after")
+    def _divides(self) -> BatchConfig:
+        unit = self.virtual_ranks * self.micro_sequences
+        if self.global_sequences % unit:
+            nearest = max(1, round(self.global_sequences / unit)) * unit
+            raise ValueError(
+                f"global_sequences {self.global_sequences} is not a multiple of virtual_ranks x micro_sequences = "
+                f"{self.virtual_ranks} x {self.micro_sequences} = {unit}; nearest that is: {nearest}")
+        return self
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches per step and worker."""
+        return self.global_sequences // self.micro_sequences // world_size
+
+
+class EvaluationConfig(Config):
+    """Validation loss and the text sample."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Validation loss every so many steps and at the end; 0: at the end only."""
+    sequences: int = Field(default=0, ge=0)
+    """Use the first so many validation sequences; 0: all."""
+    prompt: str = "def "
+    """Beginning of the text sample."""
+    sample_tokens: int = Field(default=60, ge=0, le=4096)
+    """Length of the text sample; 0: none."""
+    temperature: float = Field(default=0.8, ge=0)
+    """Sampling temperature; 0: the likeliest token."""
+    top_k: int = Field(default=50, ge=0)
+    """Sample among the so many likeliest tokens; 0: all."""
+
+
+class CheckpointConfig(Config):
+    """When to save, and how many to keep."""
+
+    every_steps: int = Field(default=100, ge=0)
+    """Save every so many steps, and at the end; 0: at the end and before planned changes only."""
+    keep_last: int = Field(default=3, ge=1)
+    """Older checkpoints are deleted."""
+    asynchronous: bool = True
+    """Upload in the background while training goes on."""
+
+
+class ElasticConfig(Config):
+    """How many workers, and what each gets."""
+
+    min_workers: int = Field(default=1, ge=1)
+    """Wait rather than train with fewer."""
+    max_workers: int = Field(default=1, ge=1)
+    """Never use more."""
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    """CPUs reserved, and threads used, per worker."""
+    gpus_per_worker: float = Field(default=0.0, ge=0)
+    """GPUs reserved per worker; 0: train on CPU."""
+    max_failures: int = Field(default=-1, ge=-1)
+    """Give up after so many restarts caused by failures; -1: never."""
+    join_wait_seconds: float = Field(default=5.0, ge=0)
+    """Wait so long after a node joined for more of them, so that joins are one resize."""
+    resize_interval_seconds: float = Field(default=10.0, gt=0)
+    """Ask at most this often whether to grow."""
+    hold_seconds: float = Field(default=60.0, gt=0)
+    """After a planned save, wait so long to be replaced before going on as before."""
+    start_timeout_seconds: float = Field(default=120.0, gt=0)
+    """Fail when so few workers can be placed for this long."""
+
+    @pydantic.model_validator(mode="after")
+    def _ordered(self) -> ElasticConfig:
+        if self.min_workers > self.max_workers:
+            raise ValueError(f"min_workers {self.min_workers} is more than max_workers {self.max_workers}")
+        return self
+
+
+class TrainConfig(Config):
+    """One training run."""
+
+    run: RunConfig = RunConfig()
+    """Where it writes."""
+    data: DataConfig = DataConfig()
+    """What it reads."""
+    model: ModelConfig = ModelConfig()
+    """What it trains."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How it learns."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning rate over time."""
+    batch: BatchConfig = BatchConfig()
+    """How much each step sees."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the whole run."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the initial weights and the text sample."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Matrix products in this type; weights, moments, norms and reductions stay fp32."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Validation loss and text sample."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save."""
+    elastic: ElasticConfig = ElasticConfig()
+    """Number of workers."""
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        virtual, least, most = self.batch.virtual_ranks, self.elastic.min_workers, self.elastic.max_workers
+        if not any(virtual % size == 0 for size in range(least, most + 1)):
+            raise ValueError(f"no number of workers from {least} to {most} divides batch.virtual_ranks {virtual}")
+        if self.schedule.warmup_steps > self.steps:
+            raise ValueError(f"schedule.warmup_steps {self.schedule.warmup_steps} is more than steps {self.steps}")
+        return self
+
+    @property
+    def run_uri(self) -> str:
+        """The run's own folder: run.uri/run.id."""
+        return storage.join(self.run.uri, self.run.id)

@@ -1,0 +1,88 @@
+"""What the training loop is given by whoever runs it, so that it knows neither Ray nor how checkpoints are stored."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Checkpointer(Protocol):
+    """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
+
+    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Fill the tensors in place from the newest intact checkpoint; its `extra`, or None when there is none."""
+
+    def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Begin to save; returns once the tensors may change again."""
+
+    def wait(self) -> None:
+        """Return once everything handed over is committed."""
+
+
+class Control(Protocol):
+    """What the cluster may ask of the loop. Called on rank 0 only, except `hold`."""
+
+    def poll(self) -> bool:
+        """Without blocking: True = save now, then `hold` (a resize or a drain is wanted)."""
+
+    def hold(self, step: int) -> None:
+        """The save of `step` is committed: wait to be replaced; returns if the resize was called off."""
+
+    def event(self, kind: str, **detail: Any) -> None:
+        """Record an event of the run."""
+
+    def progress(self, step: int, steps: int, **metrics: Any) -> None:
+        """`step` of `steps` is done."""
+
+
+class NoCheckpoints:
+    """A `Checkpointer` that keeps nothing."""
+
+    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None
+
+    def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        return
+
+    def wait(self) -> None:
+        return
+
+
+class NoControl:
+    """A `Control` that asks for nothing and records nothing."""
+
+    def poll(self) -> bool:
+        return False
+
+    def hold(self, step: int) -> None:
+        return
+
+    def event(self, kind: str, **detail: Any) -> None:
+        return
+
+    def progress(self, step: int, steps: int, **metrics: Any) -> None:
+        return
+
+
+@dataclass
+class Runtime:
+    """One worker's place in the run.
+
+    With `world_size` > 1 torch.distributed must be initialised: gloo for CPU, nccl for CUDA.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device | str = "cpu"
+    generation: int = 0
+    """How often the run was restarted or resized before; 0 the first time."""
+    checkpoints: Checkpointer = field(default_factory=NoCheckpoints)
+    control: Control = field(default_factory=NoControl)
+    process_group: Any = None
+    """The group of all ranks; default: torch.distributed's default group."""
+    node: str = field(default_factory=socket.gethostname)
+    """Name of the node, for the ledger."""

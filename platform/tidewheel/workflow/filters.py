@@ -1,0 +1,20 @@
+"""The filters a pipeline can use, by name: each call gives what `Pipeline.filter` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A filter's name and the settings that differ from its defaults."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def gopher_quality(**settings: Any) -> Filter:
+    """Word counts, word lengths, symbols, bullets, ellipses and stop words, with the thresholds of Rae et al. 2021
+    (table A1). Keywords override single thresholds; `tidewheel.data.quality.GopherQuality` lists them."""
+    return Filter("gopher_quality", settings)

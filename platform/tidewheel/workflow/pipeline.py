@@ -1,0 +1,84 @@
+"""`tw.Pipeline`: a data pipeline written in Python. Whatever a YAML file can say, this can, with the same hash."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tidewheel.config import build
+from tidewheel.workflow.filters import Filter
+
+if TYPE_CHECKING:
+    from tidewheel.data.config import PipelineConfig
+    from tidewheel.data.pipeline import PipelineSummary
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A chain of steps; every method returns a longer chain and leaves this one as it was.
+
+    Args:
+        name: name of the pipeline, used in paths and reports.
+        options: other top-level settings: seed, partitions, max_bad_fraction.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    source: tuple[tuple[str, Any], ...] = ()
+    steps: tuple[dict[str, Any], ...] = ()
+
+    def set(self, **options: Any) -> Pipeline:
+        """Top-level settings: seed, partitions, max_bad_fraction."""
+        return replace(self, options=(*self.options, *options.items()))
+
+    def read(self, *paths: str, **fields: Any) -> Pipeline:
+        """Read documents from files that match `paths` (with *, **, ?); `fields` name their keys (text=, id=, ...)."""
+        return replace(self, source=(("paths", list(paths)), *fields.items()))
+
+    def filter(self, *filters: Filter) -> Pipeline:
+        """Drop documents by rules on their own text, in the given order."""
+        return self._with("filter", {each.name: dict(each.settings) for each in filters})
+
+    def dedup_exact(self, **settings: Any) -> Pipeline:
+        """Keep one of the documents whose normalised text is the same."""
+        return self._with("dedup_exact", settings)
+
+    def dedup_near(self, **settings: Any) -> Pipeline:
+        """Keep one of the documents whose sets of shingles are similar (MinHash LSH, verified)."""
+        return self._with("dedup_near", settings)
+
+    def decontaminate(self, *evals: str, **settings: Any) -> Pipeline:
+        """Drop documents that contain items of the evaluation sets in the JSONL files `evals`."""
+        return self._with("decontaminate", {"evals": list(evals), **settings})
+
+    def tokenize(self, file: str | None = None, **settings: Any) -> Pipeline:
+        """Tokenize with `file` (tokenizer.json), or with one trained here: tokenize(train={"vocabulary_size": ...})."""
+        return self._with("tokenize", {"file": file, **settings} if file else settings)
+
+    def pack(self, **settings: Any) -> Pipeline:
+        """Pack tokens into sequences of `sequence_length`, without losing one, and write the shards."""
+        return self._with("pack", settings)
+
+    def _with(self, name: str, settings: dict[str, Any]) -> Pipeline:
+        return replace(self, steps=(*self.steps, {name: settings}))
+
+    def config(self) -> PipelineConfig:
+        """The validated configuration; ConfigError when a step or setting is unknown or missing."""
+        from tidewheel.data.config import PipelineConfig
+
+        values = {"name": self.name, **dict(self.options), "read": dict(self.source), "steps": list(self.steps)}
+        return build(PipelineConfig, values, where=f"Pipeline({self.name!r})")
+
+    def recipe_hash(self) -> str:
+        """Equal to that of a YAML file that says the same."""
+        return self.config().recipe_hash()
+
+    def run(self, output: str, *, input: str = ".", address: str | None = None) -> PipelineSummary:
+        """Run on Ray and write shards, verdicts, quarantine and summary below `output`; resumes by itself."""
+        from tidewheel.cluster.session import session
+        from tidewheel.data import pipeline
+        from tidewheel.data.progress import stage_bars
+
+        config = self.config()
+        with session(address), stage_bars() as on_progress:
+            return pipeline.run(config, input=input, output=output, on_progress=on_progress)

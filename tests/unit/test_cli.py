@@ -1,0 +1,82 @@
+"""The command as a newcomer meets it: help that answers at once, and errors that say what, where and how to mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tidewheel.cli import run_command
+
+COMMANDS = [
+    [], ["data"], ["data", "run"], ["shards"], ["shards", "inspect"], ["shards", "verify"], ["train"],
+    ["checkpoint"], ["checkpoint", "list"], ["checkpoint", "verify"], ["report"], ["audit"], ["doctor"], ["demo"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_of_every_command(command, capsys):
+    assert run_command([*command, "--help"]) == 0
+    assert "Usage: tidewheel" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy():
+    code = ("import sys; from tidewheel.cli import run_command; run_command(['train', '--help']);"
+            "print([m for m in ('ray', 'torch', 'numba', 'pyarrow', 'matplotlib') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def refused(capsys, *command: str) -> str:
+    """The message of a command that must end with exit code 2 and no stack trace."""
+    assert run_command(command) == 2
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err + out.out
+    assert "mend:" in out.err
+    return " ".join(out.err.split())
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert '"data"' in refused(capsys, "daat")
+
+
+def test_unknown_option(capsys):
+    assert "--frobnicate" in refused(capsys, "doctor", "--frobnicate")
+
+
+@pytest.mark.parametrize("command", [["data", "run", "--output", "out"], ["train"]], ids=["data run", "train"])
+def test_missing_configuration_file(command, capsys):
+    assert "nowhere.yaml" in refused(capsys, *command, "--config", "nowhere.yaml")
+
+
+@pytest.mark.parametrize(("command", "text", "near"), [
+    (["data", "run", "--output", "out"], "name: x\nreed: {paths: [a]}\n", "'read'"),
+    (["data", "run", "--output", "out"], "name: x\nread: {paths: [a]}\nsteps: [{dedup_exacct: {}}]\n", "dedup_exact"),
+    (["train"], "stepps: 3\n", "'steps'"),
+], ids=["pipeline key", "pipeline step", "training key"])
+def test_unknown_key_names_the_nearest(command, text, near, capsys, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    message = refused(capsys, *command, "--config", str(path))
+    assert "did you mean" in message
+    assert near in message
+
+
+def test_broken_yaml_names_the_line(capsys, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("name: x\nread: {paths: [a\n")
+    assert "bad.yaml:" in refused(capsys, "data", "run", str(path), "--output", "out")
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "steps=[1"])
+def test_malformed_override(override, capsys, tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text("steps: 3\n")
+    assert "--set" in refused(capsys, "train", str(path), "--set", override)
+
+
+@pytest.mark.parametrize("command", [["shards", "verify"], ["shards", "inspect"], ["report"], ["audit"],
+                                     ["checkpoint", "verify"]], ids=" ".join)
+def test_empty_folder_is_explained(command, capsys, tmp_path):
+    assert str(tmp_path) in refused(capsys, *command, str(tmp_path))

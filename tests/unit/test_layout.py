@@ -1,0 +1,105 @@
+"""The house rules that a machine can check: what shadows nothing, who imports whom, where Ray may appear."""
+
+from __future__ import annotations
+
+import ast
+import platform
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import tidewheel
+
+PACKAGE = Path(tidewheel.__file__).parent
+ROOT = Path(__file__).parents[2]
+
+# Rooms in the order in which data flows; a room imports only rooms to its left (and itself). The tuple is one level.
+LEVELS = [
+    ("errors",), ("storage",), ("config",), ("jsonlog", "console"),
+    ("shards",),
+    ("data", "models"),
+    ("train",),
+    ("checkpoint", "cluster"),
+    ("elastic",),
+    ("report",),
+    ("workflow", "demo"),
+    ("cli",),
+]
+LEVEL_OF = {room: depth for depth, rooms in enumerate(LEVELS) for room in rooms}
+# Imported inside a function, where a command or a page is put together from parts to its right.
+ALLOWED_BACKWARDS = {("config", "storage")}
+RAY_ROOMS = ("data/pipeline.py", "data/stages/", "elastic/", "cluster/", "workflow/", "demo/")
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, also inside functions; not those under TYPE_CHECKING."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_platform_is_the_standard_librarys():
+    assert Path(platform.__file__).parent == Path(sysconfig.get_path("stdlib"))
+    entries = {entry.name for entry in (ROOT / "platform").iterdir() if entry.name != "__pycache__"}
+    assert entries == {"tidewheel"}
+
+
+def test_top_level_is_what_the_owner_fixed():
+    for name in ("pyproject.toml", "README.md", "platform", "pipelines", "jobs", "tests", "cluster", "k8s"):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    here = room(path)
+    if here == "__init__":
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "tidewheel" or len(parts) < 2 or parts[1] not in LEVEL_OF:
+            continue
+        there = parts[1]
+        if there == here or (here, there) in ALLOWED_BACKWARDS:
+            continue
+        assert LEVEL_OF[there] < LEVEL_OF[here], f"{path.name} in {here} imports {name}: {there} is to its right"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_ray_stays_at_the_edges(path):
+    inside = str(path.relative_to(PACKAGE))
+    if inside.startswith(RAY_ROOMS):
+        return
+    assert not [name for name in imports(path) if name.split(".")[0] == "ray"], f"{inside} imports ray"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_unpickled(path):
+    names = imports(path)
+    assert not {name for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve")}
+    assert "torch.load(" not in path.read_text() or "weights_only=True" in path.read_text()
+
+
+def test_no_file_is_two_rooms_in_one():
+    long = {str(path.relative_to(ROOT)): lines for path in modules()
+            if (lines := len(path.read_text().splitlines())) > 500}
+    assert not long
