@@ -211,6 +211,19 @@ def report(
 
 
 @app.command
+def workflow(
+    *,
+    spec: Annotated[str, Parameter(help="URI of the workflow.json that tw.Workflow(...).submit wrote.")],
+    address: Address = None,
+) -> int:
+    """Run a workflow that was written by the SDK: its pipelines, then its training runs. Run again to resume."""
+    from tidewheel.workflow.workflow import run_spec
+
+    run_spec(spec, address=address)
+    return 0
+
+
+@app.command
 def audit(run: Annotated[str, Parameter(help="URI of a run.")]) -> int:
     """Prove that a run consumed every sequence exactly once, in the planned order. Exit code 2 if not."""
     from tidewheel.train.audit import audit as check

@@ -63,8 +63,11 @@ def root_cause(error: BaseException) -> BaseException:
     """The innermost `TidewheelError` in a chain of causes (Ray wraps what its tasks raise), or `error`."""
     seen: BaseException | None = error
     found: BaseException | None = None
-    while seen is not None:
+    visited: set[int] = set()
+    while seen is not None and id(seen) not in visited:
+        visited.add(id(seen))
         if isinstance(seen, TidewheelError):
             found = seen
-        seen = getattr(seen, "cause", None) or seen.__cause__ or seen.__context__
+        cause = getattr(seen, "cause", None)  # where Ray keeps it
+        seen = cause if isinstance(cause, BaseException) else seen.__cause__ or seen.__context__
     return found or error

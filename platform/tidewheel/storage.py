@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import io
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote
 
 from blake3 import blake3
 
@@ -54,12 +52,18 @@ def content_hash(data: bytes | memoryview) -> str:
 
 def is_remote(uri: str) -> bool:
     """True for object-store URIs, False for local paths and file:// URIs."""
-    return urlsplit(str(uri)).scheme == "s3"
+    return str(uri).lower().startswith("s3://")
 
 
 def join(uri: str, *parts: str) -> str:
     """`uri` with `parts` below it."""
-    return "/".join([str(uri).rstrip("/"), *(part.strip("/") for part in parts if part)])
+    names = [part.strip("/") for part in parts]
+    return "/".join([str(uri).rstrip("/"), *(name for name in names if name)]) or "/"
+
+
+def absolute(uri: str | Path) -> str:
+    """`uri` as every process of a cluster would write it: local paths made absolute, others as they are."""
+    return str(uri) if is_remote(str(uri)) else store(uri).uri
 
 
 def store(uri: str | Path) -> Store:
@@ -69,15 +73,20 @@ def store(uri: str | Path) -> Store:
         StorageError: the scheme is unknown or the URI has no bucket.
     """
     text = str(uri)
-    parts = urlsplit(text)
-    if parts.scheme == "s3":
-        if not parts.netloc:
+    scheme, sep, rest = text.partition("://")
+    if scheme.lower() == "s3" and sep:
+        if not rest.strip("/") or rest.startswith("/"):
             raise StorageError("no bucket in the URI", where=text, mend="write s3://bucket/prefix")
-        return S3Store(text.rstrip("/"))
-    if parts.scheme == "file":
-        return LocalStore(parts.path)
-    if parts.scheme and "://" in text:
-        raise StorageError(f"unknown storage scheme {parts.scheme!r}", where=text,
+        from tidewheel.s3 import S3Store  # the S3 client is imported by those who use it
+
+        return S3Store("s3://" + rest.rstrip("/"))
+    if scheme.lower() == "file" and sep:
+        host, _, path = rest.partition("/")
+        if host not in ("", "localhost"):
+            raise StorageError(f"{host!r} is in the place of a host", where=text, mend="write file:///absolute/path")
+        return LocalStore("/" + unquote(path))
+    if text.lower().startswith("s3:/") or (sep and scheme.isalnum()):
+        raise StorageError("not a URI that can be stored to", where=text,
                            mend="use a local path, file:///path or s3://bucket/prefix")
     return LocalStore(text)
 
@@ -85,6 +94,8 @@ def store(uri: str | Path) -> Store:
 def split(uri: str | Path) -> tuple[Store, str]:
     """The store of a file's folder, and the file's name."""
     folder, _, name = str(uri).rpartition("/")
+    if name in ("", ".", "..") or folder.lower() == "s3:/":
+        raise StorageError("this names a folder, not a file", where=str(uri), mend="give the path of a file")
     return store(folder or ("/" if str(uri).startswith("/") else ".")), name
 
 
@@ -180,6 +191,7 @@ class Store:
 
     def glob(self, pattern: str) -> Sequence[str]:
         """Keys that match a pattern with * and ?; "**" crosses folders, "*" does not."""
+        pattern = "/".join(part for part in pattern.split("/") if part not in ("", "."))
         fixed: list[str] = []
         for part in pattern.split("/")[:-1]:
             if any(mark in part for mark in "*?["):
@@ -206,8 +218,8 @@ class Store:
         return "" if self.hash(stamp.key) == stamp.hash else "hash differs: the content has changed"
 
     def delete_tree(self, prefix: str) -> None:
-        """Remove everything below the folder `prefix`."""
-        for entry in self.list(prefix):
+        """Remove everything below the folder `prefix`; none there is no error."""
+        for entry in self.list(safe_key(prefix)):
             self.delete(entry.key)
 
 
@@ -235,14 +247,17 @@ def _matches(key: str, pattern: str) -> bool:
     return walk(key.split("/"), pattern.split("/"))
 
 
-class _HashingWriter:
+class HashingWriter:
     """Passes bytes on to a file object and hashes them on the way."""
 
     def __init__(self, key: str, sink: Any) -> None:
         self._key, self._sink, self._hash, self._bytes = key, sink, blake3(), 0
 
     def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        if view.nbytes == 0:
+            return 0
+        view = view.cast("B")
         self._hash.update(view)
         self._bytes += view.nbytes
         self._sink.write(view)
@@ -271,27 +286,27 @@ class LocalStore(Store):
         return self.root / safe_key(key)
 
     def open(self, key: str) -> BinaryIO:
-        return self._path(key).open("rb")
+        path = self._path(key)
+        with _readable(path):
+            return path.open("rb")
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
         path = self._path(key)
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:12]}-{path.name}")
-        try:
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+        with _writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as sink:
-                hashing = _HashingWriter(key, sink)
-                yield hashing
-                sink.flush()
-                os.fsync(sink.fileno())
-            os.replace(temporary, path)
-            _fsync_folder(path.parent)
-        except PermissionError:
-            raise StorageError("no permission to write", where=str(path),
-                               mend="choose another output folder, or change its owner") from None
-        except OSError as error:
-            raise StorageError(f"cannot write: {error.strerror}", where=str(path),
-                               mend="check free space and that the path is a folder you own") from error
+            sink = temporary.open("wb")
+        try:
+            with sink:
+                hashing = HashingWriter(key, _Guarded(sink, path))
+                yield hashing  # what the caller raises here is the caller's own and passes through
+                with _writable(path):
+                    sink.flush()
+                    os.fsync(sink.fileno())
+            with _writable(path):
+                os.replace(temporary, path)
+                _fsync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -299,12 +314,16 @@ class LocalStore(Store):
         return self._path(key).is_file()
 
     def size(self, key: str) -> int:
-        return self._path(key).stat().st_size
+        path = self._path(key)
+        with _readable(path):
+            if path.is_dir():
+                raise FileNotFoundError(path)
+            return path.stat().st_size
 
     def list(self, prefix: str = "") -> Sequence[Stamp]:
         top = self._path(prefix) if prefix else self.root
         found = []
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top, onerror=_unlistable):
             for name in names:
                 if name.startswith(TEMPORARY_PREFIX):
                     continue
@@ -314,10 +333,14 @@ class LocalStore(Store):
         return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
+        path = self._path(key)
+        with _writable(path), contextlib.suppress(NotADirectoryError):
+            path.unlink(missing_ok=True)
 
     def delete_tree(self, prefix: str) -> None:
-        shutil.rmtree(self._path(prefix), ignore_errors=True)
+        path = self._path(prefix)
+        with _writable(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            shutil.rmtree(path)
 
     def local_path(self, key: str) -> Path | None:
         return self._path(key)
@@ -335,137 +358,55 @@ class LocalStore(Store):
             raise StorageError("the folder is read-only", where=self.uri, mend="choose another path")
 
 
+class _Guarded:
+    """A file object whose write errors are told as ours."""
+
+    def __init__(self, sink: BinaryIO, path: Path) -> None:
+        self._sink, self._path = sink, path
+
+    def write(self, data: Any, /) -> int:
+        with _writable(self._path):
+            return self._sink.write(data)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Missing files stay FileNotFoundError; what else the system says becomes a StorageError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except NotADirectoryError:
+        raise FileNotFoundError(path) from None
+    except IsADirectoryError:
+        raise StorageError("this is a folder, not a file", where=str(path), mend="give the path of a file") from None
+    except PermissionError:
+        raise StorageError("no permission to read", where=str(path), mend="change its owner or its mode") from None
+    except OSError as error:
+        raise StorageError(f"cannot read: {error.strerror}", where=str(path), mend="check the disk") from None
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError:
+        raise StorageError("no permission to write", where=str(path),
+                           mend="choose another output folder, or change its owner") from None
+    except OSError as error:
+        raise StorageError(f"cannot write: {error.strerror}", where=str(path),
+                           mend="check free space and that the path is a folder you own") from None
+
+
+def _unlistable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise StorageError(f"cannot list: {error.strerror}", where=str(error.filename),
+                           mend="change the folder's owner or mode")
+
+
 def _fsync_folder(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-class S3Store(Store):
-    """A prefix of a bucket, through s3fs. Credentials and endpoint come from the environment
-    (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL) or the machine's role."""
-
-    def __init__(self, uri: str) -> None:
-        super().__init__(uri)
-        self.path = uri.removeprefix("s3://")
-        self.bucket = self.path.partition("/")[0]
-
-    def __reduce__(self):
-        return (S3Store, (self.uri,))
-
-    @property
-    def fs(self) -> Any:
-        return _s3_filesystem(os.getpid(), os.environ.get("AWS_ENDPOINT_URL", ""),
-                              os.environ.get("AWS_ACCESS_KEY_ID", ""))
-
-    def _path(self, key: str) -> str:
-        return f"{self.path}/{safe_key(key)}"
-
-    @contextlib.contextmanager
-    def _explained(self, key: str = "") -> Iterator[None]:
-        """Turn the client's errors into ours; FileNotFoundError for an object passes through."""
-        import botocore.exceptions as bx
-
-        where = join(self.uri, key)
-        try:
-            yield
-        except FileNotFoundError as error:
-            if "bucket" in str(error).lower():
-                raise self._no_bucket() from None
-            raise
-        except (PermissionError, bx.NoCredentialsError, bx.PartialCredentialsError) as error:
-            raise StorageError(f"access refused ({type(error).__name__}: {_short(error)})", where=where,
-                               mend="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role that may read "
-                                    "and write this bucket; `tidewheel doctor --storage URI` tests it") from None
-        except (bx.EndpointConnectionError, bx.ConnectTimeoutError) as error:
-            raise StorageError(f"the object store does not answer ({_short(error)})", where=where,
-                               mend="check AWS_ENDPOINT_URL and that the server is up") from None
-        except OSError as error:
-            if "NoSuchBucket" in str(error) or "specified bucket" in str(error):
-                raise self._no_bucket() from None
-            raise StorageError(f"the object store failed ({_short(error)})", where=where,
-                               mend="try again; if it persists, check the store's own health") from error
-
-    def _no_bucket(self) -> StorageError:
-        return StorageError(f"there is no bucket {self.bucket!r}", where=self.uri,
-                            mend="create the bucket or correct the URI; AWS_ENDPOINT_URL chooses the server")
-
-    def open(self, key: str) -> BinaryIO:
-        with self._explained(key):
-            return io.BufferedReader(self.fs.open(self._path(key), "rb", block_size=CHUNK_BYTES), CHUNK_BYTES)
-
-    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        with self._explained(key):
-            return self.fs.cat_file(self._path(key), start=start or None,
-                                    end=None if length is None else start + length)
-
-    @contextlib.contextmanager
-    def writer(self, key: str) -> Iterator[Writer]:
-        with self._explained(key):
-            sink = self.fs.open(self._path(key), "wb", block_size=CHUNK_BYTES, autocommit=False)
-            hashing = _HashingWriter(key, sink)
-            try:
-                yield hashing
-                sink.close()
-            except BaseException:
-                with contextlib.suppress(Exception):  # the first error is the one to tell
-                    sink.discard()
-                sink.closed = True
-                raise
-            sink.commit()
-
-    def exists(self, key: str) -> bool:
-        with self._explained(key):
-            return self.fs.exists(self._path(key))
-
-    def size(self, key: str) -> int:
-        with self._explained(key):
-            return int(self.fs.info(self._path(key))["size"])
-
-    def list(self, prefix: str = "") -> Sequence[Stamp]:
-        top = self._path(prefix) if prefix else self.path
-        with self._explained(prefix):
-            try:
-                found = self.fs.find(top, detail=True)
-            except FileNotFoundError as error:
-                if "bucket" in str(error).lower():
-                    raise
-                return []
-        cut = len(self.path) + 1
-        return sorted((Stamp(path[cut:], int(info["size"]), "") for path, info in found.items()
-                       if path.startswith(top + "/")), key=lambda entry: entry.key)
-
-    def delete(self, key: str) -> None:
-        with self._explained(key), contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(self._path(key))
-
-    def local_path(self, key: str) -> Path | None:
-        return None
-
-    def fingerprint(self, key: str) -> str:
-        with self._explained(key):
-            info = self.fs.info(self._path(key), refresh=True)
-        return f"etag-{info['size']}-{str(info.get('ETag', '')).strip(chr(34))}"
-
-    def check(self) -> None:
-        with self._explained():
-            try:
-                self.fs.call_s3("list_objects_v2", Bucket=self.bucket, MaxKeys=1)
-            except FileNotFoundError:
-                raise self._no_bucket() from None
-
-
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-
-
-@lru_cache(maxsize=8)
-def _s3_filesystem(pid: int, endpoint: str, key_id: str) -> Any:
-    """One client per process, endpoint and identity: s3fs clients do not survive a fork."""
-    import s3fs
-
-    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, default_cache_type="readahead",
-                             config_kwargs={"connect_timeout": 5, "read_timeout": 60,
-                                            "retries": {"max_attempts": 5, "mode": "standard"}})

@@ -38,7 +38,7 @@ NUM_HELD_OUT = 20  # evaluation items cut from documents that are then left out 
 PLANT_EVERY = 5  # of the evaluation items, one in five is planted nowhere: it must not be found
 LICENCE_NAMES = ("LICEN", "COPYING", "NOTICE", "AUTHORS")
 _DOCSTRING = re.compile(r'^[ \t]*[rRuU]{0,2}("""|\'\'\')(.*?)\1', re.S | re.M)
-_SENTENCE = re.compile(r"(?<=[.\n] )([A-Z][a-z]+(?: [\w,'-]+){15,28}\.)(?=\s)")
+_SENTENCE = re.compile(r"(?<=\.\s|\n\n)([A-Z][a-z]+(?:[ \n]\w[\w,'-]*){15,28}\.)(?=\s)")
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _hold_out(documents: list[_Document], seed: int) -> tuple[list[_Document], l
         if document.source != "docstrings" or len(document.text) > 20_000:
             continue
         for match in _SENTENCE.finditer(document.text):
-            sentence = match[1]
+            sentence = " ".join(match[1].split())
             words = _words(sentence).split()
             # every run of 8 words must be in this one document alone, or decontamination would rightly find others
             grams = [" ".join(words[i:i + 8]) for i in range(len(words) - 7)]

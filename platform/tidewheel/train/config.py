@@ -8,7 +8,7 @@ import pydantic
 from pydantic import Field
 
 from tidewheel import storage
-from tidewheel.config import Config
+from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import ModelConfig
 
 
@@ -64,7 +64,7 @@ class ScheduleConfig(Config):
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """Form of the decay."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; at most half of the run."""
     final_fraction: float = Field(default=0.1, ge=0, le=1)
     """Share of the peak learning rate that is left at the last step."""
 
@@ -184,9 +184,15 @@ class TrainConfig(Config):
         virtual, least, most = self.batch.virtual_ranks, self.elastic.min_workers, self.elastic.max_workers
         if not any(virtual % size == 0 for size in range(least, most + 1)):
             raise ValueError(f"no number of workers from {least} to {most} divides batch.virtual_ranks {virtual}")
-        if self.schedule.warmup_steps > self.steps:
-            raise ValueError(f"schedule.warmup_steps {self.schedule.warmup_steps} is more than steps {self.steps}")
         return self
+
+    def recipe_hash(self) -> str:
+        """Hash of what decides the result: not where the run writes, nor the cluster, nor how often it saves."""
+        values = self.canonical()
+        for group in ("run", "checkpoint", "elastic"):
+            values.pop(group)
+        values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
+        return recipe_hash(values)
 
     @property
     def run_uri(self) -> str:

@@ -1,0 +1,144 @@
+"""The process that owns a local cluster's nodes; `LocalCluster` starts it and talks to it over its standard streams.
+
+A process of its own, because whatever happens to the user's process (an exception, SIGTERM, even SIGKILL) closes
+the pipe to this one, which then ends every process of the cluster; should this one be killed too, the kernel ends
+the raylets with it. One JSON request a line comes in, one JSON answer a line goes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from typing import Any
+
+#: A killed raylet refuses connections at once, so that three probes 0.4 s apart are enough; one that is only starved
+#: of CPU has three times 3 s before it counts as dead.
+FAST_DETECTION = {
+    "health_check_initial_delay_ms": 2000,
+    "health_check_period_ms": 400,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 3,
+}
+LOOPBACK = "127.0.0.1"
+
+
+class Keeper:
+    """Head and worker nodes as child processes."""
+
+    def __init__(self, temp_dir: str) -> None:
+        self.temp_dir = temp_dir
+        self.head: Any = None
+        self.nodes: dict[str, Any] = {}
+
+    def start(self, *, cpus: float, object_store_bytes: int, dashboard_port: int) -> dict[str, Any]:
+        """Start the head; `dashboard_port` 0: none."""
+        self.head = self._node(head=True, cpus=cpus, object_store_bytes=object_store_bytes,
+                               include_dashboard=bool(dashboard_port), dashboard_port=dashboard_port or None,
+                               include_log_monitor=bool(dashboard_port), no_monitor=True,
+                               _system_config=FAST_DETECTION)
+        return {"address": self.head.gcs_address, **self._described(self.head)}
+
+    def add(self, *, cpus: float, object_store_bytes: int) -> dict[str, Any]:
+        """Start one worker node and wait until it is in the cluster's table."""
+        node = self._node(head=False, cpus=cpus, object_store_bytes=object_store_bytes, include_log_monitor=False,
+                          gcs_address=self.head.gcs_address)
+        self.nodes[node.node_id] = node
+        return self._described(node)
+
+    def kill(self, *, node_id: str) -> dict[str, Any]:
+        """SIGKILL a node's raylet and every process below it."""
+        return {"killed": _kill(self._tree(self.nodes.pop(node_id)))}
+
+    def processes(self, *, node_id: str) -> dict[str, Any]:
+        """Process ids of a node, its raylet first."""
+        node = self.head if node_id == self.head.node_id else self.nodes[node_id]
+        return {"pids": [process.pid for process in self._tree(node)]}
+
+    def stop(self) -> dict[str, Any]:
+        """End everything that was ever started here and remove the temporary folder."""
+        import psutil
+
+        mine = psutil.Process().children(recursive=True)
+        for process in mine:  # frozen first: a dying raylet cannot start one more worker behind our back
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        mine = list({*mine, *psutil.Process().children(recursive=True)})
+        killed = _kill(mine)
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+        return {"killed": killed}
+
+    def _node(self, *, head: bool, cpus: float, object_store_bytes: int, **more: Any) -> Any:
+        from ray._private import services
+        from ray._private.node import Node
+        from ray._private.parameter import RayParams
+
+        parameters = RayParams(num_cpus=cpus, num_gpus=0, object_store_memory=object_store_bytes, min_worker_port=0,
+                               max_worker_port=0, node_ip_address=LOOPBACK, temp_dir=self.temp_dir,
+                               dashboard_agent_listen_port=0, **more)
+        # No exit hooks inside this process: `stop` does it. The reaper flag binds the children's life to ours.
+        node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
+        services.wait_for_node(node.gcs_address, node.plasma_store_socket_name, 60)
+        return node
+
+    def _described(self, node: Any) -> dict[str, Any]:
+        return {"node_id": node.node_id, "pid": self._raylet(node).pid}
+
+    def _raylet(self, node: Any) -> Any:
+        return node.all_processes["raylet"][0].process
+
+    def _tree(self, node: Any) -> list[Any]:
+        import psutil
+
+        try:
+            raylet = psutil.Process(self._raylet(node).pid)
+            return [raylet, *raylet.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _kill(processes: list[Any]) -> list[int]:
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares start times: a reused id is not killed
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+    return [process.pid for process in processes]
+
+
+def main() -> None:
+    """Serve requests until standard input closes, then end the cluster."""
+    answers = os.fdopen(os.dup(1), "w")
+    temp_dir = sys.argv[1]
+    os.makedirs(temp_dir, mode=0o700, exist_ok=True)
+    log = os.open(f"{temp_dir}/keeper.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)  # nothing but answers may reach the pipe
+    os.dup2(log, 2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    keeper = Keeper(temp_dir)
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = {"ok": getattr(keeper, request.pop("do"))(**request)}
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+    except BrokenPipeError:
+        sys.stderr.write("the owner is gone\n")
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        import ray  # noqa: F401  puts psutil, which comes with Ray, on the path
+
+        keeper.stop()
+
+
+if __name__ == "__main__":
+    import ray  # noqa: F401  before the first request, while the owner prepares it
+
+    main()

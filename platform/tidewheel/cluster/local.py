@@ -1,0 +1,186 @@
+"""A Ray cluster of several nodes on this machine: a head and workers as separate raylets on loopback.
+
+    with LocalCluster(nodes=2) as cluster:
+        ray.init(address=cluster.address)
+        cluster.kill_node(cluster.nodes[0])
+
+Real in what matters for elasticity (each node has its own raylet, object store and worker processes, and dies like a
+machine does). Several may run side by side; none joins or stops another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tidewheel.errors import ClusterError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class NodeHandle:
+    """One worker node: Ray's node id (56 hex digits) and the process id of its raylet."""
+
+    node_id: str
+    pid: int
+
+
+class LocalCluster:
+    """Context manager around one cluster; also stopped when the process ends, however it ends.
+
+    The environment of the cluster's processes is this process's when the block is entered.
+
+    Args:
+        nodes: worker nodes at the start.
+        cpus_per_node: CPUs each worker node offers; they need not exist.
+        head_cpus: CPUs the head offers; 0 keeps tasks and training off it, so that only worker nodes can be lost.
+        dashboard: start the dashboard and job server, at `dashboard_url`.
+        object_store_mb: shared memory per node, in MiB (Ray's least is 75).
+
+    Attributes:
+        address: "127.0.0.1:PORT", for `ray.init`.
+        dashboard_url: "http://127.0.0.1:PORT", or "".
+
+    Raises:
+        ClusterError: on entering, when Ray's processes do not start.
+    """
+
+    def __init__(self, nodes: int, cpus_per_node: float = 1, *, head_cpus: float = 0, dashboard: bool = False,
+                 object_store_mb: int = 128) -> None:
+        self._count, self._cpus, self._head_cpus = nodes, cpus_per_node, head_cpus
+        self._store_bytes = object_store_mb << 20
+        self._dashboard = dashboard
+        self._temp_dir = f"/tmp/tw-{uuid.uuid4().hex[:8]}"  # short: it is in the names of Unix sockets (107 bytes)
+        self._keeper: subprocess.Popen[str] | None = None
+        self._nodes: list[NodeHandle] = []
+        self._lock = threading.RLock()
+        self.address = ""
+        self.dashboard_url = ""
+
+    def __enter__(self) -> LocalCluster:
+        atexit.register(self.close)
+        try:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-m", "tidewheel.cluster.keeper", self._temp_dir], text=True, env=_environment(),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True)  # Ctrl-C is for us; the keeper ends when our end of its pipe closes
+            port = _free_port() if self._dashboard else 0
+            head = self._ask("start", cpus=self._head_cpus, object_store_bytes=self._store_bytes, dashboard_port=port)
+            self.address = head["address"]
+            self.dashboard_url = f"http://{LOOPBACK}:{port}" if port else ""
+            for _ in range(self._count):
+                self.add_node()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def nodes(self) -> list[NodeHandle]:
+        """Worker nodes that are up, oldest first."""
+        return list(self._nodes)
+
+    def add_node(self, cpus: float | None = None) -> NodeHandle:
+        """Start one more worker node; returns when the cluster's table has it. Any thread may call it."""
+        answer = self._ask("add", cpus=self._cpus if cpus is None else cpus, object_store_bytes=self._store_bytes)
+        node = NodeHandle(answer["node_id"], answer["pid"])
+        self._nodes.append(node)
+        return node
+
+    def kill_node(self, node: NodeHandle) -> list[int]:
+        """SIGKILL a node's raylet and all its processes, as a power cut would; returns their process ids.
+
+        Raises:
+            ClusterError: the node is not one of this cluster, or is gone already.
+        """
+        if node not in self._nodes:
+            raise ClusterError("no such worker node in this cluster", where=node.node_id[:12],
+                               mend="take one from `nodes`")
+        self._nodes.remove(node)
+        return self._ask("kill", node_id=node.node_id)["killed"]
+
+    def processes(self, node: NodeHandle) -> list[int]:
+        """Process ids of a node: its raylet, then agents and workers."""
+        return self._ask("processes", node_id=node.node_id)["pids"]
+
+    def close(self) -> None:
+        """End every process of the cluster and remove its temporary folder; more than once does no harm."""
+        atexit.unregister(self.close)
+        keeper, self._keeper, self._nodes = self._keeper, None, []
+        if keeper is None:
+            return
+        with contextlib.suppress(OSError):
+            keeper.stdin.close()  # type: ignore[union-attr]
+        try:
+            keeper.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.kill(keeper.pid, signal.SIGKILL)  # the kernel ends the raylets with it
+            keeper.wait()
+        if keeper.stdout is not None:
+            keeper.stdout.close()
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+    def _ask(self, what: str, **arguments: Any) -> dict[str, Any]:
+        keeper = self._keeper
+        if keeper is None or keeper.stdin is None or keeper.stdout is None:
+            raise ClusterError("the local cluster is not running", where="LocalCluster",
+                               mend="use it inside its `with` block")
+        with self._lock:
+            try:
+                keeper.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
+                keeper.stdin.flush()
+                line = keeper.stdout.readline()
+            except (OSError, ValueError):
+                line = ""
+        answer = json.loads(line) if line else {"error": "its keeper process ended"}
+        if "error" in answer:
+            raise ClusterError(f"the local cluster could not {what}: {answer['error']}", where=self._logs(),
+                               mend="see the logs there; free memory and space in /tmp, then try again")
+        return answer["ok"]
+
+    def _logs(self) -> str:
+        """Ray's logs go with the cluster; what explains a failure is kept."""
+        kept = Path(f"{self._temp_dir}-logs")
+        with contextlib.suppress(OSError):
+            shutil.copytree(self._temp_dir, kept, dirs_exist_ok=True, symlinks=True,
+                            ignore=lambda folder, names: [n for n in names if not _is_log(Path(folder, n))])
+        return str(kept)
+
+
+def _is_log(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() or path.suffix in (".log", ".out", ".err")
+
+
+def _environment() -> dict[str, str]:
+    """Ours, less what would tie the cluster to another one, and quiet."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
+    package_root = str(Path(__file__).resolve().parents[2])
+    paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,14 @@
+"""Where the demo's pipeline and training configuration are: in the checkout, or in the installed package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def recipe(name: str) -> str:
+    """Path of a recipe such as "pipelines/demo.yaml"."""
+    here = Path(__file__).resolve()
+    for root in (here.parents[3], here.parent / "recipes"):
+        if (root / name).is_file():
+            return str(root / name)
+    raise FileNotFoundError(f"the recipe {name} is neither in the checkout nor in the installed package")

@@ -1,0 +1,48 @@
+"""What one worker's time was spent on, written to the run's ledger.
+
+Time is labelled after the fact: `spent(category)` says what everything since the last call was. So
+the intervals of a worker join without a gap, and a step that ends in an exception can be called by its name.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from tidewheel.jsonlog import JsonLog
+from tidewheel.train.runtime import Runtime
+
+Category = Literal["productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle"]
+SHORTEST_SECONDS = 1e-3
+"""A shorter interval is added to the one before it: it would cost a line and say nothing."""
+
+
+class Timeline:
+    """One worker's ledger."""
+
+    def __init__(self, log: JsonLog, runtime: Runtime, flush_seconds: float = 2.0) -> None:
+        self._log, self._flush_seconds = log, flush_seconds
+        self._who = {"rank": runtime.rank, "generation": runtime.generation, "node": runtime.node}
+        self._mark = self._flushed = time.time()
+        self._intervals: list[list[Any]] = []  # [category, start, end], joined end to end
+
+    def spent(self, category: Category) -> float:
+        """Everything since the last call went to `category`; its seconds."""
+        now = time.time()
+        start, self._mark = self._mark, now
+        last = self._intervals[-1] if self._intervals else None
+        if last and (last[0] == category or now - start < SHORTEST_SECONDS):
+            last[2] = now
+        else:
+            self._intervals.append([category, start, now])
+        if now - self._flushed >= self._flush_seconds:
+            self.flush()
+        return now - start
+
+    def flush(self) -> None:
+        """Write the intervals so far."""
+        intervals, self._intervals = self._intervals, []
+        self._flushed = time.time()
+        for category, start, end in intervals:
+            self._log.append({"time": end, **self._who, "category": category, "start": start, "end": end})
+        self._log.flush()

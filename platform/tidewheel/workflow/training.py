@@ -1,0 +1,53 @@
+"""`tw.Train`: a training run written in Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tidewheel import storage
+from tidewheel.config import build, load
+from tidewheel.workflow.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from tidewheel.train.config import TrainConfig
+    from tidewheel.train.loop import TrainResult
+
+
+class Train:
+    """A training run on the shards of a pipeline.
+
+    Args:
+        config: path of a YAML file, or the settings as a dict.
+        data: the `Pipeline` whose shards it reads, or the URI that a pipeline wrote to (its --output).
+        overrides: settings by dotted name, with "__" for the dot: Train(..., optimizer__learning_rate=1e-3).
+    """
+
+    def __init__(self, config: str | dict[str, Any], data: Pipeline | str | None = None, **overrides: Any) -> None:
+        self.config, self.data = config, data
+        self.overrides = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+
+    def resolve(self, data_uri: str | None = None, run_uri: str | None = None) -> TrainConfig:
+        """The validated configuration, reading what a pipeline wrote to `data_uri`, writing runs below `run_uri`."""
+        from tidewheel.train.config import TrainConfig
+
+        source = data_uri or (self.data if isinstance(self.data, str) else None)
+        overrides = list(self.overrides)
+        if source:
+            overrides += [f"data.uri={storage.join(source, 'shards')}",
+                          f"data.validation={storage.join(source, 'validation')}"]
+        if run_uri:
+            overrides.append(f"run.uri={run_uri}")
+        if isinstance(self.config, str):
+            return load(TrainConfig, self.config, overrides)
+        return build(TrainConfig, self.config, overrides, where="Train(...)")
+
+    def run(self, *, address: str | None = None, data_uri: str | None = None,
+            run_uri: str | None = None) -> TrainResult:
+        """Train on Ray to the last step, or resume the run that is there."""
+        from tidewheel.cluster.session import session
+        from tidewheel.elastic.trainer import fit
+        from tidewheel.train.progress import training_bar
+
+        config = self.resolve(data_uri, run_uri)
+        with session(address), training_bar(config.steps) as on_progress:
+            return fit(config, on_progress=on_progress)
