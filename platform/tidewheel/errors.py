@@ -69,5 +69,7 @@ def root_cause(error: BaseException) -> BaseException:
         if isinstance(seen, TidewheelError):
             found = seen
         cause = getattr(seen, "cause", None)  # where Ray keeps it
-        seen = cause if isinstance(cause, BaseException) else seen.__cause__ or seen.__context__
+        if not isinstance(cause, BaseException):
+            cause = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        seen = cause
     return found or error

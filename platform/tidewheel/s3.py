@@ -56,9 +56,10 @@ class S3Store(Store):
         return cast(BinaryIO, io.BufferedReader(_Reader(self, key, size), CHUNK_BYTES))
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        if length == 0:
+            self.size(key)  # a missing object is missing here too
+            return b""
         with self._explained(key):
-            if length == 0:
-                return self.fs.cat_file(self._path(key))[:0]  # a missing object is missing here too
             try:
                 return self.fs.cat_file(self._path(key), start=start or None,
                                         end=None if length is None else start + length)

@@ -37,7 +37,8 @@ def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     return subprocess.run(
         [str(BIN / "ray"), "job", "submit", "--address", cluster.dashboard_url, "--working-dir", ".", "--", *command],
-        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False)
+        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+        check=False)
 
 
 def test_prepare_data_then_train_then_resume(cluster, place):

@@ -34,7 +34,7 @@ _FMIX_1, _FMIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _S32, _S33, _S8, _S64, _S0 = np.uint64(32), np.uint64(33), np.uint64(8), np.uint64(64), np.uint64(0)
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True)
 def _decode(data, i, end):
     """(code point, bytes) of the UTF-8 character at i; a broken one is code point 0, one byte."""
     b = np.int64(data[i])
@@ -54,13 +54,13 @@ def _decode(data, i, end):
     return np.int64(0), 1
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True)
 def _absorb(h, chunk):
     h = (h ^ chunk) * _MULTIPLIER
     return h ^ (h >> _S32)
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True)
 def _finish(h, chunk, length):
     """Last partial chunk and the length, then the 64-bit murmur finaliser."""
     h = _absorb(h, chunk) ^ np.uint64(length)
@@ -154,7 +154,7 @@ def scan_words(data, offsets, first, last, entries, blob, ascii_letters, keep_di
         word_offsets[document - first + 1] = w
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True)
 def _stop_word_bit(packed, length):
     """Bit of {the, be, to, of, and, that, have, with}, its letters packed big-endian; 0 for other words."""
     if length == 2:
@@ -179,6 +179,18 @@ def _stop_word_bit(packed, length):
     return 0
 
 
+@numba.njit(nogil=True)
+def _peek(data, i, end, entries):
+    """Entry of the next character that is not dropped; that of a separator at the end."""
+    while i < end:
+        code, size = _decode(data, i, end)
+        entry = np.int64(entries[code])
+        if entry & CLASS_BITS != DROPPED:
+            return entry
+        i += size
+    return np.int64(SEPARATOR)
+
+
 @numba.njit(nogil=True, cache=True)
 def gopher_counts(data, offsets, first, last, entries, counts):
     """Counts of documents [first, last) into counts [n, 10] int64, columns as `quality.COUNTS`."""
@@ -195,7 +207,9 @@ def gopher_counts(data, offsets, first, last, entries, counts):
             code, size = _decode(data, i, end)
             entry = np.int64(entries[code])
             kind = entry & CLASS_BITS
-            following = i + size
+            i += size
+            if kind == DROPPED:
+                continue
             if code == 10:
                 lines += 1
                 ellipsis_lines += tail >= 3
@@ -220,20 +234,16 @@ def gopher_counts(data, offsets, first, last, entries, counts):
                     elif not space:
                         tail = 0
                 hashes += code == 0x23
-            i = following
-            before, previous_code = previous_code, code
-            if kind == DROPPED:
-                continue
+            previous_code = code
             joins = False  # a symbol that belongs to the word around it
             clitic = False  # an apostrophe that begins the next word
-            if kind == SEPARATOR and state == 1 and following < end and (
+            if kind == SEPARATOR and state == 1 and (
                     code == 0x5F or code == 0x2E or code == 0x2C or code == 0x3A or code == 0x27 or code == 0x2019):
-                next_code, _ = _decode(data, following, end)
-                next_entry = np.int64(entries[next_code])
+                next_entry = _peek(data, i, end, entries)
                 next_kind = next_entry & CLASS_BITS
                 wordlike = next_kind == LETTER or next_kind == DIGIT or next_kind == MARK
                 if code == 0x5F:
-                    joins = wordlike or next_code == 0x5F
+                    joins = wordlike
                 elif code == 0x2E:
                     joins = wordlike and next_entry & UPPER == 0
                 elif code == 0x2C or code == 0x3A:
@@ -242,7 +252,7 @@ def gopher_counts(data, offsets, first, last, entries, counts):
                     clitic = wordlike
             extends = joins or (state == 1 and (kind == LETTER or kind == DIGIT or kind == MARK)) or (
                 state == 2 and kind == MARK) or (
-                state == 3 and kind == SEPARATOR and code == symbol and before == code)
+                state == 3 and code == symbol)
             previous_kind = kind
             if not extends:
                 if state == 3:

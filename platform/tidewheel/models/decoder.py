@@ -1,7 +1,8 @@
 """The decoder: a stack of pre-norm blocks with RMSNorm, RoPE, grouped-query attention and SwiGLU.
 
 As in Llama 3 (https://arxiv.org/abs/2407.21783) and, with `qk_norm`, Qwen 3 (https://arxiv.org/abs/2505.09388).
-Suffixes of names give shapes: B rows, L positions, D model width, H query heads, K key heads, E head width, V vocabulary.
+Suffixes of names give shapes: B rows, L positions, D model width, H query heads, K key heads, E head width,
+V vocabulary.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ class MicroBatch:
     segment_ids: torch.Tensor
     targets: torch.Tensor
     virtual_rank: int
-    real_tokens: int
+    num_tokens: int
     """Tokens that are not padding."""
+    num_targets: int
+    """Positions with something to predict."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     together with the counts, the squared gradient norm and rank 0's wish to stop: one small all-reduce per step.
     """
     optimizer.zero_grad(set_to_none=True)
-    report = torch.zeros(virtual_ranks + 4, dtype=torch.float64)
+    report, losses = torch.zeros(virtual_ranks + 4, dtype=torch.float64), []
     for number, micro in enumerate(micro_batches):
         synchronise_gradients(model, number == len(micro_batches) - 1)
         with precision_context(micro.tokens.device, precision):
             loss = model(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
         loss.backward()
-        report[micro.virtual_rank] += loss.detach().double().cpu()
-        report[virtual_ranks] += int((micro.targets >= 0).sum())
-        report[virtual_ranks + 1] += micro.real_tokens
+        losses.append(loss.detach())
+        report[virtual_ranks] += micro.num_targets
+        report[virtual_ranks + 1] += micro.num_tokens
+    for micro, value in zip(micro_batches, torch.stack(losses).tolist()):
+        report[micro.virtual_rank] += value
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     report[virtual_ranks + 2] = squared_norm(gradients)
     report[virtual_ranks + 3] = float(stop)

@@ -20,10 +20,10 @@ SHORTEST_SECONDS = 1e-3
 class Timeline:
     """One worker's ledger."""
 
-    def __init__(self, log: JsonLog, runtime: Runtime, flush_seconds: float = 2.0) -> None:
+    def __init__(self, log: JsonLog, runtime: Runtime, began: float, flush_seconds: float = 2.0) -> None:
         self._log, self._flush_seconds = log, flush_seconds
         self._who = {"rank": runtime.rank, "generation": runtime.generation, "node": runtime.node}
-        self._mark = self._flushed = time.time()
+        self._mark = self._flushed = began
         self._intervals: list[list[Any]] = []  # [category, start, end], joined end to end
 
     def spent(self, category: Category) -> float:

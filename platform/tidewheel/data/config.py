@@ -1,0 +1,207 @@
+"""The recipe of a data pipeline: what `tidewheel data run` reads, and what the SDK builds.
+
+Imports nothing heavy, so that a wrong key is reported at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tidewheel.config import Config
+from tidewheel.data.quality import GopherQuality
+
+
+class ReadConfig(Config):
+    """Which files hold the documents, and which fields of a record mean what."""
+
+    paths: tuple[str, ...] = Field(min_length=1)
+    """Glob patterns; relative ones are below the pipeline's input, full URIs and absolute paths stand alone."""
+    text: str = "text"
+    """Field with the document's text."""
+    id: str | None = "id"
+    """Field with the document's unique, stable id. Records without it, or all with `null` here, are named by content."""
+    source: str | None = "source"
+    """Field that says where a document came from. Records without it take the name of their file."""
+    priority: dict[str, int] = Field(default_factory=dict)
+    """Of two duplicates the one whose source has the higher priority stays. Sources not named here have 0."""
+
+
+class FilterStep(Config):
+    """Rules that look at one document alone. Several in one step apply in the order of the fields here."""
+
+    gopher_quality: GopherQuality | None = None
+    """The quality rules of Gopher (Rae et al. 2021, table A1)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_names(cls, values: Any) -> Any:
+        return _bare(values)
+
+    @model_validator(mode="after")
+    def _some(self) -> FilterStep:
+        if not self.rules():
+            raise ValueError(f"name at least one filter: {', '.join(type(self).model_fields)}")
+        return self
+
+    def rules(self) -> tuple[tuple[str, Config], ...]:
+        """(name, settings) of the filters asked for, in the order they apply."""
+        found = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return tuple((name, settings) for name, settings in found if settings is not None)
+
+
+class DedupExactStep(Config):
+    """Of documents with the same normalised text (case, accents, punctuation and spacing aside) keep one."""
+
+
+class DedupNearStep(Config):
+    """MinHash near-deduplication; each removal has a verified edge to a better document."""
+
+    ngram: int = Field(5, ge=1, le=32)
+    """Words in a shingle."""
+    bands: int = Field(14, ge=1, le=256)
+    """Bands of the signature: two documents are compared when one band is equal in both."""
+    rows: int = Field(8, ge=1, le=64)
+    """Hash values in a band. 14 x 8 finds a pair of Jaccard similarity 0.75 with probability 0.77, 0.85 with 0.99."""
+    min_jaccard: float = Field(0.75, gt=0, le=1)
+    """A pair counts as duplicate when the similarity estimated from the whole signatures reaches this."""
+    seed: int = Field(1, ge=0, lt=1 << 32)
+    """Seed of the permutations."""
+
+    @property
+    def num_permutations(self) -> int:
+        """Length of a signature."""
+        return self.bands * self.rows
+
+
+class DecontaminateStep(Config):
+    """Drop documents that contain items of evaluation sets."""
+
+    evals: tuple[str, ...] = Field(min_length=1)
+    """JSONL files or patterns of evaluation items; relative ones are below the pipeline's input."""
+    ngram: int = Field(13, ge=3, le=64)
+    """Words in a row that make a match. Items shorter than this are looked for whole."""
+
+
+class TrainTokenizer(Config):
+    """Train a byte-level BPE tokenizer on a sample of the documents that are left."""
+
+    vocabulary_size: int = Field(32_000, ge=258, le=1 << 20)
+    """Tokens, the 256 bytes and the special tokens included."""
+    sample_bytes: int = Field(100_000_000, ge=1)
+    """Documents are taken in order of the hash of their id until their text reaches this many bytes."""
+
+
+class TokenizeStep(Config):
+    """Text to tokens, with a tokenizer trained here or one that exists."""
+
+    train: TrainTokenizer | None = None
+    """Train one."""
+    file: str | None = None
+    """Or take this tokenizer.json; a relative path is below the pipeline's input."""
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeStep:
+        if (self.train is None) == (self.file is None):
+            raise ValueError("give either train or file")
+        return self
+
+
+class PackStep(Config):
+    """Pack documents into rows of fixed length and write the training and validation sets."""
+
+    sequence_length: int = Field(2048, ge=8, le=1 << 20)
+    """Tokens in a row."""
+    validation_fraction: float = Field(0.01, ge=0, lt=1)
+    """Share of the documents, chosen by the hash of their id, that goes to the validation set."""
+    rows_per_shard: int = Field(1024, ge=1)
+    """Rows in a shard file."""
+
+
+class Step(Config):
+    """One step of the recipe: exactly one of these keys."""
+
+    filter: FilterStep | None = None
+    """Row-local rules."""
+    dedup_exact: DedupExactStep | None = None
+    """Exact deduplication of normalised text."""
+    dedup_near: DedupNearStep | None = None
+    """MinHash near-deduplication."""
+    decontaminate: DecontaminateStep | None = None
+    """Removal of evaluation items."""
+    tokenize: TokenizeStep | None = None
+    """Text to tokens."""
+    pack: PackStep | None = None
+    """Tokens to shards."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_names(cls, values: Any) -> Any:
+        return _bare(values)
+
+    @model_validator(mode="after")
+    def _one(self) -> Step:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            told = f"{len(given)} given: {', '.join(given)}" if given else "none given"
+            raise ValueError(f"a step is exactly one of {', '.join(type(self).model_fields)} ({told})")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The key that is set."""
+        return next(name for name in type(self).model_fields if getattr(self, name) is not None)
+
+    @property
+    def settings(self) -> Config:
+        """The settings under that key."""
+        return getattr(self, self.kind)
+
+
+def _bare(values: Any) -> Any:
+    """`- dedup_exact` and `- dedup_exact:` mean `- dedup_exact: {}`."""
+    if isinstance(values, str):
+        return {values: {}}
+    if isinstance(values, dict) and len(values) == 1:
+        return {name: {} if value is None else value for name, value in values.items()}
+    return values
+
+
+class PipelineConfig(Config):
+    """A recipe: documents in, token shards out."""
+
+    name: str = Field("pipeline", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Shown in reports."""
+    seed: int = Field(0, ge=0, lt=1 << 32)
+    """Chooses the validation split."""
+    read: ReadConfig
+    """Where the documents are."""
+    max_bad_fraction: float = Field(0.05, ge=0, le=1)
+    """The run fails when a larger share of the records cannot be used; the others are put in quarantine."""
+    partitions: Literal["auto"] | int = "auto"
+    """Partitions of the documents by id: the unit of work after reading. `auto` takes one per 128 MiB of input files,
+    rounded up to a power of two, at least 4. Never depends on the cluster."""
+    steps: tuple[Step, ...]
+    """What is done, in this order. The last two are tokenize and pack."""
+
+    @field_validator("partitions")
+    @classmethod
+    def _positive(cls, value: Literal["auto"] | int) -> Literal["auto"] | int:
+        if value != "auto" and not 1 <= value <= 1 << 20:
+            raise ValueError("write auto, or a number from 1 to 1048576")
+        return value
+
+    @model_validator(mode="after")
+    def _order(self) -> PipelineConfig:
+        kinds = [step.kind for step in self.steps]
+        if kinds[-2:] != ["tokenize", "pack"]:
+            raise ValueError(f"the last two steps must be tokenize and pack, found {', '.join(kinds) or 'none'}")
+        for kind in sorted(set(kinds) - {"filter"}):
+            if kinds.count(kind) > 1:
+                raise ValueError(f"{kind} is given {kinds.count(kind)} times; once is enough")
+        return self
+
+    def step(self, kind: str) -> Any:
+        """Settings of the step of this kind, or None."""
+        return next((step.settings for step in self.steps if step.kind == kind), None)

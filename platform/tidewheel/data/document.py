@@ -1,0 +1,25 @@
+"""The Document: what a pipeline reads, and how one is named."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import xxhash
+
+DOCUMENT_SCHEMA = pa.schema([
+    pa.field("id", pa.string(), nullable=False),  # stable: given, or `content_id`; never a row number
+    pa.field("text", pa.large_string(), nullable=False),
+    pa.field("source", pa.string(), nullable=False),
+    pa.field("meta", pa.string(), nullable=False),  # JSON object
+])
+
+
+def content_id(text: str) -> str:
+    """Id of a document that came without one: XXH3-128 of its UTF-8 bytes, 32 hex digits.
+
+    Equal texts get equal ids: whoever reads documents must make ids unique within an input, for
+    example by dropping the second copy as an exact duplicate.
+
+    Raises:
+        UnicodeEncodeError: the text holds lone surrogates, so it is no Unicode text.
+    """
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8"))

@@ -1,0 +1,31 @@
+"""128-bit hashes of documents for exact deduplication."""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from tidewheel.data import text
+
+HASH_VERSION = f"{text.TEXT_VERSION}+digits/xxh3-128"
+_NO_WORDS_SEED = 1  # keeps raw hashes of documents without words apart from those of normalised texts
+
+
+def text_hashes(texts: text.Texts) -> np.ndarray:
+    """[n, 2] uint64 (high, low): XXH3-128 of each document's normalised text.
+
+    Case, diacritics, punctuation and spacing do not count. Digits do (`keep_digits`), unlike in
+    MinHash shingles: "Chapter 12" is no copy of "Chapter 13". A document without any word ("!!!")
+    is compared by its raw bytes.
+    """
+    data, offsets = text.buffers(texts)
+    hashes = np.empty((len(offsets) - 1, 2), np.uint64)
+    for first, last, normalised, bounds in text.normalised_chunks(texts, keep_digits=True):
+        view = memoryview(normalised)
+        ends = bounds.tolist()
+        digests = [xxhash.xxh3_128_digest(view[ends[i] : ends[i + 1]]) for i in range(last - first)]
+        hashes[first:last] = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2)
+        for i in np.nonzero(np.diff(bounds) == 0)[0] + first:
+            raw = xxhash.xxh3_128_digest(memoryview(data)[offsets[i] : offsets[i + 1]], seed=_NO_WORDS_SEED)
+            hashes[i] = np.frombuffer(raw, ">u8")
+    return hashes

@@ -1,0 +1,102 @@
+"""Which rows a rank reads for a step, and the record of what it read.
+
+Global batch of step s (counted from 1) is positions [(s-1) G, s G) of the order. It is cut into V slices for V
+virtual ranks; rank r of N runs the virtual ranks [r V/N, (r+1) V/N), each in micro-batches of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tidewheel.models.decoder import next_tokens
+from tidewheel.shards.digest import sequence_digest
+from tidewheel.shards.loader import Loader
+from tidewheel.shards.manifest import Manifest
+from tidewheel.shards.reader import Rows
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import BatchConfig
+from tidewheel.train.step import MicroBatch
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """This rank's part of one global batch, on the training device."""
+
+    micro_batches: list[MicroBatch]
+    ids: list[str]
+    """Sequence ids ("shard:row") in order of position."""
+
+
+class BatchReader:
+    """This rank's part of each global batch, read ahead by a thread."""
+
+    def __init__(self, loader: Loader, config: BatchConfig, rank: int, world_size: int, *, device: torch.device,
+                 steps: int, ahead: int) -> None:
+        self._loader, self._config, self._device = loader, config, device
+        self._rank, self._world_size, self._steps, self._ahead = rank, world_size, steps, ahead
+        self._pending: dict[int, Future[RankBatch]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+
+    def read(self, step: int) -> RankBatch:
+        """The batch of `step`, waiting for it if need be; begins to read the next ones."""
+        for wanted in range(step, min(step + self._ahead, self._steps) + 1):
+            if wanted not in self._pending:
+                self._pending[wanted] = self._thread.submit(self._load, wanted)
+        return self._pending.pop(step).result()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, step: int) -> RankBatch:
+        per_rank = self._config.global_sequences // self._world_size
+        per_virtual = self._config.global_sequences // self._config.virtual_ranks
+        first = (step - 1) * self._config.global_sequences + self._rank * per_rank
+        rows = self._loader.batch(np.arange(first, first + per_rank, dtype=np.int64))
+        micros = []
+        for start in range(0, per_rank, self._config.micro_sequences):
+            virtual = (self._rank * per_rank + start) // per_virtual
+            part = slice(start, start + self._config.micro_sequences)
+            micros.append(micro_batch(rows, part, virtual, self._device))
+        return RankBatch(micros, list(rows.ids))
+
+
+def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device) -> MicroBatch:
+    """Rows `part` as tensors on `device`, with the targets."""
+    tokens = torch.from_numpy(rows.tokens[part].astype(np.int64))
+    segments = torch.from_numpy(rows.segment_ids[part].astype(np.int64))
+    positions = torch.from_numpy(rows.positions[part].astype(np.int64))
+    targets = next_tokens(tokens, segments)
+    return MicroBatch(
+        tokens=tokens.to(device), positions=positions.to(device), segment_ids=segments.to(device),
+        targets=targets.to(device), virtual_rank=virtual_rank, num_tokens=int(rows.lengths[part].sum()),
+        num_targets=int((targets >= 0).sum()))
+
+
+class BatchDigest:
+    """Digest of the ids all ranks loaded for a step, in order of position.
+
+    Ids travel as one int64 each, shard index << 32 | row, and are spelled out again on rank 0.
+    """
+
+    def __init__(self, manifest: Manifest, collectives: Collectives) -> None:
+        self._names = [shard.name for shard in manifest.shards]
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._collectives = collectives
+
+    def of(self, ids: Sequence[str]) -> str | None:
+        """Called by all ranks with what each loaded; the digest on rank 0, None elsewhere."""
+        packed = torch.tensor([self._pack(sequence) for sequence in ids], dtype=torch.int64)
+        gathered = self._collectives.gather(packed)
+        if gathered is None:
+            return None
+        return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in gathered.tolist()])
+
+    def _pack(self, sequence: str) -> int:
+        name, _, row = sequence.rpartition(":")
+        return self._index[name] << 32 | int(row)

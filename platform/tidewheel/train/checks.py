@@ -1,0 +1,80 @@
+"""What can be known to be wrong before the first step."""
+
+from __future__ import annotations
+
+from tidewheel.errors import ConfigError, ShardError
+from tidewheel.shards.manifest import Manifest, read_manifest
+from tidewheel.storage import store
+from tidewheel.train.config import TrainConfig
+
+
+def read_manifests(config: TrainConfig) -> tuple[Manifest, Manifest | None]:
+    """Manifests of the training and the validation set, checked against the configuration and each other.
+
+    Raises:
+        ConfigError: no data, or a model too small for it.
+        ShardError: a set is missing, damaged or empty, or the two do not belong together.
+    """
+    if not config.data.uri:
+        raise ConfigError("no training data given", where="data.uri",
+                          mend="set it to the shards/ folder that `tidewheel data run` wrote: --set data.uri=...")
+    manifest = read_manifest(store(config.data.uri))
+    _fits(config, manifest)
+    if not config.data.validation:
+        return manifest, None
+    validation = read_manifest(store(config.data.validation))
+    for name in ("sequence_length", "vocabulary_size"):
+        ours, theirs = getattr(manifest, name), getattr(validation, name)
+        if ours != theirs:
+            raise ShardError(f"{name} is {theirs}, but {ours} in the training set", where=config.data.validation,
+                             mend="take both sets from the same pipeline output")
+    if validation.tokenizer.get("hash") != manifest.tokenizer.get("hash"):
+        raise ShardError("made with another tokenizer than the training set", where=config.data.validation,
+                         mend="take both sets from the same pipeline output")
+    if not validation.rows:
+        raise ShardError("the validation set is empty", where=config.data.validation,
+                         mend="raise pack.validation_fraction in the pipeline, or leave data.validation empty")
+    return manifest, validation
+
+
+def _fits(config: TrainConfig, manifest: Manifest) -> None:
+    if not manifest.rows:
+        raise ShardError("the shard set is empty", where=config.data.uri,
+                         mend="see the pipeline's summary.json for what was dropped and why")
+    if manifest.sequence_length > config.model.max_sequence_length:
+        raise ConfigError(
+            f"sequences of {manifest.sequence_length} tokens, but model.max_sequence_length is "
+            f"{config.model.max_sequence_length}", where=config.data.uri,
+            mend="raise model.max_sequence_length, or pack shorter sequences")
+    vocabulary = config.model.vocabulary_size
+    if vocabulary is not None and vocabulary < manifest.vocabulary_size:
+        raise ConfigError(
+            f"model.vocabulary_size {vocabulary} is smaller than the shard set's {manifest.vocabulary_size}",
+            where=config.data.uri, mend="leave model.vocabulary_size out: it is taken from the shard set")
+
+
+def world_size(config: TrainConfig, size: int) -> None:
+    """Raise ConfigError unless `size` workers can share the virtual ranks evenly."""
+    if config.batch.virtual_ranks % size:
+        raise ConfigError(f"{size} workers cannot share {config.batch.virtual_ranks} virtual ranks evenly",
+                          where="batch.virtual_ranks",
+                          mend="make it a multiple of every number of workers the run may have, such as 12 or 60")
+
+
+IDENTITY = ("model", "global_sequences", "virtual_ranks", "data_seed", "shards")
+
+
+def identity(config: TrainConfig, manifest: Manifest) -> dict[str, object]:
+    """What a checkpoint must share with the run that continues from it, lest order or shapes change midway."""
+    return {"model": config.model.canonical(), "global_sequences": config.batch.global_sequences,
+            "virtual_ranks": config.batch.virtual_ranks, "data_seed": config.data.seed, "shards": manifest.hash}
+
+
+def continues(saved: dict[str, object], config: TrainConfig, manifest: Manifest) -> None:
+    """Raise ConfigError unless `config` may continue a run whose `identity` was `saved`."""
+    now = identity(config, manifest)
+    changed = [name for name in IDENTITY if saved.get(name) != now[name]]
+    if changed:
+        raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
+                          where=config.run_uri,
+                          mend="restore them (run.json has the old ones), or start a new run with another run.id")

@@ -1,0 +1,64 @@
+"""Validation loss, the same for every number of ranks, and a text sample."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from tidewheel import storage
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.generate import generate
+from tidewheel.shards.reader import ShardSet
+from tidewheel.train.batches import micro_batch
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.step import precision_context
+
+
+@torch.no_grad()
+def validation_loss(model: Decoder, shard_set: ShardSet, config: TrainConfig, collectives: Collectives) -> float:
+    """Cross-entropy in nats per target token over the validation set (or its first `evaluation.sequences` rows).
+
+    Micro-batch i is computed by rank i mod N; sums come back as one entry per micro-batch, so the total is added in
+    one fixed order. All ranks must call it together; a rank that has run out repeats its last rows, uncounted,
+    because FSDP gathers weights in every forward pass.
+    """
+    counts = [shard.rows for shard in shard_set.manifest.shards]
+    shards = np.repeat(np.arange(len(counts)), counts)
+    rows = np.concatenate([np.arange(count) for count in counts])
+    total = min(len(rows), config.evaluation.sequences or len(rows))
+    size = min(config.batch.micro_sequences, total)
+    number, world_size = math.ceil(total / size), collectives.world_size
+    sums = torch.zeros(2, number, dtype=torch.float64)
+    for first in range(0, number, world_size):
+        index = first + collectives.rank
+        begin = min(index, number - 1) * size
+        part = slice(begin, min(begin + size, total))
+        micro = micro_batch(shard_set.rows(shards[part], rows[part]), slice(None), 0, collectives.device)
+        with precision_context(collectives.device, config.precision):
+            loss = model(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+        if index < number:
+            sums[0, index] = loss.double().cpu()
+            sums[1, index] = micro.num_targets
+    sums = collectives.sum(sums)
+    return float(sums[0].sum()) / max(1.0, float(sums[1].sum()))
+
+
+def text_sample(model: Decoder, shard_set: ShardSet, config: TrainConfig, collectives: Collectives) -> str:
+    """A continuation of `evaluation.prompt`, prompt included; "" when none is asked for. All ranks call it together."""
+    wanted = config.evaluation
+    if not wanted.sample_tokens:
+        return ""
+    from tokenizers import Tokenizer
+
+    tokenizer_info = shard_set.manifest.tokenizer
+    place = storage.store(shard_set.uri)
+    tokenizer = Tokenizer.from_str(place.read(storage.safe_key(tokenizer_info["file"])).decode("utf-8"))
+    prompt = tokenizer.encode(wanted.prompt, add_special_tokens=False).ids or [int(tokenizer_info["eos"])]
+    with precision_context(collectives.device, config.precision):
+        new = generate(model, prompt, tokens=wanted.sample_tokens, context=shard_set.manifest.sequence_length,
+                       temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed,
+                       stop=int(tokenizer_info["eos"]))
+    return tokenizer.decode(prompt + new, skip_special_tokens=True)

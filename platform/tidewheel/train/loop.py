@@ -1,0 +1,270 @@
+"""The training loop: resume, step, save, make way, finish.
+
+`train` is called once per worker and generation. It continues from the newest intact checkpoint by
+itself, so whoever runs it answers a lost worker by calling it again with the workers there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidewheel import storage
+from tidewheel.errors import ConfigError
+from tidewheel.jsonlog import JsonLog
+from tidewheel.models.decoder import Decoder
+from tidewheel.shards.loader import Loader
+from tidewheel.shards.manifest import Manifest
+from tidewheel.shards.order import Order
+from tidewheel.shards.reader import ShardSet
+from tidewheel.train import checks, evaluate, optimizer, parallel
+from tidewheel.train.batches import BatchDigest, BatchReader, RankBatch
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.record import RunRecord, TrainResult, peak_flops, read_result
+from tidewheel.train.runtime import Runtime
+from tidewheel.train.schedule import learning_rate
+from tidewheel.train.step import StepResult, train_step
+from tidewheel.train.timeline import Timeline
+
+
+def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
+    """Run the steps of `config` that no checkpoint has yet; a run that is over does nothing.
+
+    Raises:
+        ConfigError, ShardError, CheckpointError, StorageError: something a user can mend.
+        RuntimeError: a collective failed because another rank is gone; start again with the ranks that are left.
+    """
+    began, place = time.time(), storage.store(config.run_uri)
+    finished = read_result(place)
+    if finished is not None and finished.steps == config.steps:
+        return finished
+    checks.world_size(config, runtime.world_size)
+    manifest, validation = checks.read_manifests(config)  # before anything is written
+    timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
+    with contextlib.ExitStack() as stack:
+        stack.callback(timeline.flush)
+        loop = Loop.open(config, runtime, timeline, manifest, validation)
+        stack.callback(loop.close)
+        loop.resume()
+        timeline.spent("restart")
+        try:
+            loop.run()
+            return loop.finish()
+        except BaseException:
+            timeline.spent("detection")  # since the last whole step: most of it is waiting for a rank that is gone
+            raise
+
+
+@dataclass
+class Progress:
+    """Where the run is; `extra` of a checkpoint holds the same."""
+
+    step: int = 0
+    """Steps done."""
+    tokens: int = 0
+    """Real tokens trained on."""
+    recorded: int = 0
+    """Last step recorded before this generation began; steps up to it are done again."""
+    loss: float | None = None
+    validation_loss: float | None = None
+    saved: int = -1
+    """Step of the last save."""
+
+
+@dataclass
+class Loop:
+    """One worker's share of a run; see `train`."""
+
+    config: TrainConfig
+    runtime: Runtime
+    timeline: Timeline
+    record: RunRecord
+    collectives: Collectives
+    manifest: Manifest
+    shard_set: ShardSet
+    validation: ShardSet | None
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    reader: BatchReader
+    digest: BatchDigest
+    progress: Progress
+
+    @classmethod
+    def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, manifest: Manifest,
+             validation: Manifest | None) -> Loop:
+        """Open the data and build the model; its values are not yet set."""
+        device = torch.device(runtime.device)
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
+        collectives = Collectives(runtime)
+        vocabulary = config.model.vocabulary_size or manifest.vocabulary_size
+        model = parallel.build(config.model, vocabulary, runtime)
+        adamw = optimizer.build(model, config.optimizer)
+        cache = Path(config.data.cache) if config.data.cache else None
+        shard_set = ShardSet.open(config.data.uri, cache)
+        order = Order([shard.rows for shard in manifest.shards], config.data.seed)
+        loop = cls(
+            config=config, runtime=runtime, timeline=timeline, record=RunRecord(storage.store(config.run_uri)),
+            collectives=collectives, manifest=manifest, shard_set=shard_set,
+            validation=ShardSet.open(config.data.validation, cache) if validation else None, model=model,
+            optimizer=adamw, digest=BatchDigest(manifest, collectives), progress=Progress(),
+            reader=BatchReader(Loader(shard_set, order), config.batch, runtime.rank, runtime.world_size,
+                               device=device, steps=config.steps, ahead=config.data.prefetch))
+        if runtime.rank == 0:
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            loop.record.write_run(config, manifest, validation, parameters=parameters, vocabulary_size=vocabulary)
+        return loop
+
+    def resume(self) -> None:
+        """Take model, optimizer and position from the newest intact checkpoint, or start at step 0."""
+        progress = self.progress
+        extra = self.runtime.checkpoints.load_latest(optimizer.state(self.model, self.optimizer))
+        if extra is None:
+            parallel.init_weights(self.model, self.config.seed)
+        else:
+            checks.continues(extra["identity"], self.config, self.manifest)
+            progress.step = progress.saved = int(extra["step"])
+            progress.tokens = int(extra["tokens"])
+            progress.loss = extra["loss"]
+            optimizer.set_steps(self.optimizer, progress.step)
+        progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
+        kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
+        self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,
+                    redo=max(0, progress.recorded - progress.step))
+
+    def run(self) -> None:
+        """All steps that are left."""
+        began = time.time()
+        while self.progress.step < self.config.steps:
+            step = self.progress.step + 1
+            batch = self.reader.read(step)
+            waited = self.timeline.spent("data_wait")
+            result = self._step(step, batch)
+            self.progress.step, self.progress.loss = step, result.loss
+            self.progress.tokens += result.tokens
+            self.timeline.spent("redone" if step <= self.progress.recorded else "productive")
+            now = time.time()
+            self._write(result, self.digest.of(batch.ids), now - began, waited)
+            began = now
+            self._after(step, result.stop)
+
+    def _step(self, step: int, batch: RankBatch) -> StepResult:
+        config = self.config
+        rate = learning_rate(step, config.steps, config.optimizer.learning_rate, config.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        stop = self.runtime.rank == 0 and self.runtime.control.poll()
+        result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, stop=stop,
+                            virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
+                            precision=config.precision)
+        if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
+            raise ConfigError(f"the loss is {result.loss}, the gradient norm {result.gradient_norm} at step {step}",
+                              where=config.run_uri, mend="lower optimizer.learning_rate or raise "
+                              "schedule.warmup_steps, and continue from the last checkpoint")
+        return result
+
+    def _write(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
+        if self.runtime.rank != 0:
+            return
+        config, progress, batch = self.config, self.progress, self.config.batch
+        rate = self.optimizer.param_groups[0]["lr"]
+        speed = result.tokens / max(seconds, 1e-9)
+        line = {"time": time.time(), "generation": self.runtime.generation, "step": progress.step,
+                "tokens": progress.tokens, "loss": result.loss, "gradient_norm": result.gradient_norm,
+                "learning_rate": rate, "tokens_per_second": speed, "world_size": self.runtime.world_size,
+                "step_seconds": seconds, "data_wait_seconds": waited}
+        mfu = self._mfu(speed)
+        self.record.metrics.append(line if mfu is None else {**line, "mfu": mfu})
+        self.record.batches.append({
+            "step": progress.step, "digest": digest, "position": (progress.step - 1) * batch.global_sequences,
+            "count": batch.global_sequences, "world_size": self.runtime.world_size,
+            "generation": self.runtime.generation})
+        self.runtime.control.progress(progress.step, config.steps, loss=result.loss, tokens_per_second=speed,
+                                      tokens=progress.tokens, world_size=self.runtime.world_size)
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        """tokens/s x FLOPs per token (`ModelConfig.flops_per_token`) over the peak of all devices."""
+        if self.collectives.device.type != "cuda":
+            return None
+        peak = peak_flops(torch.cuda.get_device_name(self.collectives.device))
+        flops = self.config.model.flops_per_token(self.model.vocabulary_size, self.manifest.sequence_length)
+        return tokens_per_second * flops / (peak * self.runtime.world_size) if peak else None
+
+    def _after(self, step: int, stop: bool) -> None:
+        """What a step boundary may bring: evaluation, a save, a planned stop."""
+        config = self.config
+        if config.evaluation.every_steps and step % config.evaluation.every_steps == 0 and step < config.steps:
+            self._evaluate()
+        due = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0
+        if due or stop or step == config.steps:
+            self._save(step)
+        if stop and step < config.steps:
+            self._make_way(step)
+
+    def _evaluate(self) -> None:
+        if self.validation is None:
+            return
+        self.progress.validation_loss = evaluate.validation_loss(self.model, self.validation, self.config,
+                                                                 self.collectives)
+        if self.runtime.rank == 0:
+            self.record.metrics.append({"time": time.time(), "step": self.progress.step,
+                                        "validation_loss": self.progress.validation_loss})
+        self.timeline.spent("productive")
+
+    def _save(self, step: int) -> None:
+        if self.progress.saved == step:
+            return
+        config, batch = self.config, self.config.batch
+        extra: dict[str, Any] = {
+            "step": step, "position": step * batch.global_sequences, "tokens": self.progress.tokens,
+            "loss": self.progress.loss, "recipe_hash": config.recipe_hash(),
+            "identity": checks.identity(config, self.manifest), "seed": config.seed,
+            "schedule": {**config.schedule.canonical(), "steps": config.steps}}
+        self.runtime.checkpoints.save(step, optimizer.state(self.model, self.optimizer), extra)
+        self.progress.saved = step
+        seconds = self.timeline.spent("save_stall")
+        self._event("save", step=step, stall_seconds=round(seconds, 4))
+
+    def _make_way(self, step: int) -> None:
+        """A planned resize or drain: commit, say so, and wait to be replaced."""
+        self.runtime.checkpoints.wait()
+        self.timeline.spent("save_stall")
+        self.record.flush()
+        self.timeline.flush()
+        self.runtime.control.hold(step)
+        self.timeline.spent("idle")
+
+    def finish(self) -> TrainResult:
+        """Validation loss, text sample, result.json."""
+        self._evaluate()
+        sample = evaluate.text_sample(self.model, self.shard_set, self.config, self.collectives)
+        self.timeline.spent("productive")
+        self._save(self.progress.step)
+        self.runtime.checkpoints.wait()
+        self.timeline.spent("save_stall")
+        result = TrainResult(
+            steps=self.progress.step, tokens=self.progress.tokens, loss=self.progress.loss,
+            validation_loss=self.progress.validation_loss, sample=sample,
+            seconds=time.time() - self.record.started(), run_uri=self.config.run_uri)
+        if self.runtime.rank == 0:
+            self.record.flush()
+            self.record.write_result(result)
+        self._event("finish", step=result.steps, loss=result.loss, validation_loss=result.validation_loss)
+        return result
+
+    def _event(self, kind: str, **detail: Any) -> None:
+        if self.runtime.rank == 0:
+            self.runtime.control.event(kind, **detail)
+
+    def close(self) -> None:
+        """Let go of threads and buffered lines."""
+        self.reader.close()
+        if self.runtime.rank == 0:
+            self.record.flush()

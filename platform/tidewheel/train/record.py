@@ -1,0 +1,125 @@
+"""What a run writes about itself: run.json once, metrics and batch digests as it goes, result.json at the end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tidewheel import jsonlog, storage
+from tidewheel.jsonlog import JsonLog
+from tidewheel.shards.manifest import Manifest
+from tidewheel.storage import Store
+from tidewheel.train.config import TrainConfig
+
+PACKAGES = ("tidewheel", "torch", "ray", "numpy", "pyarrow", "tokenizers", "safetensors", "pydantic")
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bf16 FLOP/s by device name, from NVIDIA's data sheets; MFU is left out for any other device."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended; the same in result.json."""
+
+    steps: int
+    tokens: int
+    """Real tokens trained on."""
+    loss: float | None
+    """Of the last step, nats per token; None when this process had no step left to run."""
+    validation_loss: float | None
+    """Nats per token; None without a validation set."""
+    sample: str
+    seconds: float
+    """From the run's first start to its end."""
+    run_uri: str
+
+
+class RunRecord:
+    """The files of a run, written by rank 0."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.metrics, self.batches = JsonLog(store, "metrics.jsonl"), JsonLog(store, "batches.jsonl")
+
+    def flush(self) -> None:
+        """Write out what the logs still hold."""
+        self.metrics.flush()
+        self.batches.flush()
+
+    def write_run(self, config: TrainConfig, manifest: Manifest, validation: Manifest | None, *, parameters: int,
+                  vocabulary_size: int) -> None:
+        """Write run.json unless it is there."""
+        if self.store.exists("run.json"):
+            return
+        sets = {"shards": _shard_set(config.data.uri, manifest)}
+        if validation is not None:
+            sets["validation"] = _shard_set(config.data.validation, validation)
+        self.store.write_json("run.json", {
+            "id": config.run.id, "started": time.time(), "config": _without_secrets(config.canonical()),
+            "recipe_hash": config.recipe_hash(), "data": sets, "parameters": parameters,
+            "vocabulary_size": vocabulary_size, "versions": versions(), "commit": git_commit()})
+
+    def started(self) -> float:
+        """Unix time of the run's first start."""
+        return float(self.store.read_json("run.json")["started"])
+
+    def last_step(self) -> int:
+        """The last step that has a record, 0 when none has."""
+        return max((int(record["step"]) for record in jsonlog.read(self.store, "batches.jsonl")), default=0)
+
+    def write_result(self, result: TrainResult) -> None:
+        """Write result.json, the sign that the run is over."""
+        self.store.write_json("result.json", asdict(result))
+
+
+def read_result(store: Store) -> TrainResult | None:
+    """The result of a finished run, or None."""
+    return TrainResult(**store.read_json("result.json")) if store.exists("result.json") else None
+
+
+def _shard_set(uri: str, manifest: Manifest) -> dict[str, Any]:
+    return {"uri": _clean(storage.store(uri).uri), "hash": manifest.hash, "recipe_hash": manifest.recipe_hash,
+            "rows": manifest.rows, "tokens": manifest.tokens, "sequence_length": manifest.sequence_length}
+
+
+def _clean(uri: str) -> str:
+    return re.sub(r"://[^/@]*@", "://", uri)  # user:password@ has no place in a file that people share
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(inner) for key, inner in value.items()}
+    return _clean(value) if isinstance(value, str) else value
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide the result."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def git_commit() -> str:
+    """Commit of the code, with "+" behind it when files differ from it; "" outside a git checkout."""
+    folder = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], cwd=folder,
+                                 capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "") if commit.returncode == 0 else ""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak of a device by its name, None when unknown."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

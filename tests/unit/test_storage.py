@@ -1,0 +1,421 @@
+"""One suite for every kind of store: a local folder and moto's S3 server must behave alike."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from tidewheel import s3, storage
+from tidewheel.cluster.s3_server import S3Server
+from tidewheel.errors import StorageError
+from tidewheel.storage import LocalStore, Stamp, Store, join, safe_key, split, store
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        running.create_bucket("a-bucket")  # a name with "bucket" in it: messages must not be confused by it
+        yield running
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return store(tmp_path / "root")
+    request.getfixturevalue("server")
+    return store(f"s3://a-bucket/{uuid.uuid4().hex}")
+
+
+# -- reading and writing -----------------------------------------------------------------------
+
+
+def test_write_read_stamp(place: Store) -> None:
+    data = os.urandom(100_000)
+    stamp = place.write("a/b/c.bin", data)
+    assert stamp == Stamp("a/b/c.bin", len(data), "blake3-" + blake3(data).hexdigest())
+    assert place.read("a/b/c.bin") == data
+    assert place.exists("a/b/c.bin")
+    assert place.size("a/b/c.bin") == len(data)
+    assert place.hash("a/b/c.bin") == stamp.hash == storage.content_hash(data)
+    assert place.verify(stamp) == ""
+    place.write("a/b/c.bin", data[:-1])
+    assert "bytes, expected" in place.verify(stamp)
+    place.write("a/b/c.bin", data[:-1] + bytes([data[-1] ^ 1]))
+    assert "hash differs" in place.verify(stamp)
+    place.delete("a/b/c.bin")
+    assert place.verify(stamp) == "missing"
+
+
+def test_empty_object(place: Store) -> None:
+    stamp = place.write("empty", b"")
+    assert (stamp.bytes, place.read("empty"), place.size("empty")) == (0, b"", 0)
+    assert [entry.key for entry in place.list()] == ["empty"]
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, None), (3, 4), (0, 0), (3, 0), (95, 10), (100, 5), (200, None),
+                                               (7, None), (0, 1000)])
+def test_ranges_are_slices(place: Store, start: int, length: int | None) -> None:
+    data = bytes(range(100))
+    place.write("x", data)
+    assert place.read("x", start, length) == data[start:None if length is None else start + length]
+
+
+def test_ranges_of_an_empty_object(place: Store) -> None:
+    place.write("x", b"")
+    assert place.read("x", 0, 10) == b""
+    assert place.read("x", 5) == b""
+
+
+def test_long_object_streams_in_parts(place: Store) -> None:
+    block = os.urandom(1 << 20)
+    with place.writer("long") as sink:
+        for _ in range(35):
+            sink.write(block)
+    assert sink.stamp.bytes == 35 << 20
+    assert place.verify(sink.stamp) == ""
+    with place.open("long") as stream:
+        assert stream.seek(-10, io.SEEK_END) == (35 << 20) - 10
+        assert stream.read() == block[-10:]
+        stream.seek((1 << 20) + 5)
+        assert stream.read(20) == block[5:25]
+        assert stream.tell() == (1 << 20) + 25
+
+
+def test_one_write_longer_than_a_part(place: Store) -> None:
+    data = os.urandom((33 << 20) + 7)
+    assert place.verify(place.write("big", data)) == ""
+
+
+@pytest.mark.parametrize("data", [b"bytes", bytearray(b"array"), memoryview(b"view"), np.arange(7, dtype=np.uint16),
+                                  np.zeros(0), np.zeros((0, 3)), np.arange(6).reshape(2, 3), pa.py_buffer(b"arrow")])
+def test_writer_takes_any_buffer(place: Store, data: object) -> None:
+    with place.writer("x") as sink:
+        assert sink.write(data) == memoryview(data).nbytes
+    assert place.read("x") == memoryview(data).tobytes()
+
+
+def test_arrow_writes_to_a_writer_and_reads_a_stream(place: Store) -> None:
+    table = pa.table({"a": pa.array(range(100_000)), "b": pa.array([str(i) for i in range(100_000)])})
+    with place.writer("t.arrow") as sink, pa.ipc.new_file(sink, table.schema) as out:
+        out.write_table(table)
+    with place.open("t.arrow") as stream:
+        assert pa.ipc.open_file(stream).read_all() == table
+
+
+def test_json(place: Store) -> None:
+    first = place.write_json("m.json", {"b": 1, "a": [1.5, None, "ü"]})
+    assert place.read_json("m.json") == {"a": [1.5, None, "ü"], "b": 1}
+    assert place.write_json("m.json", {"a": [1.5, None, "ü"], "b": 1}) == first
+    place.write("m.json", b'{"a": ')
+    with pytest.raises(StorageError, match="not valid JSON"):
+        place.read_json("m.json")
+
+
+# -- atomicity ---------------------------------------------------------------------------------
+
+
+class _Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("size", [10, 40 << 20])
+@pytest.mark.parametrize("error", [_Interrupted, KeyboardInterrupt, FileNotFoundError, PermissionError, OSError])
+def test_aborted_write_leaves_nothing_and_passes_the_error_on(place: Store, size: int, error: type) -> None:
+    place.write("kept", b"before")
+    for key in ("new", "kept"):
+        with pytest.raises(error, match="the caller's own") as caught:
+            with place.writer(key) as sink:
+                sink.write(bytes(size))
+                raise error("the caller's own")
+        assert type(caught.value) is error  # not dressed up as a storage problem
+    assert not place.exists("new")
+    assert place.read("kept") == b"before"
+    assert [entry.key for entry in place.list()] == ["kept"]
+    if isinstance(place, s3.S3Store):
+        assert "Uploads" not in place.fs.call_s3("list_multipart_uploads", Bucket=place.bucket)
+    else:
+        assert os.listdir(place.uri) == ["kept"]
+
+
+def test_readers_see_the_old_or_the_new_object_never_a_mixture(place: Store) -> None:
+    old, new = b"a" * 300_000, b"b" * 400_000
+    place.write("x", old)
+    with ThreadPoolExecutor(3) as pool:
+        reads = [pool.submit(place.read, "x") for _ in range(10)]
+        for data in (new, old) * 5:
+            place.write("x", data)
+            reads.append(pool.submit(place.read, "x"))
+    assert {read.result() for read in reads} <= {old, new}
+
+
+def test_nothing_is_visible_before_the_end(place: Store) -> None:
+    with place.writer("x") as sink:
+        sink.write(bytes(40 << 20))
+        assert not place.exists("x")
+        assert list(place.list()) == []
+    assert place.exists("x")
+
+
+def test_failing_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        store(tmp_path).write("x", b"1")
+    assert os.listdir(tmp_path) == []
+
+
+# -- keys --------------------------------------------------------------------------------------
+
+HOSTILE = ["", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a/./b", "a//b", "a/", "a\\b", "a\x00b"]
+
+
+@pytest.mark.parametrize("key", HOSTILE)
+def test_keys_that_leave_the_root_are_refused(place: Store, key: str) -> None:
+    for operation in (place.open, place.read, place.exists, place.size, place.delete, place.hash, place.at,
+                      place.child, place.fingerprint, place.delete_tree, lambda k: place.write(k, b"")):
+        with pytest.raises(StorageError, match="would leave its folder"):
+            operation(key)
+
+
+@given(st.text(alphabet="ab./\\\x00 ~:", max_size=12))
+def test_safe_keys_stay_below_any_root(key: str) -> None:
+    try:
+        safe_key(key)
+    except StorageError:
+        return
+    assert os.path.normpath(os.path.join("/root/x", key)).startswith("/root/x/")
+
+
+@pytest.mark.parametrize("key", ["with space", "ü/é", "a+b=c&d", "100%", "c#1?x", "x" * 200])
+def test_unusual_keys(place: Store, key: str) -> None:
+    place.write(key, b"1")
+    assert place.read(key) == b"1"
+    assert [entry.key for entry in place.list()] == [key]
+    place.delete(key)
+    assert not place.exists(key)
+
+
+# -- missing, listing, deleting ----------------------------------------------------------------
+
+
+def test_missing_objects(place: Store) -> None:
+    place.write("folder/file", b"1")
+    for key in ("none", "none/below", "folder/file/below"):
+        for operation in (place.open, place.read, place.size, place.fingerprint, lambda k: place.read(k, 3, 2),
+                          lambda k: place.read(k, 0, 0)):
+            with pytest.raises(FileNotFoundError):
+                operation(key)
+        assert not place.exists(key)
+        place.delete(key)
+        place.delete_tree(key)
+    assert not place.exists("folder")  # a folder is no object
+    with pytest.raises(FileNotFoundError):
+        place.size("folder")
+    assert list(place.list("none")) == []
+
+
+def test_list_glob_delete_tree(place: Store) -> None:
+    keys = ["a.jsonl", "ab/c.jsonl", "a/x.jsonl", "a/deep/y.jsonl", "a/deep/z.txt", "b/x.jsonl.gz"]
+    for key in keys:
+        place.write(key, key.encode())
+    assert [entry.key for entry in place.list()] == sorted(keys)
+    assert {entry.key: entry.bytes for entry in place.list()} == {key: len(key) for key in keys}
+    assert [entry.key for entry in place.list("a")] == ["a/deep/y.jsonl", "a/deep/z.txt", "a/x.jsonl"]
+    assert list(place.glob("a/*.jsonl")) == ["a/x.jsonl"]
+    assert list(place.glob("./a/*.jsonl")) == ["a/x.jsonl"]
+    assert list(place.glob("*.jsonl")) == ["a.jsonl"]
+    assert list(place.glob("**/*.jsonl")) == ["a.jsonl", "a/deep/y.jsonl", "a/x.jsonl", "ab/c.jsonl"]
+    assert list(place.glob("a/**")) == ["a/deep/y.jsonl", "a/deep/z.txt", "a/x.jsonl"]
+    assert list(place.glob("?/*.jsonl*")) == ["a/x.jsonl", "b/x.jsonl.gz"]
+    assert list(place.glob("a/x.jsonl")) == ["a/x.jsonl"]
+    place.delete_tree("a")
+    assert [entry.key for entry in place.list()] == ["a.jsonl", "ab/c.jsonl", "b/x.jsonl.gz"]
+
+
+def test_more_than_a_page_of_objects(server: S3Server) -> None:
+    place = store(f"s3://a-bucket/{uuid.uuid4().hex}")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: place.write(f"many/{n:05d}", b""), range(1010)))
+    assert [entry.key for entry in place.list("many")] == [f"many/{n:05d}" for n in range(1010)]
+    place.delete_tree("many")
+    assert list(place.list()) == []
+
+
+def test_fingerprint_changes_with_the_content_alone(place: Store) -> None:
+    place.write("x", b"one")
+    place.write("y", b"one")
+    first = place.fingerprint("x")
+    assert first == place.fingerprint("y")
+    place.write("x", b"two")
+    assert place.fingerprint("x") != first
+    place.write("x", b"one")
+    assert place.fingerprint("x") == first
+
+
+def test_left_over_temporary_files_are_not_listed(tmp_path: Path) -> None:
+    place = store(tmp_path)
+    (tmp_path / f"{storage.TEMPORARY_PREFIX}killed").write_bytes(b"half")
+    place.write("x", b"1")
+    assert [entry.key for entry in place.list()] == ["x"]
+
+
+# -- stores travel -----------------------------------------------------------------------------
+
+
+def test_child_and_pickle(place: Store) -> None:
+    below = pickle.loads(pickle.dumps(place.child("a", "b/c")))
+    below.write("x", b"1")
+    assert place.read("a/b/c/x") == b"1"
+    assert below.at("x") == join(place.uri, "a/b/c/x")
+    folder, name = split(below.at("x"))
+    assert folder.read(name) == b"1"
+    assert (place.local_path("a") is None) == storage.is_remote(place.uri)
+    place.check()
+
+
+def test_many_threads_share_a_store(place: Store) -> None:
+    def work(number: int) -> bool:
+        data = os.urandom(50_000 + number)
+        stamp = place.write(f"t/{number}", data)
+        return place.read(f"t/{number}") == data and place.verify(stamp) == "" and place.exists(f"t/{number}")
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(40)))
+    assert len(place.list("t")) == 40
+
+
+def _in_child(place: Store, answers: multiprocessing.Queue) -> None:
+    place.write("from-child", b"2")
+    answers.put(place.read("x"))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_store_works_in_a_child_process(place: Store, method: str) -> None:
+    place.write("x", b"1")  # the client is up before the fork
+    context = multiprocessing.get_context(method)
+    answers = context.Queue()
+    child = context.Process(target=_in_child, args=(place, answers))
+    child.start()
+    assert answers.get(timeout=60) == b"1"
+    child.join(20)
+    assert place.read("from-child") == b"2"
+
+
+# -- URIs --------------------------------------------------------------------------------------
+
+
+def test_uris(tmp_path: Path) -> None:
+    assert store(f"file://{tmp_path}/a%20b").uri == f"{tmp_path}/a b"
+    assert isinstance(store("plain/relative"), LocalStore)
+    assert store("S3://a-bucket/x/").uri == "s3://a-bucket/x"
+    assert storage.is_remote("S3://x")
+    assert join("s3://b/", "/a/", "", "c") == "s3://b/a/c"
+    assert join("/", "a") == "/a"
+    assert split("conf.yaml")[1] == "conf.yaml"
+    assert split("/conf.yaml")[0].uri == "/"
+    assert split("s3://a-bucket/conf.yaml")[0].uri == "s3://a-bucket"
+
+
+@pytest.mark.parametrize("uri", ["s3://", "s3:///x", "s3:/bucket/x", "gs://bucket/x", "http://host/x", "file://host/x"])
+def test_uris_that_are_refused(uri: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        store(uri)
+    assert caught.value.mend
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket", "folder/", "..", "."])
+def test_a_folder_is_no_file(uri: str) -> None:
+    with pytest.raises(StorageError, match="names a folder"):
+        split(uri)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------
+
+OPERATIONS = [lambda p: p.check(), lambda p: p.read("x"), lambda p: p.write("x", b"1"), lambda p: list(p.list()),
+              lambda p: p.open("x"), lambda p: p.exists("x"), lambda p: p.fingerprint("x"), lambda p: p.glob("*"),
+              lambda p: p.write("x", bytes(40 << 20))]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_missing_bucket(server: S3Server, operation) -> None:
+    with pytest.raises(StorageError, match="there is no bucket 'not-there'") as caught:
+        operation(store("s3://not-there/prefix"))
+    assert "create the bucket" in caught.value.mend
+
+
+def test_impossible_bucket_name(server: S3Server) -> None:
+    with pytest.raises(StorageError):
+        store("s3://Not A Bucket/x").check()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_wrong_credentials(refusing: S3Server, operation) -> None:
+    with pytest.raises(StorageError, match="access refused") as caught:
+        operation(store("s3://a-bucket/prefix"))
+    assert "AWS_ACCESS_KEY_ID" in caught.value.mend
+
+
+@pytest.fixture(scope="module")
+def refusing(server: S3Server) -> Iterator[S3Server]:
+    with S3Server(accept_all=False) as running:
+        yield running
+
+
+def test_no_credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(StorageError, match="access refused"):
+        store("s3://a-bucket/prefix").check()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS[:4])
+def test_endpoint_down_is_told_soon(server: S3Server, monkeypatch: pytest.MonkeyPatch, operation) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="does not answer") as caught:
+        operation(store("s3://a-bucket/prefix"))
+    assert time.monotonic() - began < 20
+    assert "AWS_ENDPOINT_URL" in caught.value.mend
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StorageError):
+        store(tmp_path).write("x", b"1")
+    with pytest.raises(StorageError):
+        store(tmp_path).check()
+
+
+def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+    place = store(tmp_path)
+    place.write("x", b"1")
+    for operation in (lambda: place.write("x/y", b"1"), lambda: store(tmp_path / "x").check(),
+                      lambda: store(tmp_path / "x").write("y", b"1")):
+        with pytest.raises(StorageError):
+            operation()
+    place.write("folder/y", b"1")
+    for operation in (lambda: place.open("folder"), lambda: place.read("folder"), lambda: place.write("folder", b"1")):
+        with pytest.raises(StorageError):
+            operation()
+    assert os.listdir(tmp_path / "folder") == ["y"]
