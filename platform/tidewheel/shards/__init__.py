@@ -1,0 +1,1 @@
+"""The contract between data and training: packed sequences in Arrow files, a manifest, a reading order."""
