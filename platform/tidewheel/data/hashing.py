@@ -21,11 +21,11 @@ def text_hashes(texts: text.Texts) -> np.ndarray:
     data, offsets = text.buffers(texts)
     hashes = np.empty((len(offsets) - 1, 2), np.uint64)
     for first, last, normalised, bounds in text.normalised_chunks(texts, keep_digits=True):
-        view = memoryview(normalised)
+        view = normalised.data
         ends = bounds.tolist()
         digests = [xxhash.xxh3_128_digest(view[ends[i] : ends[i + 1]]) for i in range(last - first)]
         hashes[first:last] = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2)
         for i in np.nonzero(np.diff(bounds) == 0)[0] + first:
-            raw = xxhash.xxh3_128_digest(memoryview(data)[offsets[i] : offsets[i + 1]], seed=_NO_WORDS_SEED)
+            raw = xxhash.xxh3_128_digest(data.data[offsets[i] : offsets[i + 1]], seed=_NO_WORDS_SEED)
             hashes[i] = np.frombuffer(raw, ">u8")
     return hashes

@@ -192,7 +192,7 @@ def _peek(data, i, end, entries):
 
 
 @numba.njit(nogil=True, cache=True)
-def gopher_counts(data, offsets, first, last, entries, counts):
+def gopher_counts(data, offsets, first, last, entries, ascii_letters, counts):
     """Counts of documents [first, last) into counts [n, 10] int64, columns as `quality.COUNTS`."""
     for document in range(first, last):
         i, end = offsets[document], offsets[document + 1]
@@ -204,6 +204,14 @@ def gopher_counts(data, offsets, first, last, entries, counts):
         dots = tail = 0  # dots towards the next "..."; dots in a row at the end of the line so far
         blank, in_line = True, False
         while i < end:
+            if state == 1 and ascii_letters[data[i]] != 0:  # most bytes are letters inside an ASCII word
+                previous_code, previous_kind = np.int64(data[i]), np.int64(LETTER)
+                packed = (packed << 8 | previous_code) & 0xFFFFFFFF
+                length += 1
+                alphabetic = True
+                dots = tail = 0
+                i += 1
+                continue
             code, size = _decode(data, i, end)
             entry = np.int64(entries[code])
             kind = entry & CLASS_BITS

@@ -1,12 +1,14 @@
 """MinHash signatures of word n-grams, and the banding that finds candidate pairs.
 
-A shingle is `ngram` consecutive words of the normalised text (`text`). Signatures are bit-identical to
+A shingle is `ngram` consecutive words of the normalised text (`text`), in which numbers are "0". One of numbers
+only is left out: tables of different numbers would be copies of each other. Signatures are bit-identical to
 datasketch 2.0 `MinHash(scheme="affine32", seed=seed)` updated with the same 32-bit shingle hashes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numba
 import numpy as np
@@ -21,7 +23,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class MinHashResult:
-    """signatures [n, k] uint32; shingles [n] int32, 0 when the text is shorter than one shingle.
+    """signatures [n, k] uint32; shingles [n] int32, 0 when the text has none (too short, or numbers only).
 
     A signature of a document without shingles is all ones: leave it out of the banding, such a
     document is compared exactly only.
@@ -40,11 +42,12 @@ def minhash(texts: text.Texts, *, ngram: int = 5, num_permutations: int = 112, s
     if ngram < 1 or num_permutations < 1:
         raise ValueError(f"ngram and num_permutations must be at least 1, got {ngram} and {num_permutations}")
     a, b = permutations(num_permutations, seed)
-    count = len(texts)
+    number, count = _number_word(), len(texts)
     signatures = np.full((count, num_permutations), 0xFFFFFFFF, np.uint32)
     shingles = np.zeros(count, np.int32)
     for first, last, words in text.scan(texts):
-        _signatures(words.hashes, words.offsets, ngram, MAX_WORDS, a, b, signatures[first:last], shingles[first:last])
+        _signatures(words.hashes, words.offsets, ngram, MAX_WORDS, number, a, b,
+                    signatures[first:last], shingles[first:last])
     return MinHashResult(signatures, shingles)
 
 
@@ -54,9 +57,14 @@ def shingle_hashes(texts: text.Texts, *, ngram: int = 5) -> list[np.ndarray]:
     for _, _, words in text.scan(texts):
         for start, end in zip(words.offsets[:-1], words.offsets[1:], strict=True):
             hashes = np.zeros(max(min(end - start, MAX_WORDS) - ngram + 1, 0), np.uint32)
-            _shingles(words.hashes[start:end], ngram, hashes)
-            found.append(hashes)
+            found.append(hashes[: _shingles(words.hashes[start:end], ngram, _number_word(), hashes)])
     return found
+
+
+@lru_cache(maxsize=1)
+def _number_word() -> np.uint64:
+    """Hash of the word "0", which every number is."""
+    return np.uint64(text.words(["0"]).hashes[0])
 
 
 def permutations(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,12 +94,12 @@ def band_hashes(signatures: np.ndarray, *, bands: int = 14, rows: int = 8) -> np
 
 def estimated_jaccard(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """[m, k] x [m, k] -> [m] float64: share of equal signature values; its standard error is sqrt(s(1-s)/k)."""
-    return np.mean(a == b, axis=1, dtype=np.float64)
+    return np.asarray(np.mean(a == b, axis=1, dtype=np.float64))
 
 
-def collision_probability(s: np.ndarray | float, bands: int, rows: int) -> np.ndarray | float:
+def collision_probability(s: np.ndarray | float, bands: int, rows: int) -> np.ndarray:
     """P(at least one equal band) for Jaccard `s`: 1 - (1 - s^rows)^bands."""
-    return 1.0 - (1.0 - np.asarray(s, np.float64) ** rows) ** bands
+    return np.asarray(1.0 - (1.0 - np.asarray(s, np.float64) ** rows) ** bands)
 
 
 @numba.njit(nogil=True)
@@ -105,23 +113,30 @@ def _window(words, i, ngram):
 
 
 @numba.njit(nogil=True, cache=True)
-def _shingles(words, ngram, out):
-    for i in range(len(out)):
-        out[i] = np.uint32(_window(words, i, ngram) >> np.uint64(32))
+def _shingles(words, ngram, number, out):
+    count = numbers = 0
+    for i in range(min(len(words), len(out) + ngram - 1)):
+        numbers = numbers + 1 if words[i] == number else 0
+        if i + 1 >= ngram and numbers < ngram:
+            out[count] = np.uint32(_window(words, i + 1 - ngram, ngram) >> np.uint64(32))
+            count += 1
+    return count
 
 
 @numba.njit(nogil=True, cache=True)
-def _signatures(words, offsets, ngram, max_words, a, b, signatures, shingles):
+def _signatures(words, offsets, ngram, max_words, number, a, b, signatures, shingles):
     permutation_count = len(a)
     for document in range(len(offsets) - 1):
         start = offsets[document]
-        count = min(offsets[document + 1] - start, max_words) - ngram + 1
-        if count <= 0:
-            continue
-        shingles[document] = count
+        end = min(offsets[document + 1], start + max_words)
         signature = signatures[document]
-        for i in range(start, start + count):
-            h = np.uint32(_window(words, i, ngram) >> np.uint64(32))
+        numbers = 0  # in a row up to here
+        for i in range(start, end):
+            numbers = numbers + 1 if words[i] == number else 0
+            if i + 1 - start < ngram or numbers >= ngram:
+                continue
+            shingles[document] += 1
+            h = np.uint32(_window(words, i + 1 - ngram, ngram) >> np.uint64(32))
             # murmur3's 32-bit finaliser; every step is wrapped, as numba widens uint32 arithmetic to 64 bits
             h = np.uint32(np.uint32(h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B))
             h = np.uint32(np.uint32(h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35))

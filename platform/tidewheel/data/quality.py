@@ -107,7 +107,7 @@ def count_tokens(texts: Texts) -> np.ndarray:
     data, offsets = text.buffers(texts)
     entries, _ = unicode_table.load()
     counts = np.zeros((len(offsets) - 1, len(COUNTS)), np.int64)
-    kernels.gopher_counts(data, offsets, 0, len(offsets) - 1, entries, counts)
+    kernels.gopher_counts(data, offsets, 0, len(offsets) - 1, entries, text.ascii_letters(), counts)
     return counts
 
 

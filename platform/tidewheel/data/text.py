@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,7 @@ from tidewheel.data import kernels, unicode_table
 TEXT_VERSION = "text-1"
 CHUNK_BYTES = 1 << 20  # documents scanned per kernel call, so that the scratch stays in the cache
 
-Texts = pa.Array | pa.ChunkedArray | Sequence[str]
+Texts: TypeAlias = "pa.Array | pa.ChunkedArray | Sequence[str]"
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,14 @@ def buffers(texts: Texts) -> tuple[np.ndarray, np.ndarray]:
     else:
         offsets = np.frombuffer(offset_buffer, np.int64)[array.offset : array.offset + len(array) + 1]
     data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None and data_buffer.size else np.zeros(0, "u1")
-    offsets.flags.writeable = data.flags.writeable = False  # one compiled specialisation, not two
-    return data, offsets
+    return frozen(data), frozen(offsets)
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """A read-only view. numba compiles read-only and writable arguments apart: inputs are always read-only here."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def chunks(offsets: np.ndarray, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
@@ -118,7 +125,7 @@ def normalise(texts: Texts, *, keep_digits: bool = False) -> pa.LargeStringArray
 def _scan(texts: Texts, keep_digits: bool) -> Iterator[tuple[int, int, Words, np.ndarray, np.ndarray]]:
     data, offsets = buffers(texts)
     entries, blob = unicode_table.load()
-    letters = _ascii_letters()
+    letters = ascii_letters()
     out = np.empty(0, np.uint8)
     for first, last in chunks(offsets):
         size, count = int(offsets[last] - offsets[first]), last - first
@@ -135,14 +142,13 @@ def _scan(texts: Texts, keep_digits: bool) -> Iterator[tuple[int, int, Words, np
 
 
 @lru_cache(maxsize=1)
-def _ascii_letters() -> np.ndarray:
+def ascii_letters() -> np.ndarray:
     """[256] uint8: the lower-case letter of an ASCII letter, 0 for every other byte."""
     table = np.zeros(256, np.uint8)
     for byte in range(128):
         if chr(byte).isalpha():
             table[byte] = ord(chr(byte).lower())
-    table.flags.writeable = False
-    return table
+    return frozen(table)
 
 
 def warm_up() -> None:
@@ -159,4 +165,5 @@ def warm_up() -> None:
     items = [decontaminate.EvalItem("warm", "0", "one item of a few words that is long enough to be looked up here")]
     decontaminate.contaminated(decontaminate.EvalIndex.build(items), texts)
     dedup.cluster(pa.table({"a": ["x"], "b": ["y"], "score": [1.0]}))
-    pack.pack(["x"], np.arange(3, dtype=np.uint32), np.array([0, 3]), sequence_length=4, token_dtype="uint16", pad_id=1)
+    for dtype in ("uint16", "uint32"):
+        pack.pack(["x"], np.arange(3), np.array([0, 3]), sequence_length=4, token_dtype=dtype, pad_id=1)

@@ -1,0 +1,106 @@
+"""Evaluation items: reading them from storage, and the fingerprint of a set of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from tidewheel import storage
+from tidewheel.errors import InputError
+
+TEXT_FIELDS = ("question", "text", "prompt", "query", "input", "problem")
+NAME_FIELDS = ("benchmark", "name", "dataset")
+_ENDINGS = (".jsonl", ".jsonl.gz")
+
+
+@dataclass(frozen=True)
+class EvalItem:
+    """One item: name of its benchmark, its id there, and the text that must not be trained on."""
+
+    name: str
+    item: str
+    text: str
+
+
+def read_eval_items(place: str | storage.Store, keys: Sequence[str] | None = None) -> list[EvalItem]:
+    """Items of JSONL files (plain or .gz), sorted by benchmark and id.
+
+    Args:
+        place: the URI of a file, of a folder (every *.jsonl and *.jsonl.gz below it) or a pattern with
+            * in the file name; or a store, then `keys` says which objects.
+        keys: objects of a store; default all *.jsonl and *.jsonl.gz.
+
+    A line is an object with a text (the first of `TEXT_FIELDS`), and optionally "id" (default: the
+    line's number) and "benchmark" (default: the file's name).
+
+    Raises:
+        InputError: no file matches, or a line is no such object.
+    """
+    if isinstance(place, storage.Store):
+        where, names = place, list(keys) if keys is not None else _all(place)
+    elif place.rstrip("/").endswith(_ENDINGS) or "*" in place:
+        where, name = storage.split(place)
+        names = list(where.glob(name)) if "*" in name else [name]
+    else:
+        where = storage.store(place)
+        names = _all(where)
+    items = [item for name in names for item in _read(where, name)]
+    if not items:
+        raise InputError("no evaluation items found", where=str(place),
+                         mend="give JSONL files with a question and an id on each line")
+    return sorted(items, key=lambda item: (item.name, item.item, item.text))
+
+
+def fingerprints(items: Iterable[EvalItem]) -> tuple[dict[str, object], ...]:
+    """{"name", "hash", "items"} of each benchmark, sorted by name; the hash covers ids and texts in any order."""
+    groups: dict[str, list[EvalItem]] = {}
+    for item in items:
+        groups.setdefault(item.name, []).append(item)
+    found: list[dict[str, object]] = []
+    for name in sorted(groups):
+        digest = blake3()
+        for item in sorted(groups[name], key=lambda item: (item.item, item.text)):
+            for part in (item.item, item.text):
+                data = part.encode()
+                digest.update(len(data).to_bytes(8, "little") + data)
+        found.append({"name": name, "hash": "blake3-" + digest.hexdigest(), "items": len(groups[name])})
+    return tuple(found)
+
+
+def _all(place: storage.Store) -> list[str]:
+    return [entry.key for entry in place.list() if entry.key.endswith(_ENDINGS)]
+
+
+def _read(place: storage.Store, name: str) -> list[EvalItem]:
+    try:
+        data = place.read(name)
+    except FileNotFoundError:
+        raise InputError("no such file of evaluation items", where=place.at(name),
+                         mend="correct the path in the decontaminate step") from None
+    try:
+        lines = (gzip.decompress(data) if name.endswith(".gz") else data).decode("utf-8").split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read as UTF-8 text ({error})", where=place.at(name),
+                         mend="give UTF-8 JSONL, plain or gzip") from None
+    stem = name.rpartition("/")[2].partition(".")[0]
+    return [_item(line, stem, number, place.at(name)) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _item(line: str, stem: str, number: int, where: str) -> EvalItem:
+    try:
+        values: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"not valid JSON ({error})", where=f"{where}:{number}",
+                         mend="one JSON object on each line") from None
+    content = next((values[key] for key in TEXT_FIELDS if isinstance(values.get(key), str)), None) if isinstance(
+        values, dict) else None
+    if content is None:
+        raise InputError("an item has no text", where=f"{where}:{number}",
+                         mend=f"give one of the fields {', '.join(TEXT_FIELDS)}")
+    name = next((str(values[key]) for key in NAME_FIELDS if values.get(key)), stem)
+    return EvalItem(name, str(values.get("id", number)), content)

@@ -1,0 +1,195 @@
+"""Documents into rows of fixed length: best-fit-decreasing, without losing a token.
+
+A document longer than a row is cut into full rows and one rest. Pieces are placed, longest first, into
+the row with the least room that still holds them; rows left open take pieces of the next window. The
+free room of rows is a bitset of sizes, so that placing a piece costs a few instructions. Nothing
+depends on threads or time: equal input, equal rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import pyarrow as pa
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tidewheel.data.text import frozen
+
+WINDOW = 1 << 20  # pieces sorted by length at a time
+
+
+def pack(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray, *, sequence_length: int,
+         token_dtype: str, pad_id: int, window: int = WINDOW) -> pa.Table:
+    """Pack documents into rows.
+
+    Args:
+        ids: document ids, n of them.
+        tokens: [t] integers, all documents in a row.
+        offsets: [n+1] int64: document d is tokens[offsets[d]:offsets[d+1]]; an empty one takes no room.
+        sequence_length: tokens in a row, L.
+        token_dtype: "uint16" or "uint32".
+        pad_id: what fills the end of a row.
+        window: pieces considered together; the memory for rows is that of all tokens whatever it is.
+
+    Returns:
+        A table of `shards.format.shard_schema(L, token_dtype)`. Rows are in the order of their first
+        document, segments in a row likewise.
+
+    Raises:
+        ValueError: offsets do not fit, or a token or pad_id does not fit the dtype.
+    """
+    from tidewheel.shards.format import shard_schema
+
+    tokens, offsets = np.ascontiguousarray(tokens), np.ascontiguousarray(offsets, np.int64)
+    _check(ids, tokens, offsets, sequence_length, token_dtype, pad_id, window)
+    documents, begins, lengths = _pieces(offsets, sequence_length)
+    rows, count = _place(lengths, sequence_length, window)
+    order, rows = _by_first_document(rows, count)
+    documents, begins, lengths = documents[order], begins[order], lengths[order]
+
+    matrix = np.full(count * sequence_length, pad_id, token_dtype)
+    columns, used = np.zeros(len(rows), np.int32), np.zeros(count, np.int32)
+    source = frozen(tokens.astype(token_dtype, copy=False))
+    _fill(source, offsets[documents] + begins, lengths, rows, sequence_length, matrix, columns, used)
+    schema = shard_schema(sequence_length, token_dtype)
+    bounds = pa.array(np.searchsorted(rows, np.arange(count + 1)).astype(np.int32))
+    names = pa.array(ids, pa.string()) if not isinstance(ids, pa.Array | pa.ChunkedArray) else ids.cast(pa.string())
+    values = {
+        "segment_starts": pa.array(columns),
+        "document_ids": names.take(pa.array(documents)),
+        "document_offsets": pa.array(begins),
+    }
+    arrays: list[pa.Array] = []
+    for field in schema:
+        if field.name == "tokens":
+            arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(matrix), type=field.type))
+        elif field.name == "length":
+            arrays.append(pa.array(used))
+        else:
+            column = values[field.name]
+            column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+            arrays.append(pa.ListArray.from_arrays(bounds, column, type=field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def utilisation(table: pa.Table) -> float:
+    """Share of a packed table's room that holds real tokens; 1.0 for an empty table."""
+    room = len(table) * table.schema.field("tokens").type.list_size
+    return float(table["length"].to_numpy().sum()) / room if room else 1.0
+
+
+def _check(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray, sequence_length: int,
+           token_dtype: str, pad_id: int, window: int) -> None:
+    if token_dtype not in ("uint16", "uint32"):
+        raise ValueError(f"token_dtype must be uint16 or uint32, got {token_dtype!r}")
+    if sequence_length < 1 or window < 1:
+        raise ValueError(f"sequence_length and window must be at least 1, got {sequence_length} and {window}")
+    if len(offsets) != len(ids) + 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 0):
+        raise ValueError(f"offsets must rise from 0 to {len(tokens)} over {len(ids)} documents")
+    largest = max(int(tokens.max(initial=0)), pad_id)
+    if largest > np.iinfo(token_dtype).max or int(tokens.min(initial=0)) < 0 or pad_id < 0:
+        raise ValueError(f"token ids up to {largest} do not fit {token_dtype}")
+
+
+def _pieces(offsets: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(document, token offset in the document, length) of each piece, in document order."""
+    sizes = np.diff(offsets)
+    counts = -(-sizes // sequence_length)
+    documents = np.repeat(np.arange(len(sizes)), counts)
+    first = np.cumsum(counts) - counts
+    begins = (np.arange(len(documents)) - first[documents]) * sequence_length
+    return documents, begins, np.minimum(sizes[documents] - begins, sequence_length)
+
+
+def _place(lengths: np.ndarray, sequence_length: int, window: int) -> tuple[np.ndarray, int]:
+    """(row of each piece, number of rows)."""
+    rows = np.empty(len(lengths), np.int64)
+    heads = np.full(sequence_length + 1, -1, np.int64)  # a row with exactly so much room, the last one opened first
+    chain = np.empty(len(lengths), np.int64)  # next row with the same room
+    bits = np.zeros(sequence_length // 64 + 1, np.uint64)
+    summary = np.zeros(len(bits) // 64 + 1, np.uint64)
+    count = 0
+    for first in range(0, len(lengths), window):
+        part = lengths[first : first + window]
+        longest_first = np.argsort(-part, kind="stable") + first
+        count = _best_fit(lengths, longest_first, sequence_length, heads, chain, bits, summary, rows, count)
+    return rows, count
+
+
+def _by_first_document(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(order of the pieces, their rows renumbered): rows by their first piece, pieces inside a row as given."""
+    first_piece = np.full(count, len(rows), np.int64)
+    np.minimum.at(first_piece, rows, np.arange(len(rows)))
+    rank = np.empty(count, np.int64)
+    rank[np.argsort(first_piece)] = np.arange(count)
+    renumbered = rank[rows]
+    order = np.argsort(renumbered, kind="stable")
+    return order, renumbered[order]
+
+
+@intrinsic
+def _lowest_bit(context: Any, value: Any) -> Any:
+    """Index of the lowest set bit of a nonzero uint64 (LLVM's cttz), int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+@numba.njit(nogil=True, cache=True)
+def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count):
+    one, low = np.uint64(1), np.uint64(63)
+    for piece in order:
+        length = lengths[piece]
+        # smallest room >= length, by way of the words of the bitset and of its summary
+        word = length >> 6
+        found = bits[word] & (~np.uint64(0) << (np.uint64(length) & low))
+        if found == 0:
+            block = (word + 1) >> 6
+            full = np.uint64(0)
+            if block < len(summary):
+                full = summary[block] & (~np.uint64(0) << (np.uint64(word + 1) & low))
+                while full == 0 and block + 1 < len(summary):
+                    block += 1
+                    full = summary[block]
+            if full != 0:
+                word = (block << 6) + _lowest_bit(full)  # type: ignore[call-arg]
+                found = bits[word]
+        if found == 0:
+            row = count
+            count += 1
+            room = capacity
+        else:
+            room = (word << 6) + _lowest_bit(found)  # type: ignore[call-arg]
+            row = heads[room]
+            heads[room] = chain[row]
+            if chain[row] < 0:
+                bits[word] &= ~(one << (np.uint64(room) & low))
+                if bits[word] == 0:
+                    summary[word >> 6] &= ~(one << (np.uint64(word) & low))
+        rows[piece] = row
+        room -= length
+        if room > 0:
+            chain[row] = heads[room]
+            heads[room] = row
+            bits[room >> 6] |= one << (np.uint64(room) & low)
+            summary[room >> 12] |= one << (np.uint64(room >> 6) & low)
+    return count
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill(tokens, sources, lengths, rows, sequence_length, matrix, columns, used):
+    """Copy each piece behind what its row holds; columns [pieces], used [rows]."""
+    for piece in range(len(rows)):
+        row = rows[piece]
+        columns[piece] = used[row]
+        target = row * sequence_length + used[row]
+        for i in range(lengths[piece]):
+            matrix[target + i] = tokens[sources[piece] + i]
+        used[row] += lengths[piece]
