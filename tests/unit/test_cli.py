@@ -51,7 +51,7 @@ def test_missing_configuration_file(command, capsys):
 
 
 @pytest.mark.parametrize(("command", "text", "near"), [
-    (["data", "run", "--output", "out"], "name: x\nreed: {paths: [a]}\n", "'read'"),
+    (["data", "run", "--output", "out"], "name: x\nreadd: {paths: [a]}\n", "'read'"),
     (["data", "run", "--output", "out"], "name: x\nread: {paths: [a]}\nsteps: [{dedup_exacct: {}}]\n", "dedup_exact"),
     (["train"], "stepps: 3\n", "'steps'"),
 ], ids=["pipeline key", "pipeline step", "training key"])

@@ -1,0 +1,85 @@
+"""The SDK says what a YAML file says, with the same hash, and refuses what a YAML file may not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tidewheel as tw
+from pipelines.demo import corpus
+from tidewheel.config import load
+from tidewheel.data.config import PipelineConfig
+from tidewheel.errors import ConfigError, TidewheelError
+from tidewheel.train.config import TrainConfig
+from tidewheel.workflow.workflow import Workflow
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_python_and_yaml_give_the_same_recipe_hash():
+    written = load(PipelineConfig, ROOT / "pipelines/demo.yaml")
+    assert corpus.recipe_hash() == written.recipe_hash()
+
+
+def test_a_setting_changes_the_hash():
+    assert corpus.set(seed=1).recipe_hash() != corpus.recipe_hash()
+
+
+def test_chains_do_not_change_what_they_grew_from():
+    start = tw.Pipeline("a").read("x.jsonl")
+    start.dedup_exact()
+    assert start.steps == ()
+
+
+def test_unknown_setting_names_the_nearest():
+    chain = tw.Pipeline("a").read("x.jsonl").dedup_near(bandz=3).tokenize("t.json").pack()
+    with pytest.raises(ConfigError, match="did you mean 'bands'"):
+        chain.config()
+
+
+def test_unknown_filter():
+    chain = tw.Pipeline("a").read("x").filter(tw.filters.gopher_quality(min_wordz=1)).tokenize("t.json").pack()
+    with pytest.raises(ConfigError, match="min_wordz"):
+        chain.config()
+
+
+def test_training_reads_what_its_pipeline_writes():
+    run = tw.Train({"steps": 3}, data=corpus, optimizer__learning_rate=0.5)
+    config = Workflow("w", run)._resolve(run, "/out")
+    assert config.optimizer.learning_rate == 0.5
+    assert config.data.uri == f"/out/data/demo-{corpus.recipe_hash()}/shards"
+    assert config.run_uri == "/out/runs/train"
+
+
+def test_training_reads_a_uri():
+    config = tw.Train({"steps": 3}, data="s3://bucket/clean").resolve()
+    assert config.data.uri == "s3://bucket/clean/shards"
+    assert config.data.validation == "s3://bucket/clean/validation"
+
+
+def test_a_workflow_names_each_pipeline_once(tmp_path):
+    runs = [tw.Train({"run": {"id": name}}, data=corpus) for name in ("a", "b")]
+    flow = Workflow("w", corpus, *runs)
+    rows = flow.plan(str(tmp_path))
+    assert [row["kind"] for row in rows] == ["pipeline", "training", "training"]
+    assert rows[0]["state"] == "to run"
+
+
+def test_the_specification_is_resolved_and_survives_json(tmp_path):
+    spec = Workflow("w", corpus, tw.Train({"steps": 3}, data=corpus)).spec(str(tmp_path))
+    assert PipelineConfig.model_validate(spec["pipelines"][0]).recipe_hash() == corpus.recipe_hash()
+    assert TrainConfig.model_validate(spec["trains"][0]).steps == 3
+
+
+def test_an_empty_workflow_is_refused():
+    with pytest.raises(ConfigError, match="without steps"):
+        Workflow("w")
+
+
+def test_public_names():
+    assert {"Pipeline", "Train", "Workflow", "filters"} <= set(dir(tw))
+    assert issubclass(ConfigError, tw.TidewheelError)
+    assert tw.TidewheelError is TidewheelError
+    with pytest.raises(AttributeError, match="Pipeline"):
+        _ = tw.Pipelines
