@@ -115,9 +115,10 @@ def train(
 
             with session(address):
                 result = fit(settings, on_progress=on_progress)
+    loss = f", loss {result.loss:.4f}" if result.loss is not None else ""
     validation = f", validation loss {result.validation_loss:.4f}" if result.validation_loss is not None else ""
-    print(f"{result.steps} steps, {result.tokens:,} tokens, loss {result.loss:.4f}{validation}")
-    print(f"report: {write_run_report(result.run)}")
+    print(f"{result.steps} steps, {result.tokens:,} tokens{loss}{validation}")
+    print(f"report: {write_run_report(result.run_uri)}")
     return 0
 
 

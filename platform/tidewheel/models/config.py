@@ -53,8 +53,9 @@ class ModelConfig(Config):
     """RMSNorm on each query and key head (Qwen 3): keeps attention logits bounded at high learning rates."""
     tie_embeddings: bool = False
     """One matrix for the embedding and the output."""
-    init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
+    init_std: float | None = Field(default=None, gt=0)
+    """Standard deviation of initial weights, default 1 / sqrt(dim); projections into the residual stream get it
+    / sqrt(2 num_layers)."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -87,6 +88,11 @@ class ModelConfig(Config):
     def head_width(self) -> int:
         """Width of a head, resolved."""
         return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def weight_std(self) -> float:
+        """Standard deviation of initial weights, resolved."""
+        return self.init_std or self.dim**-0.5
 
     @property
     def ffn_width(self) -> int:

@@ -150,12 +150,12 @@ def next_tokens(tokens: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor
 def init_parameter(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch.Tensor:
     """Initial value of one whole parameter, fp32 on CPU: a function of (seed, name, shape) alone.
 
-    Norm weights are 1. Matrices are normal with `config.init_std`, divided by sqrt(2 num_layers) for the
+    Norm weights are 1. Matrices are normal with `config.weight_std`, divided by sqrt(2 num_layers) for the
     projections that write to the residual stream (GPT-2), so that its variance does not grow with depth.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape)
-    std = config.init_std
+    std = config.weight_std
     if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
         std /= math.sqrt(2 * config.num_layers)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

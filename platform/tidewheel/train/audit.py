@@ -29,7 +29,7 @@ class AuditResult:
     steps: int
     """Last step recorded."""
     planned_steps: int
-    """Steps the run was configured for."""
+    """Steps the run was configured for when it started, or more when it was prolonged."""
     records: int
     """Lines of batches.jsonl, steps done again included."""
     redone: int
@@ -87,7 +87,7 @@ def audit(run_uri: str) -> AuditResult:
     mismatches += _repeats(order, manifest, sorted(steps), size)
     sizes = [int(record["world_size"]) for record in records]
     return AuditResult(
-        run_uri=run_uri, steps=last, planned_steps=config["steps"], records=len(records),
+        run_uri=run_uri, steps=last, planned_steps=max(config["steps"], last), records=len(records),
         redone=len(records) - len(steps), sequences=len(steps) * size, epochs=last * size / manifest.rows,
         generations=len({record["generation"] for record in records}),
         world_sizes=tuple(n for i, n in enumerate(sizes) if i == 0 or n != sizes[i - 1]), mismatches=tuple(mismatches))

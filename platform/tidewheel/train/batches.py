@@ -52,6 +52,7 @@ class BatchReader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._loader.close()
 
     def _load(self, step: int) -> RankBatch:
         per_rank = self._config.global_sequences // self._world_size

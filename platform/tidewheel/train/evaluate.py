@@ -14,6 +14,7 @@ from tidewheel.shards.reader import ShardSet
 from tidewheel.train.batches import micro_batch
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import reshard
 from tidewheel.train.step import precision_context
 
 
@@ -42,6 +43,7 @@ def validation_loss(model: Decoder, shard_set: ShardSet, config: TrainConfig, co
         if index < number:
             sums[0, index] = loss.double().cpu()
             sums[1, index] = micro.num_targets
+    reshard(model)
     sums = collectives.sum(sums)
     return float(sums[0].sum()) / max(1.0, float(sums[1].sum()))
 
@@ -54,11 +56,12 @@ def text_sample(model: Decoder, shard_set: ShardSet, config: TrainConfig, collec
     from tokenizers import Tokenizer
 
     tokenizer_info = shard_set.manifest.tokenizer
-    place = storage.store(shard_set.uri)
+    place = storage.store(config.data.uri)
     tokenizer = Tokenizer.from_str(place.read(storage.safe_key(tokenizer_info["file"])).decode("utf-8"))
     prompt = tokenizer.encode(wanted.prompt, add_special_tokens=False).ids or [int(tokenizer_info["eos"])]
     with precision_context(collectives.device, config.precision):
         new = generate(model, prompt, tokens=wanted.sample_tokens, context=shard_set.manifest.sequence_length,
                        temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed,
                        stop=int(tokenizer_info["eos"]))
+    reshard(model)
     return tokenizer.decode(prompt + new, skip_special_tokens=True)

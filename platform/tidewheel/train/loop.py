@@ -115,7 +115,7 @@ class Loop:
             collectives=collectives, manifest=manifest, shard_set=shard_set,
             validation=ShardSet.open(config.data.validation, cache) if validation else None, model=model,
             optimizer=adamw, digest=BatchDigest(manifest, collectives), progress=Progress(),
-            reader=BatchReader(Loader(shard_set, order), config.batch, runtime.rank, runtime.world_size,
+            reader=BatchReader(Loader(shard_set, order, prefetch=0), config.batch, runtime.rank, runtime.world_size,
                                device=device, steps=config.steps, ahead=config.data.prefetch))
         if runtime.rank == 0:
             parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -150,10 +150,9 @@ class Loop:
             self.progress.step, self.progress.loss = step, result.loss
             self.progress.tokens += result.tokens
             self.timeline.spent("redone" if step <= self.progress.recorded else "productive")
-            now = time.time()
-            self._write(result, self.digest.of(batch.ids), now - began, waited)
-            began = now
+            self._write(result, self.digest.of(batch.ids), time.time() - began, waited)
             self._after(step, result.stop)
+            began = time.time()  # a step's seconds are its own: not the save, the evaluation, the wait
 
     def _step(self, step: int, batch: RankBatch) -> StepResult:
         config = self.config
@@ -198,13 +197,13 @@ class Loop:
         return tokens_per_second * flops / (peak * self.runtime.world_size) if peak else None
 
     def _after(self, step: int, stop: bool) -> None:
-        """What a step boundary may bring: evaluation, a save, a planned stop."""
+        """What a step boundary may bring: a save, an evaluation (while the save is written), a planned stop."""
         config = self.config
-        if config.evaluation.every_steps and step % config.evaluation.every_steps == 0 and step < config.steps:
-            self._evaluate()
         due = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0
         if due or stop or step == config.steps:
             self._save(step)
+        if config.evaluation.every_steps and step % config.evaluation.every_steps == 0 and step < config.steps:
+            self._evaluate()
         if stop and step < config.steps:
             self._make_way(step)
 

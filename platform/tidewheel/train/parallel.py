@@ -12,6 +12,9 @@ from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
 from tidewheel.train.runtime import Runtime
 
+KEEP_PARAMETERS = 100_000_000
+"""A smaller model keeps its gathered weights from forward to backward: one all-gather less, and memory to spare."""
+
 
 def build(config: ModelConfig, vocabulary_size: int, runtime: Runtime) -> Decoder:
     """The decoder on `runtime.device`, fp32, its values not yet set.
@@ -23,8 +26,9 @@ def build(config: ModelConfig, vocabulary_size: int, runtime: Runtime) -> Decode
         model = Decoder(config, vocabulary_size)
     if runtime.world_size > 1:
         mesh = _mesh(runtime)
+        large = sum(parameter.numel() for parameter in model.parameters()) > KEEP_PARAMETERS
         for block in model.blocks:
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh, reshard_after_forward=large)
         fully_shard(model, mesh=mesh)
         for unit in model.modules():
             if isinstance(unit, FSDPModule):  # gloo has no PREMUL_SUM, which other divide factors need
@@ -51,6 +55,14 @@ def init_weights(model: Decoder, seed: int) -> None:
             parameter.to_local().copy_(shard.to_local())
         else:
             parameter.copy_(value)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up gathered weights. Without a backward pass, after an evaluation, nothing else does, and parameters would
+    be plain tensors that neither the optimizer nor a checkpoint knows."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,14 @@ class StepResult:
     """Rank 0 asked for a planned stop."""
 
 
+def native_bf16(device: torch.device) -> bool:
+    """Whether bf16 products are fast here. A CPU without AVX512-BF16 or AMX emulates them, slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
+
+
 def precision_context(device: torch.device, precision: str) -> AbstractContextManager[None]:
     """Autocast for the configured precision."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

@@ -1,0 +1,153 @@
+"""A small shard set, a checkpointer over one file, and a way to run the loop in two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from tidewheel import storage
+from tidewheel.config import build
+from tidewheel.shards.format import shard_schema, write_shard
+from tidewheel.shards.manifest import Manifest, write_manifest
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.loop import train
+from tidewheel.train.parallel import local
+from tidewheel.train.runtime import NoControl, Runtime
+
+LENGTH, VOCABULARY = 16, 128
+
+
+def write_tokenizer(place: storage.Store) -> dict[str, Any]:
+    """A byte-level tokenizer with an empty vocabulary beside its two marks."""
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"<|endoftext|>": 0, "<|pad|>": 1, **{chr(97 + i): 2 + i for i in range(26)}, " ": 28}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    stamp = place.write("tokenizer.json", tokenizer.to_str().encode())
+    return {"file": "tokenizer.json", "hash": stamp.hash, "eos": 0, "pad": 1}
+
+
+def write_shards(uri: str | Path, *, shards: int = 3, rows: int = 20, seed: int = 0, **changes: Any) -> Manifest:
+    """A shard set of random rows, each with two documents and some with padding; tokens follow a simple rule."""
+    place, random = storage.store(uri), np.random.default_rng(seed)
+    infos, count = [], 0
+    for _ in range(shards):
+        tokens = (random.integers(2, 28, (rows, 1)) + np.arange(LENGTH)[None] * 3) % 26 + 2
+        lengths = np.where(random.random(rows) < 0.3, LENGTH - 3, LENGTH).astype(np.int32)
+        tokens[np.arange(LENGTH)[None] >= lengths[:, None]] = 1
+        starts = [[0, int(random.integers(3, 9))] for _ in range(rows)]
+        ids = [[f"doc{count + 2 * row}", f"doc{count + 2 * row + 1}"] for row in range(rows)]
+        count += 2 * rows
+        flat = pa.array(tokens.astype(np.uint16).ravel(), pa.uint16())
+        columns = [pa.FixedSizeListArray.from_arrays(flat, LENGTH), pa.array(lengths), pa.array(starts),
+                   pa.array(ids), pa.array([[0, 0]] * rows)]
+        schema = shard_schema(LENGTH, "uint16")
+        table = pa.table([column.cast(field.type) for column, field in zip(columns, schema)], schema=schema)
+        infos.append(write_shard(place, table))
+    fields: dict[str, Any] = {
+        "sequence_length": LENGTH, "token_dtype": "uint16", "vocabulary_size": VOCABULARY,
+        "tokenizer": write_tokenizer(place), "recipe_hash": "test", "evaluation_sets": (), "documents": count,
+        "shards": tuple(infos), **changes}
+    manifest = Manifest(**fields)
+    write_manifest(place, manifest)
+    return manifest
+
+
+def config(folder: Path, run: str = "run", *overrides: str) -> TrainConfig:
+    """8 steps of 8 sequences in 4 virtual ranks over the set in `folder`."""
+    values = {
+        "run": {"id": run, "uri": str(folder / "runs")}, "steps": 8,
+        "data": {"uri": str(folder / "shards"), "validation": str(folder / "validation"), "seed": 7},
+        "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64, "init_std": 0.1,
+                  "tie_embeddings": True},
+        "optimizer": {"learning_rate": 3e-3, "clip_norm": 0.5}, "schedule": {"warmup_steps": 2},
+        "batch": {"global_sequences": 8, "micro_sequences": 2, "virtual_ranks": 4},
+        "evaluation": {"every_steps": 3, "sample_tokens": 5, "prompt": "abc"}, "checkpoint": {"every_steps": 3},
+        "elastic": {"min_workers": 1, "max_workers": 2}}
+    return build(TrainConfig, values, overrides)
+
+
+class FileCheckpoints:
+    """One whole copy of the state in one .npz file, written by rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        if not self.path.exists():
+            return None
+        with np.load(self.path) as saved:
+            for group, tensors in state.items():
+                for name, tensor in tensors.items():
+                    value = torch.from_numpy(saved[f"{group}/{name}"])
+                    if isinstance(tensor, DTensor):
+                        rank, size = dist.get_rank(), dist.get_world_size()
+                        chunks = value.chunk(size)
+                        value = chunks[rank] if rank < len(chunks) else value[:0]
+                    local(tensor).copy_(value)
+            return json.loads(str(saved["extra"]))
+
+    def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        whole = {f"{group}/{name}": (t.full_tensor() if isinstance(t, DTensor) else t).numpy()
+                 for group, tensors in state.items() for name, t in tensors.items()}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            np.savez(self.path, extra=json.dumps(extra), **whole)
+
+    def wait(self) -> None:
+        return
+
+
+class Replaced(Exception):
+    """The worker was replaced."""
+
+
+class Script(NoControl):
+    """A control that asks for a planned stop at step `leave`, or kills the worker after step `die`."""
+
+    def __init__(self, leave: int = -1, die: int = -1) -> None:
+        self.leave, self.die, self.step, self.events = leave, die, 0, []
+
+    def poll(self) -> bool:
+        self.step += 1
+        return self.step == self.leave
+
+    def hold(self, step: int) -> None:
+        raise Replaced(f"after step {step}")
+
+    def event(self, kind: str, **detail: Any) -> None:
+        self.events.append((kind, detail))
+
+    def progress(self, step: int, steps: int, **metrics: Any) -> None:
+        if step == self.die:
+            raise Replaced(f"died after step {step}")
+
+
+def two_processes(config: TrainConfig, checkpoints: Path, generation: int = 0, leave: int = -1) -> None:
+    """Run the loop in two gloo processes until it ends or is replaced."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_worker, (port, config, checkpoints, generation, leave), nprocs=2)
+
+
+def _worker(rank: int, port: int, config: TrainConfig, checkpoints: Path, generation: int, leave: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    runtime = Runtime(rank, 2, generation=generation, checkpoints=FileCheckpoints(checkpoints),
+                      control=Script(leave=leave))
+    try:
+        train(config, runtime)
+    except Replaced:
+        pass  # what the test asked for
+    finally:
+        dist.destroy_process_group()

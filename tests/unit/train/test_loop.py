@@ -1,0 +1,203 @@
+"""The loop: the same result for one and two processes, through kills, planned stops and resumes."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.train.helpers import FileCheckpoints, Replaced, Script, config, two_processes, write_shards
+from tidewheel import jsonlog, storage
+from tidewheel.errors import ConfigError, ShardError
+from tidewheel.train.audit import audit
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.loop import train
+from tidewheel.train.runtime import Runtime
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shard sets and the undisturbed run of one process, "whole"."""
+    folder = tmp_path_factory.mktemp("loop")
+    write_shards(folder / "shards")
+    write_shards(folder / "validation", shards=1, rows=11, seed=1)
+    alone(config(folder, "whole"))
+    return folder
+
+
+def alone(settings: TrainConfig, generation: int = 0, **script: int):
+    """One process; its checkpoint lies beside the run."""
+    place = Path(settings.run.uri)
+    place.mkdir(exist_ok=True)
+    control = Script(**script)
+    runtime = Runtime(generation=generation, checkpoints=FileCheckpoints(place / f"{settings.run.id}.npz"),
+                      control=control)
+    return train(settings, runtime), control
+
+
+def log(folder: Path, run: str, name: str) -> list[dict]:
+    return jsonlog.read(storage.store(folder / "runs" / run), name)
+
+
+def losses(folder: Path, run: str) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in log(folder, run, "metrics.jsonl") if "loss" in line}
+
+
+def digests(folder: Path, run: str) -> dict[int, str]:
+    return {line["step"]: line["digest"] for line in log(folder, run, "batches.jsonl")}
+
+
+def weights(folder: Path, run: str) -> dict[str, np.ndarray]:
+    with np.load(folder / "runs" / f"{run}.npz") as saved:
+        return {name: saved[name] for name in saved.files if name != "extra"}
+
+
+def assert_same_run(folder: Path, run: str, tolerance: float = 1e-5) -> None:
+    expected, got = losses(folder, "whole"), losses(folder, run)
+    assert got == pytest.approx(expected, abs=tolerance)
+    assert digests(folder, run) == digests(folder, "whole")
+    for name, value in weights(folder, "whole").items():
+        np.testing.assert_allclose(weights(folder, run)[name], value, atol=10 * tolerance, err_msg=name)
+
+
+def test_a_run_writes_what_the_design_says(reference: Path):
+    metrics = log(reference, "whole", "metrics.jsonl")
+    steps = [line for line in metrics if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert {"time", "generation", "tokens", "gradient_norm", "learning_rate", "tokens_per_second", "world_size",
+            "step_seconds", "data_wait_seconds"} <= set(steps[0])
+    assert [line["step"] for line in metrics if "validation_loss" in line] == [3, 6, 8]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    run = json.loads((reference / "runs/whole/run.json").read_text())
+    assert run["config"]["batch"]["global_sequences"] == 8
+    assert run["versions"]["torch"]
+    assert run["data"]["shards"]["rows"] == 60
+    result = json.loads((reference / "runs/whole/result.json").read_text())
+    assert result["steps"] == 8
+    assert result["sample"].startswith("abc") or result["sample"].startswith("a b c")
+    assert result["validation_loss"] == [line["validation_loss"] for line in metrics if "validation_loss" in line][-1]
+
+
+def test_the_ledger_has_no_gap(reference: Path):
+    lines = log(reference, "whole", "ledger.jsonl")
+    assert lines[0]["category"] == "restart"
+    assert {"productive", "restart"} <= {line["category"] for line in lines}
+    for before, after in itertools.pairwise(lines):
+        assert after["start"] == before["end"] >= before["start"]
+
+
+def test_a_finished_run_does_nothing(reference: Path):
+    before = (reference / "runs/whole/metrics.jsonl").read_bytes()
+    result, control = alone(config(reference, "whole"), generation=1)
+    assert result.steps == 8
+    assert not control.events
+    assert (reference / "runs/whole/metrics.jsonl").read_bytes() == before
+
+
+def test_a_killed_run_resumes_and_says_what_was_done_again(reference: Path):
+    settings = config(reference, "killed")
+    with pytest.raises(Replaced):
+        alone(settings, die=5)  # the checkpoint is of step 3
+    _, control = alone(settings, generation=1)
+    kind, detail = control.events[0]
+    assert (kind, detail["step"], detail["redo"]) == ("resume", 3, 2)
+    assert_same_run(reference, "killed", tolerance=0)
+    seen = audit(settings.run_uri)
+    assert seen.ok, seen.summary()
+    assert (seen.redone, seen.steps, seen.records, seen.generations) == (2, 8, 10, 2)
+    assert "redone" in {line["category"] for line in log(reference, "killed", "ledger.jsonl")}
+
+
+def test_two_processes_leave_as_planned_and_one_goes_on(reference: Path):
+    """Steps 1 to 5 in two processes, a planned stop, the rest in one: nothing is done again, nothing differs."""
+    settings = config(reference, "shrunk")
+    checkpoint = reference / "runs" / "shrunk.npz"
+    two_processes(settings, checkpoint, leave=5)
+    assert sorted(losses(reference, "shrunk")) == [1, 2, 3, 4, 5]
+    assert {line["rank"] for line in log(reference, "shrunk", "ledger.jsonl")} == {0, 1}
+    alone(settings, generation=1)
+    assert_same_run(reference, "shrunk")
+    seen = audit(settings.run_uri)
+    assert seen.ok, seen.summary()
+    assert (seen.world_sizes, seen.redone) == ((2, 1), 0)
+
+
+def test_one_process_then_two(reference: Path):
+    """The other way: grows from one to two, and two processes find the same validation loss and text."""
+    settings = config(reference, "grown")
+    with pytest.raises(Replaced):
+        alone(settings, leave=2)
+    two_processes(settings, reference / "runs" / "grown.npz", generation=1)
+    assert_same_run(reference, "grown")
+    whole, grown = (json.loads((reference / "runs" / run / "result.json").read_text()) for run in ("whole", "grown"))
+    assert grown["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-5)
+    assert (grown["tokens"], grown["sample"]) == (whole["tokens"], whole["sample"])
+
+
+def tampered(folder: Path, run: str, change) -> list[str]:
+    source, target = folder / "runs" / "whole", folder / "runs" / run
+    target.mkdir()
+    (target / "run.json").write_bytes((source / "run.json").read_bytes())
+    records = change([json.loads(line) for line in (source / "batches.jsonl").read_text().splitlines()])
+    (target / "batches.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return list(audit(str(target)).mismatches)
+
+
+def test_the_audit_sees_a_missing_step(reference: Path):
+    found = tampered(reference, "missing", lambda records: records[:3] + records[4:])
+    assert "step 4 has no record" in found
+    assert any("was read 0 times" in line for line in found), "the first epoch of 60 rows ends in step 8"
+
+
+def test_the_audit_sees_a_wrong_digest(reference: Path):
+    def swap(records):
+        records[1]["digest"], records[2]["digest"] = records[2]["digest"], records[1]["digest"]
+        return records
+
+    found = tampered(reference, "swapped", swap)
+    assert [line.split(" (")[0] for line in found] == ["step 2", "step 3"]
+
+
+def test_the_audit_checks_steps_that_were_done_again(reference: Path):
+    found = tampered(reference, "again", lambda records: [*records, {**records[0], "digest": "0" * 32}])
+    assert len(found) == 1
+    assert found[0].startswith("step 1 ")
+
+
+def test_the_audit_sees_a_shifted_position(reference: Path):
+    found = tampered(reference, "shifted", lambda records: [{**records[0], "position": 3}, *records[1:]])
+    assert "planned 0 + 8" in found[0]
+
+
+@pytest.mark.parametrize(("override", "error", "says"), [
+    ("data.uri=''", ConfigError, "no training data"),
+    ("data.uri=/nonexistent/set", ShardError, "/nonexistent/set"),
+    ("model.vocabulary_size=64", ConfigError, "smaller than the shard set's 128"),
+    ("model.max_sequence_length=8", ConfigError, "max_sequence_length is 8"),
+])
+def test_errors_come_before_anything_is_written(reference: Path, override: str, error: type, says: str):
+    settings = config(reference, "refused", override)
+    with pytest.raises(error, match=says):
+        alone(settings)
+    assert not (reference / "runs" / "refused").exists()
+
+
+def test_sets_that_do_not_belong_together_are_refused(reference: Path):
+    write_shards(reference / "other", shards=1, rows=4, vocabulary_size=256)
+    with pytest.raises(ShardError, match="vocabulary_size is 256, but 128"):
+        alone(config(reference, "refused", f"data.validation={reference / 'other'}"))
+
+
+def test_a_run_is_not_continued_with_another_order(reference: Path):
+    with pytest.raises(Replaced):
+        alone(config(reference, "strict"), leave=3)
+    with pytest.raises(ConfigError, match="other settings of: data_seed"):
+        alone(config(reference, "strict", "data.seed=8"), generation=1)
+
+
+def test_a_number_of_workers_that_does_not_divide_is_refused(reference: Path):
+    with pytest.raises(ConfigError, match="3 workers cannot share 4 virtual ranks"):
+        train(config(reference, "refused"), Runtime(world_size=3))

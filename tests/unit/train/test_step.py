@@ -1,0 +1,119 @@
+"""The optimizer step on its own: accumulation, clipping, learning."""
+
+import pytest
+import torch
+
+from tidewheel.models.config import ModelConfig
+from tidewheel.models.decoder import next_tokens
+from tidewheel.train import optimizer, parallel
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import OptimizerConfig, ScheduleConfig
+from tidewheel.train.runtime import Runtime
+from tidewheel.train.schedule import learning_rate
+from tidewheel.train.step import MicroBatch, StepResult, train_step
+
+VOCABULARY, LENGTH = 32, 16
+MODEL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, init_std=0.1)
+
+
+def rows(count: int, seed: int = 0) -> list[torch.Tensor]:
+    """tokens, positions, segment ids: rows with documents of different lengths and padding in every third row."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
+    cut = torch.randint(2, LENGTH - 2, (count, 1), generator=generator)
+    place = torch.arange(LENGTH)[None]
+    segments = (place >= cut).long()
+    segments[::3, -3:] = -1
+    return [tokens, torch.where(place >= cut, place - cut, place), segments]
+
+
+def micro(parts: list[torch.Tensor], begin: int, end: int, virtual_rank: int) -> MicroBatch:
+    tokens, positions, segments = (part[begin:end] for part in parts)
+    targets = next_tokens(tokens, segments)
+    return MicroBatch(tokens, positions, segments, targets, virtual_rank, int((segments >= 0).sum()),
+                      int((targets >= 0).sum()))
+
+
+def fresh(config: OptimizerConfig = OptimizerConfig()):  # noqa: B008
+    model = parallel.build(MODEL, VOCABULARY, Runtime())
+    parallel.init_weights(model, 3)
+    return model, optimizer.build(model, config), Collectives(Runtime())
+
+
+def step(batches: list[MicroBatch], clip_norm: float = 0.0, steps: int = 1):
+    model, adamw, collectives = fresh()
+    result: StepResult | None = None
+    for _ in range(steps):
+        result = train_step(model, adamw, batches, collectives, virtual_ranks=2, clip_norm=clip_norm)
+    return model, result
+
+
+def test_accumulated_micro_batches_equal_one_large_batch():
+    """Rows hold different numbers of targets, so a mean of means would differ."""
+    parts = rows(8)
+    whole, a = step([micro(parts, 0, 8, 0)])
+    pieces, b = step([micro(parts, i, i + 2, i // 4) for i in range(0, 8, 2)])
+    assert (a.tokens, a.targets) == (b.tokens, b.targets)
+    assert a.loss == pytest.approx(b.loss, rel=1e-6)
+    assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
+    for one, other in zip(whole.parameters(), pieces.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_gradient_is_that_of_the_mean_loss_per_target():
+    parts = rows(4)
+    batch = micro(parts, 0, 4, 0)
+    stepped, result = step([batch])
+    model, _, _ = fresh()
+    logits = model(batch.tokens, batch.positions, batch.segment_ids)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert result.gradient_norm == pytest.approx(expected.item(), rel=1e-4)
+    for one, other in zip(stepped.parameters(), model.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_clipping_bounds_the_gradient():
+    parts = rows(4)
+    free, before = step([micro(parts, 0, 4, 0)])
+    model, result = step([micro(parts, 0, 4, 0)], clip_norm=before.gradient_norm / 4)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm.item() == pytest.approx(before.gradient_norm / 4, rel=1e-4)
+    assert result.gradient_norm == pytest.approx(before.gradient_norm), "the norm before clipping is reported"
+    for one, other in zip(free.parameters(), model.parameters()):
+        torch.testing.assert_close(one.grad / 4, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_tiny_batch_is_learned_by_heart():
+    _, result = step([micro(rows(2), 0, 2, 0)], clip_norm=1.0, steps=150)
+    assert result.loss < 0.05
+
+
+def test_only_matrices_outside_the_embedding_decay():
+    model, adamw, _ = fresh(OptimizerConfig(weight_decay=0.1))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {names[id(p)] for group in adamw.param_groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == {name for name in names.values() if "norm" not in name and "embedding" not in name}
+
+
+def test_the_learning_rate_rises_and_falls():
+    config = ScheduleConfig(kind="cosine", warmup_steps=10, final_fraction=0.1)
+    rates = [learning_rate(step, 100, 2.0, config) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == max(rates) == 2.0
+    assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5), rel=1e-6), "half-way down"
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    short = [learning_rate(step, 4, 1.0, config) for step in range(1, 5)]
+    assert max(short) == 1.0, "a run shorter than its warm-up still reaches its peak"
+
+
+def test_the_state_names_every_tensor_once():
+    model, adamw, _ = fresh()
+    state = optimizer.state(model, adamw)
+    names = [name for name, _ in model.named_parameters()]
+    assert list(state["model"]) == names
+    assert set(state["optimizer"]) == {f"{name}.{moment}" for name in names for moment in optimizer.MOMENTS}
+    assert all(isinstance(t, torch.Tensor) for group in state.values() for t in group.values())
