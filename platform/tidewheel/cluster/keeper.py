@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from typing import Any
 
 #: A killed raylet refuses connections at once, so that three probes 0.4 s apart are enough; one that is only starved
@@ -23,7 +24,9 @@ FAST_DETECTION = {
     "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
 }
-LOOPBACK = "127.0.0.1"
+#: Each node has a loopback address of its own, 127.0.0.2 and up, as machines have: ranks are grouped by address. Not
+#: 127.0.0.1, which `ray.init` would take for "the outside address of this machine". Other systems have only one.
+MANY_LOOPBACKS = sys.platform == "linux"
 
 
 class Keeper:
@@ -33,6 +36,7 @@ class Keeper:
         self.temp_dir = temp_dir
         self.head: Any = None
         self.nodes: dict[str, Any] = {}
+        self._started = 0
 
     def start(self, *, cpus: float, object_store_bytes: int, dashboard_port: int) -> dict[str, Any]:
         """Start the head; `dashboard_port` 0: none."""
@@ -51,7 +55,8 @@ class Keeper:
 
     def kill(self, *, node_id: str) -> dict[str, Any]:
         """SIGKILL a node's raylet and every process below it."""
-        return {"killed": _kill(self._tree(self.nodes.pop(node_id)))}
+        node = self.nodes.pop(node_id)
+        return {"killed": _kill(self._tree(node))}
 
     def processes(self, *, node_id: str) -> dict[str, Any]:
         """Process ids of a node, its raylet first."""
@@ -71,13 +76,15 @@ class Keeper:
         shutil.rmtree(self.temp_dir, ignore_errors=True)
         return {"killed": killed}
 
-    def _node(self, *, head: bool, cpus: float, object_store_bytes: int, **more: Any) -> Any:
+    def _node(self, *, head: bool, cpus: Any, object_store_bytes: int, **more: Any) -> Any:
         from ray._private import services
         from ray._private.node import Node
         from ray._private.parameter import RayParams
 
+        self._started += 1
+        address = f"127.0.{self._started // 250}.{self._started % 250 + 1}" if MANY_LOOPBACKS else None
         parameters = RayParams(num_cpus=cpus, num_gpus=0, object_store_memory=object_store_bytes, min_worker_port=0,
-                               max_worker_port=0, node_ip_address=LOOPBACK, temp_dir=self.temp_dir,
+                               max_worker_port=0, node_ip_address=address, temp_dir=self.temp_dir,
                                dashboard_agent_listen_port=0, **more)
         # No exit hooks inside this process: `stop` does it. The reaper flag binds the children's life to ours.
         node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
@@ -106,8 +113,19 @@ def _kill(processes: list[Any]) -> list[int]:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares start times: a reused id is not killed
             process.kill()
-    psutil.wait_procs(processes, timeout=10)
+    until = time.monotonic() + 5
+    while any(map(_there, processes)) and time.monotonic() < until:
+        time.sleep(0.02)
     return [process.pid for process in processes]
+
+
+def _there(process: Any) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def main() -> None:

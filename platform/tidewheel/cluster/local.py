@@ -52,7 +52,7 @@ class LocalCluster:
         object_store_mb: shared memory per node, in MiB (Ray's least is 75).
 
     Attributes:
-        address: "127.0.0.1:PORT", for `ray.init`.
+        address: "127.0.0.2:PORT", for `ray.init`.
         dashboard_url: "http://127.0.0.1:PORT", or "".
 
     Raises:
@@ -150,7 +150,7 @@ class LocalCluster:
                 line = keeper.stdout.readline()
             except (OSError, ValueError):
                 line = ""
-        answer = json.loads(line) if line else {"error": "its keeper process ended"}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "its keeper process ended"}
         if "error" in answer:
             raise ClusterError(f"the local cluster could not {what}: {answer['error']}", where=self._logs(),
                                mend="see the logs there; free memory and space in /tmp, then try again")
@@ -166,7 +166,7 @@ class LocalCluster:
 
 
 def _is_log(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() or path.suffix in (".log", ".out", ".err")
+    return (path.is_dir() and not path.is_symlink()) or path.suffix in (".log", ".out", ".err")
 
 
 def _environment() -> dict[str, str]:

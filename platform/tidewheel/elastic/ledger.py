@@ -1,0 +1,115 @@
+"""Where every second of every worker went, from ledger.jsonl and events.jsonl.
+
+Workers write what they did; what nobody could write (a process that is not there yet, or no longer) is filled in
+here, so that the parts of all workers sum to the time they were there.
+
+A generation is there from the end of the one before it (the first: from the start of the driver) to its own end: the
+failure or resize event that ended it, or its last record. All its workers count for all of that time. A gap
+- before a worker's first record is `restart`: processes start and import, the process group forms, state loads;
+- after its last one is `detection` if a failure ended the generation, `restart` if a planned resize did, else `idle`;
+- in between is `idle`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+CATEGORIES = ("productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
+ENDINGS = {"failure": "detection", "resize": "restart"}
+DRIVER_START = "driver_start"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One group of workers: its number, size, Unix times, and what ended it ("failure", "resize" or "")."""
+
+    number: int
+    workers: int
+    start: float
+    end: float
+    ended_by: str = ""
+
+
+@dataclass(frozen=True)
+class LedgerSummary:
+    """A run's time."""
+
+    parts: dict[str, float]
+    """Worker seconds by category; they sum to `worker_seconds`."""
+    worker_seconds: float
+    """Workers times the time they were there, over all generations."""
+    wall_seconds: float
+    """Time that the run was there at all: the time between two drivers is not in it."""
+    goodput: float
+    """Productive share of the worker seconds, 0 to 1."""
+    generations: tuple[Generation, ...] = ()
+    records: tuple[Record, ...] = field(default=(), repr=False)
+    """The ledger with its gaps filled: rank, generation, node, category, start, end; no overlaps."""
+
+
+def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> LedgerSummary:
+    """Attribute all time of all workers.
+
+    Args:
+        records: of ledger.jsonl: rank, generation, node, category, start, end (Unix seconds).
+        events: of events.jsonl: time, kind, detail; used: failure, resize, resume and driver_start.
+    """
+    per_rank: dict[int, dict[int, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        per_rank[int(record["generation"])][int(record["rank"])].append(record)
+    generations, filled = [], []
+    free_from = float("-inf")
+    for number in sorted(per_rank):
+        ranks = per_rank[number]
+        generation = _span(number, ranks, events, free_from)
+        generations.append(generation)
+        free_from = generation.end
+        for rank in range(generation.workers):
+            filled += _fill(rank, sorted(ranks.get(rank, []), key=lambda record: record["start"]), generation)
+    parts = dict.fromkeys(CATEGORIES, 0.0)
+    for record in filled:
+        parts[record["category"]] = parts.get(record["category"], 0.0) + record["end"] - record["start"]
+    whole = sum((one.end - one.start) * one.workers for one in generations)
+    return LedgerSummary(parts, whole, sum(one.end - one.start for one in generations),
+                         parts["productive"] / whole if whole else 0.0, tuple(generations), tuple(filled))
+
+
+def _span(number: int, ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]],
+          free_from: float) -> Generation:
+    every = [record for records in ranks.values() for record in records]
+    first, last = min(record["start"] for record in every), max(record["end"] for record in every)
+    began = [float(event["time"]) for event in events
+             if event["kind"] == DRIVER_START and free_from <= float(event["time"]) <= first]
+    # A driver that started after the last generation ended: nobody was there in between.
+    start = max([free_from, *began[:1]]) if began or free_from > float("-inf") else first
+    mine = [event for event in events if event["detail"].get("generation") == number]
+    endings = [event for event in mine if event["kind"] in ENDINGS]
+    sizes = [int(event["detail"].get("world_size", 0)) for event in mine if event["kind"] in ("start", "resume")]
+    end = max(last, float(endings[-1]["time"])) if endings else last
+    return Generation(number, max([max(ranks) + 1, *sizes]), min(start, first), end,
+                      str(endings[-1]["kind"]) if endings else "")
+
+
+def _fill(rank: int, records: Sequence[Mapping[str, Any]], generation: Generation) -> list[Record]:
+    """One worker's time in one generation without gaps and overlaps."""
+    node = str(records[0].get("node", "")) if records else ""
+    after = ENDINGS.get(generation.ended_by, "idle")
+    filled: list[Record] = []
+    now = generation.start
+
+    def spend(category: str, until: float) -> None:
+        nonlocal now
+        if until > now:
+            filled.append({"rank": rank, "generation": generation.number, "node": node, "category": category,
+                           "start": now, "end": until})
+            now = until
+
+    for record in records:
+        spend("idle" if filled else "restart", min(float(record["start"]), generation.end))
+        spend(str(record["category"]), min(float(record["end"]), generation.end))
+    spend(after, generation.end)
+    return filled

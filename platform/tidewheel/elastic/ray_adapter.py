@@ -1,0 +1,283 @@
+"""The one module that knows the inside of Ray Train.
+
+Ray Train has no public way to choose the number of workers or what a failure means. `ElasticTrainer` replaces the
+two policies that its controller is given. Every internal name used here is in `ray_contract.CONTRACT`; call
+`ray_contract.check_ray` before importing this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.train.torch import TorchConfig
+from ray.train.v2._internal.exceptions import (
+    InsufficientClusterResourcesError,
+    UserExceptionWithTraceback,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import (
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+    ScalingPolicy,
+)
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from tidewheel.elastic import layout, nodes
+from tidewheel.elastic.coordinator import Snapshot
+from tidewheel.elastic.policy import FailureBudget, Move, Resizer, View
+from tidewheel.errors import ClusterError, TidewheelError, root_cause
+from tidewheel.train.config import ElasticConfig
+
+#: Read by the driver, the controller and the workers; what the user has set stays. Ray's defaults are in brackets.
+TRAIN_ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # (2 s) how soon a failed worker and a confirmed hold are seen
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",  # (60 s) we only ask for places that exist; then we look again
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # drains are ours: it would restart at the deadline, unsaved
+    "RAY_TRAIN_METRICS_ENABLED": "0",  # metrics.jsonl is ours
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths mean in a worker what they mean to the user
+}
+#: Read by the controller only. Survivors of a failure have nothing to say good-bye to.
+CONTROLLER_ENVIRONMENT = {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3"}  # (30 s)
+
+SETTLE_SECONDS = 10.0  # Ray's own death detection takes 1-2 s on a local cluster, longer with its defaults
+IDLE_SECONDS = 0.5
+
+
+class ElasticScaling(ScalingPolicy):
+    """Workers for the nodes that are alive, stay, and answer; legal numbers only; growth and drains are planned."""
+
+    def __init__(self, scaling: ScalingConfig, elastic: ElasticConfig, sizes: tuple[int, ...],
+                 coordinator: Any) -> None:
+        super().__init__(scaling)
+        self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
+        self._resizer = Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
+                                interval_seconds=elastic.resize_interval_seconds,
+                                patience_seconds=elastic.hold_seconds)
+        self._waiting_since: float | None = None
+        self._autoscaled = False
+        self.distrust_totals = False
+        """Set after a group found no place: others use the nodes too, so count what is free."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        os.environ.update({key: os.environ.get(key, value) for key, value in CONTROLLER_ENVIRONMENT.items()})
+        self._autoscaled = nodes.can_grow()
+        if self._autoscaled:  # else nobody would answer, and asking starts one more actor
+            super().after_controller_start(train_run_context)
+
+    def _ask_autoscaler(self) -> None:
+        if self._autoscaled:
+            self._maybe_send_resource_request()
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        self._ask_autoscaler()
+        usable = nodes.usable(patience_seconds=SETTLE_SECONDS)
+        offers = nodes.free() if self.distrust_totals else [(node.cpus, node.gpus) for node in usable]
+        size = layout.largest_fit(self._sizes, self._slots(offers))
+        if size:
+            self._waiting_since, self.distrust_totals = None, False
+            return self._resize(size)
+        self._wait_for_places()
+        return NoopDecision()
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any,
+                                               worker_group_status: Any) -> ScalingDecision:
+        self._ask_autoscaler()
+        snapshot: Snapshot = ray.get(self._coordinator.snapshot.remote(), timeout=30)
+        alive = nodes.alive()
+        leaving = {node.node_id for node in alive if node.draining}
+        decision = self._resizer.decide(View(
+            time=time.monotonic(), size=worker_group_state.num_workers, hold=snapshot.hold, stepped=snapshot.stepped,
+            slots=self._slots((node.cpus, node.gpus) for node in alive if not node.draining),
+            leaving=sum(worker.metadata.node_id in leaving for worker in worker_group_state.workers)))
+        if decision.move is Move.ASK:
+            self._coordinator.ask.remote(snapshot.generation)
+            self._say("resize_asked", snapshot, to=decision.size, reason=decision.reason)
+        elif decision.move is Move.CALL_OFF:
+            self._coordinator.release.remote(snapshot.generation)
+            self._say("resize_called_off", snapshot, reason=decision.reason)
+        elif decision.move is Move.RESIZE:
+            self._say("resize", snapshot, to=decision.size, reason=decision.reason, step=snapshot.held_step,
+                      **{"from": worker_group_state.num_workers})
+            return self._resize(decision.size)
+        return NoopDecision()
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return max(self._sizes)
+
+    def _slots(self, offers: Any) -> int:
+        return layout.slots(offers, self._elastic.cpus_per_worker, self._elastic.gpus_per_worker)
+
+    def _resize(self, size: int) -> ResizeDecision:
+        ray.get(self._coordinator.begin.remote(size), timeout=30)
+        return ResizeDecision(num_workers=size, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
+
+    def _say(self, kind: str, snapshot: Snapshot, **detail: Any) -> None:
+        self._coordinator.event.remote(kind, {"generation": snapshot.generation, **detail}, time.time())
+
+    def _wait_for_places(self) -> None:
+        """Sleeps: Ray asks again at once. Gives up in the end, so that nobody waits for ever."""
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+            self._coordinator.say.remote("waiting for nodes")
+        if now - self._waiting_since > self._elastic.start_timeout_seconds:
+            raise ClusterError(f"no node could take {min(self._sizes)} worker(s) for "
+                               f"{self._elastic.start_timeout_seconds:g} s", where="elastic.min_workers",
+                               mend="add nodes and start the run again: it continues from its last checkpoint")
+        time.sleep(IDLE_SECONDS)
+
+
+class RunFailures(FailurePolicy):
+    """Restart with what is left; give up on what a restart cannot mend."""
+
+    def __init__(self, failure: FailureConfig, budget: FailureBudget, scaling: ElasticScaling,
+                 coordinator: Any) -> None:
+        super().__init__(failure)
+        self._budget, self._scaling, self._coordinator = budget, scaling, coordinator
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        found = Failure.of(training_failed_error)
+        snapshot: Snapshot = ray.get(self._coordinator.snapshot.remote(), timeout=30)
+        retry = found.retryable and (found.placement or self._budget.charge(snapshot.furthest_step))
+        if found.placement:
+            self._scaling.distrust_totals = True
+        self._coordinator.event.remote("failure", {
+            "generation": snapshot.generation, "ranks": list(found.ranks), "error": found.text, "restart": retry,
+            "step": snapshot.progress.get("step", 0)}, time.time())
+        self._coordinator.say.remote("restarting" if retry else "failed")
+        return FailureDecision.RETRY if retry else FailureDecision.RAISE
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, in our words."""
+
+    retryable: bool
+    placement: bool
+    """The workers found no place; nothing was running."""
+    ranks: tuple[int, ...]
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Ours, and mistakes in the code, are not retried. A lost worker, and what its peers say about it
+        (RuntimeError and OSError of a broken collective), are."""
+        if isinstance(error, WorkerGroupError):
+            failures = list(error.worker_failures.values())
+            causes = [unwrapped(failure) for failure in failures]
+            lost = [failure for failure in failures if isinstance(failure, _LOST)]
+            ours = [cause for cause in causes if isinstance(cause, TidewheelError)]
+            wrong = [] if lost else [cause for cause in causes if isinstance(cause, _MISTAKES)]
+            shown = [*ours, *wrong, *lost, *causes, error][0]
+            return cls(not ours and not wrong, False, tuple(error.worker_failures), _line(shown))
+        cause = unwrapped(error)
+        if isinstance(cause, WorkerGroupStartupTimeoutError):
+            return cls(True, True, (), _line(cause))
+        fatal_controller = isinstance(cause, TidewheelError | InsufficientClusterResourcesError)
+        return cls(not fatal_controller, False, (), _line(cause))
+
+
+_LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
+_MISTAKES = (TypeError, AttributeError, NameError, ImportError, AssertionError, KeyError, IndexError, ValueError)
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """What Ray's wrappers hold: our own error where there is one, else what was first raised."""
+    while True:
+        inner: Any
+        if isinstance(error, UserExceptionWithTraceback):
+            inner = error._base_exc
+        elif isinstance(error, ControllerError):
+            inner = error.controller_failure
+        else:
+            return root_cause(error)
+        error = inner
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+class ElasticTrainer(TorchTrainer):
+    """`TorchTrainer` with our policies. Ctrl-C ends it as it ends any program, with the workers."""
+
+    def __init__(self, worker: Callable[[dict[str, Any]], Any], settings: dict[str, Any], *, elastic: ElasticConfig,
+                 sizes: tuple[int, ...], coordinator: Any, name: str, storage_path: str) -> None:
+        resources = {"CPU": elastic.cpus_per_worker}
+        if elastic.gpus_per_worker:
+            resources["GPU"] = elastic.gpus_per_worker
+        super().__init__(
+            worker, train_loop_config=settings, torch_config=TorchConfig(timeout_s=300),
+            scaling_config=ScalingConfig(num_workers=max(sizes), resources_per_worker=resources,
+                                         use_gpu=bool(elastic.gpus_per_worker)),
+            # Ray's own bookkeeping: never a checkpoint, so a folder on the driver's machine will do.
+            run_config=RunConfig(name=name, storage_path=storage_path))
+        self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
+        self._controller: Any = None
+
+    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
+        config = self.train_run_context.scaling_config
+        scaling = ElasticScaling(config, self._elastic, self._sizes, self._coordinator)
+        budget = FailureBudget(max_failures=self._elastic.max_failures)
+        controller_init_kwargs["scaling_policy"] = scaling
+        controller_init_kwargs["failure_policy"] = RunFailures(FailureConfig(), budget, scaling, self._coordinator)
+        with _environment(TRAIN_ENVIRONMENT):
+            return super()._initialize_and_run_controller(**controller_init_kwargs)
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        self._controller = controller  # no handler: KeyboardInterrupt reaches `run`, and its caller
+
+    def run(self) -> Any:
+        """Train to the end; what rank 0's worker returned.
+
+        Raises:
+            TidewheelError: a worker or a policy raised it; passed on as it is.
+            ClusterError: the run failed for good.
+        """
+        try:
+            with _environment(TRAIN_ENVIRONMENT):
+                result: Any = self.fit()
+                return result.return_value
+        except TrainingFailedError as error:
+            raise _final(error) from error
+        except BaseException:
+            if self._controller is not None:
+                with contextlib.suppress(Exception):  # ends this actor by design
+                    ray.get(self._controller.abort.remote(), timeout=15)
+            raise
+
+
+def _final(error: TrainingFailedError) -> BaseException:
+    causes = [error] if not isinstance(error, WorkerGroupError) else list(error.worker_failures.values())
+    for cause in map(unwrapped, causes):
+        if isinstance(cause, TidewheelError):
+            return cause
+    failure = Failure.of(error)
+    return ClusterError(f"training failed for good: {failure.text}", where="elastic",
+                        mend="see the worker's trace above and events.jsonl; started again, the run continues from "
+                             "its last checkpoint")
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,0 +1,215 @@
+"""Train a run: `fit` on the connected Ray cluster, `fit_local` in this process.
+
+Both continue a run that was interrupted, and answer at once for one that is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tidewheel import storage
+from tidewheel.elastic import layout
+from tidewheel.errors import ClusterError
+from tidewheel.jsonlog import JsonLog
+from tidewheel.train import checks
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.record import TrainResult, read_result
+
+if TYPE_CHECKING:
+    from tidewheel.elastic.coordinator import Snapshot
+
+OnProgress = Callable[[dict[str, Any]], None]
+PROGRESS_SECONDS = 0.3
+TAKEN_SECONDS = 10.0  # a killed driver's name is free again once Ray has seen that it is gone
+
+
+def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainResult:
+    """Train on the Ray cluster this process is connected to, with as many workers as fit, until `config.steps`.
+
+    Workers and nodes may die, drain and join meanwhile. The driver may die too: run it again.
+
+    Args:
+        on_progress: called from a thread of its own, about three times a second, with "state" and, once known, "step",
+            "steps", "loss", "tokens", "tokens_per_second", "world_size".
+
+    Raises:
+        ClusterError: not connected, too few CPUs or GPUs, the run is being trained by another driver, or it failed
+            for good.
+        TidewheelError: something else a user can mend, as a worker raised it.
+    """
+    config = _with_full_uris(config)
+    finished = read_result(storage.store(config.run_uri))
+    if finished is not None and finished.steps == config.steps:
+        return finished
+    from tidewheel.elastic.worker import run_worker
+
+    checks.read_manifests(config)  # what is wrong with the data is said before any process starts
+    return run_workers(config, run_worker, on_progress)
+
+
+def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
+                on_progress: OnProgress | None = None) -> Any:
+    """What `fit` does, with any function as the worker; see `worker.run_worker` for what it is given."""
+    import ray
+
+    if not ray.is_initialized():
+        raise ClusterError("not connected to a Ray cluster", where="elastic.trainer.fit",
+                           mend="call ray.init(address=...) first, or use `tidewheel train`")
+    from tidewheel.elastic.ray_contract import check_ray
+
+    check_ray()
+    from tidewheel.elastic.ray_adapter import ElasticTrainer
+
+    sizes = _sizes(config)
+    storage.store(config.run_uri).check()
+    bookkeeping = tempfile.mkdtemp(prefix="tidewheel-train-")
+    try:
+        with _coordinator(config.run_uri) as (name, coordinator), _reporting(coordinator, on_progress):
+            trainer = ElasticTrainer(
+                worker, {"config": config.canonical(), "coordinator": name}, elastic=config.elastic, sizes=sizes,
+                coordinator=coordinator, name=config.run.id, storage_path=bookkeeping)
+            return trainer.run()
+    finally:
+        shutil.rmtree(bookkeeping, ignore_errors=True)
+
+
+def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainResult:
+    """Train in this process with one worker and without Ray: for debugging, and as the undisturbed reference."""
+    from tidewheel.checkpoint.manager import CheckpointManager
+    from tidewheel.train.loop import train
+    from tidewheel.train.runtime import Runtime
+
+    config = _with_full_uris(config)
+    place = storage.store(config.run_uri)
+    control = LocalControl(JsonLog(place, "events.jsonl"), on_progress)
+    manager = CheckpointManager(place.child("checkpoints"), keep_last=config.checkpoint.keep_last,
+                                on_event=lambda kind, detail: control.event(kind, **detail),
+                                asynchronous=config.checkpoint.asynchronous)
+    try:
+        return train(config, Runtime(checkpoints=manager, control=control))
+    finally:
+        control.log.flush()
+
+
+class LocalControl:
+    """`train.runtime.Control` of a run without a cluster."""
+
+    def __init__(self, log: JsonLog, on_progress: OnProgress | None) -> None:
+        self.log, self._on_progress = log, on_progress
+
+    def poll(self) -> bool:
+        return False
+
+    def hold(self, step: int) -> None:
+        return
+
+    def event(self, kind: str, **detail: Any) -> None:
+        self.log.append({"time": time.time(), "kind": kind, "detail": detail})
+
+    def progress(self, step: int, steps: int, **metrics: Any) -> None:
+        if self._on_progress is not None:
+            self._on_progress({"state": "running", "step": step, "steps": steps, **metrics})
+
+
+def _with_full_uris(config: TrainConfig) -> TrainConfig:
+    """Local paths made absolute: a worker's working folder is not the user's."""
+    def full(uri: str) -> str:
+        return storage.store(uri).uri if uri else uri
+
+    data = config.data.model_copy(update={"uri": full(config.data.uri), "validation": full(config.data.validation),
+                                          "cache": full(config.data.cache)})
+    return config.model_copy(update={"run": config.run.model_copy(update={"uri": full(config.run.uri)}), "data": data})
+
+
+def _sizes(config: TrainConfig) -> tuple[int, ...]:
+    """Legal numbers of workers, of which at least one must fit now.
+
+    Raises:
+        ClusterError: the cluster is too small for the least of them.
+    """
+    from tidewheel.elastic import nodes
+
+    elastic = config.elastic
+    sizes = layout.legal_sizes(config.batch.virtual_ranks, elastic.min_workers, elastic.max_workers)
+    if not sizes:
+        raise ClusterError(f"no number of workers from {elastic.min_workers} to {elastic.max_workers} divides "
+                           f"batch.virtual_ranks {config.batch.virtual_ranks}", where="elastic",
+                           mend="choose virtual_ranks as a multiple of the numbers of workers you want")
+    offers = [(node.cpus, node.gpus) for node in nodes.usable()]
+    places = layout.slots(offers, elastic.cpus_per_worker, elastic.gpus_per_worker)
+    if places < sizes[0] and not nodes.can_grow():
+        needs = f"{elastic.cpus_per_worker:g} CPUs" + (
+            f" and {elastic.gpus_per_worker:g} GPUs" if elastic.gpus_per_worker else "")
+        has = ", ".join(f"{cpus:g} CPUs" + (f" {gpus:g} GPUs" if gpus else "") for cpus, gpus in offers) or "no nodes"
+        raise ClusterError(f"{sizes[0]} worker(s) of {needs} each do not fit: the cluster's {len(offers)} node(s) "
+                           f"({has}) have room for {places}", where="elastic.min_workers",
+                           mend="lower elastic.min_workers or cpus_per_worker, or add nodes")
+    return sizes
+
+
+@contextlib.contextmanager
+def _coordinator(run_uri: str) -> Iterator[tuple[str, Any]]:
+    """The run's coordinator on the driver's node; it ends with the driver."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from tidewheel.elastic.coordinator import NAMESPACE, Coordinator, actor_name
+
+    name = actor_name(run_uri)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote: Any = ray.remote(Coordinator)
+    until, actor = time.monotonic() + TAKEN_SECONDS, None
+    while actor is None:
+        try:
+            actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
+                                   scheduling_strategy=here).remote(run_uri)
+        except ValueError:  # the name is taken
+            if time.monotonic() > until:
+                raise ClusterError("another driver is training this run on this cluster", where=run_uri,
+                                   mend="wait for it or stop it, or choose another run.id") from None
+            time.sleep(0.5)
+    try:
+        yield name, actor
+    finally:
+        with contextlib.suppress(Exception):  # the run's outcome is the thing to tell, not a lost event
+            ray.get(actor.end.remote(), timeout=15)
+        ray.kill(actor)
+
+
+@contextlib.contextmanager
+def _reporting(coordinator: Any, on_progress: OnProgress | None) -> Iterator[None]:
+    """Calls `on_progress` with what is new while the block runs."""
+    if on_progress is None:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_report, args=(coordinator, on_progress, ended), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=10)
+
+
+def _report(coordinator: Any, on_progress: OnProgress, ended: threading.Event) -> None:
+    import ray
+
+    last: dict[str, Any] = {}
+    over = False
+    while not over:
+        over = ended.wait(PROGRESS_SECONDS)  # once more at the end, so that the last step is shown
+        try:
+            snapshot: Snapshot = ray.get(coordinator.snapshot.remote(), timeout=10)
+        except ray.exceptions.RayError:
+            continue
+        now = {"state": snapshot.state, **snapshot.progress}
+        if now != last:
+            on_progress(now)
+            last = now

@@ -1,0 +1,205 @@
+"""Training that loses a node and gains one: on a real cluster of three raylets, with real SIGKILLs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray
+
+from tidewheel import jsonlog
+from tidewheel.checkpoint.verify import list_checkpoints
+from tidewheel.cluster.faults import drain_node
+from tidewheel.cluster.local import LocalCluster
+from tidewheel.elastic.ledger import summarise
+from tidewheel.elastic.trainer import fit, fit_local, run_workers
+from tidewheel.errors import ClusterError, ShardError
+from tidewheel.shards.format import shard_schema, write_shard
+from tidewheel.shards.manifest import Manifest, write_manifest
+from tidewheel.storage import store
+from tidewheel.train.audit import audit
+from tidewheel.train.config import TrainConfig
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+LENGTH, VOCABULARY, ROWS = 64, 256, 640
+SAVE_EVERY = 10
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with LocalCluster(nodes=2, cpus_per_node=1) as running:
+        ray.init(address=running.address, log_to_driver=False, logging_level="ERROR")
+        yield running
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> str:
+    """Random walks over the vocabulary, two documents a row: something to learn, written with the real format."""
+    place = store(tmp_path_factory.mktemp("shards"))
+    random = np.random.default_rng(0)
+    tokens = (np.cumsum(random.integers(0, 4, (ROWS, LENGTH)), axis=1) % (VOCABULARY - 2) + 2).astype(np.uint16)
+    infos = []
+    for part in np.split(np.arange(ROWS), 4):
+        schema = shard_schema(LENGTH, "uint16")
+        columns = {
+            "tokens": pa.FixedSizeListArray.from_arrays(pa.array(tokens[part].ravel()), LENGTH),
+            "length": pa.array([LENGTH] * len(part), pa.int32()),
+            "segment_starts": pa.array([[0, LENGTH // 2]] * len(part), pa.list_(pa.int32())),
+            "document_ids": pa.array([[f"{row:031x}a", f"{row:031x}b"] for row in part], pa.list_(pa.string())),
+            "document_offsets": pa.array([[0, 0]] * len(part), pa.list_(pa.int64()))}
+        infos.append(write_shard(place, pa.table([columns[name].cast(schema.field(name).type)
+                                                  for name in schema.names], schema=schema)))
+    stamp = place.write("tokenizer.json", b"{}")
+    tokenizer = {"file": "tokenizer.json", "hash": stamp.hash, "eos": 0, "pad": 1}
+    write_manifest(place, Manifest(LENGTH, "uint16", VOCABULARY, tokenizer, "test", (), 2 * ROWS, tuple(infos)))
+    return place.uri
+
+
+def settings(shards: str, folder: Any, run_id: str, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate({
+        "run": {"uri": str(folder), "id": run_id}, "data": {"uri": shards, "seed": 3}, "steps": 120,
+        "model": {"dim": 64, "num_layers": 2, "num_heads": 4, "tie_embeddings": True},
+        "batch": {"global_sequences": 16, "micro_sequences": 4, "virtual_ranks": 4},
+        "schedule": {"warmup_steps": 5}, "evaluation": {"sample_tokens": 0},
+        "checkpoint": {"every_steps": SAVE_EVERY},
+        "elastic": {"min_workers": 1, "max_workers": 2, "join_wait_seconds": 0.5, "resize_interval_seconds": 1},
+        **changes})
+
+
+def events(config: TrainConfig, *kinds: str) -> list[dict[str, Any]]:
+    return [event for event in jsonlog.read(store(config.run_uri), "events.jsonl") if event["kind"] in kinds]
+
+
+class At:
+    """Calls each action once, on its own thread, when the run has reached its step."""
+
+    def __init__(self, *plan: tuple[int, Any]) -> None:
+        self.plan, self.times, self.threads = list(plan), [], []
+
+    def __call__(self, progress: dict[str, Any]) -> None:
+        while self.plan and progress.get("step", 0) >= self.plan[0][0]:
+            _, action = self.plan.pop(0)
+            self.times.append(time.time())
+            self.threads.append(threading.Thread(target=action))
+            self.threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join(timeout=60)
+
+
+def test_a_node_is_killed_and_one_joins(cluster, shards, tmp_path, record_property):
+    config = settings(shards, tmp_path, "elastic")
+    disturb = At((25, lambda: cluster.kill_node(cluster.nodes[-1])), (45, cluster.add_node))
+    result = fit(config, on_progress=disturb)
+    disturb.join()
+
+    assert result.steps == config.steps
+    found = audit(config.run_uri)
+    assert found.ok, found.summary()
+    assert found.world_sizes == (2, 1, 2)
+    assert 0 < found.redone <= SAVE_EVERY + 5  # since the last commit; nothing is redone by the planned growth
+
+    resumed = events(config, "resume")
+    lost, grown = resumed[0], resumed[-1]
+    assert [event["detail"]["world_size"] for event in events(config, "start", "resume")] == [2, 1, 2]
+    assert grown["detail"]["redo"] == 0
+    assert events(config, "node_lost")
+    assert events(config, "node_joined")
+    recovery = lost["time"] - disturb.times[0]
+    record_property("kill_to_resume_seconds", recovery)
+    assert recovery < 40  # 9-11 s on an idle machine of two cores
+
+    reference = fit_local(settings(shards, tmp_path, "undisturbed"))
+    assert result.loss == pytest.approx(reference.loss, abs=2e-3)
+    assert result.tokens == reference.tokens
+
+    summary = summarise(jsonlog.read(store(config.run_uri), "ledger.jsonl"),
+                        jsonlog.read(store(config.run_uri), "events.jsonl"))
+    assert sum(summary.parts.values()) == pytest.approx(summary.worker_seconds, abs=0.01)
+    assert summary.parts["detection"] > 0
+    assert summary.parts["restart"] > 0
+    assert [one.workers for one in summary.generations] == [2, 1, 2]
+
+    assert fit(config).steps == config.steps  # a run that is over does nothing
+    assert len(list_checkpoints(store(config.run_uri).child("checkpoints"))) <= config.checkpoint.keep_last
+
+
+def test_a_drained_node_is_left_before_it_goes(cluster, shards, tmp_path):
+    while len(cluster.nodes) < 2:
+        cluster.add_node()
+    config = settings(shards, tmp_path, "drain", steps=60)
+    victim = cluster.nodes[-1]
+    drain = At((15, lambda: drain_node(cluster.address, victim.node_id, notice_seconds=60)))
+    result = fit(config, on_progress=drain)
+    drain.join()
+    cluster.kill_node(victim)
+    assert result.steps == 60
+    found = audit(config.run_uri)
+    assert found.ok, found.summary()
+    assert found.world_sizes == (2, 1)
+    assert found.redone == 0
+
+
+DRIVER = """
+import sys, ray
+from tidewheel.config import load
+from tidewheel.elastic.trainer import fit
+from tidewheel.train.config import TrainConfig
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+fit(load(TrainConfig, sys.argv[2]), on_progress=lambda progress: print(progress.get("step", 0), flush=True))
+"""
+
+
+def test_the_driver_is_killed_and_started_again(cluster, shards, tmp_path):
+    config = settings(shards, tmp_path, "driver", steps=100)
+    file = tmp_path / "train.yaml"
+    file.write_text(json.dumps(config.canonical()))  # JSON is YAML
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "platform")}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, cluster.address, str(file)], stdout=subprocess.PIPE,
+                              text=True, env=environment)
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if int(line) >= 25:
+            driver.kill()
+            break
+    driver.wait(timeout=30)
+    driver.stdout.close()
+    assert fit(config).steps == 100
+    found = audit(config.run_uri)
+    assert found.ok, found.summary()
+    assert 0 < events(config, "resume")[-1]["detail"]["step"] < 100
+
+
+def test_more_workers_than_cpus_is_refused_at_once(cluster, shards, tmp_path):
+    config = settings(shards, tmp_path, "greedy", elastic={"min_workers": 4, "max_workers": 4})
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match="do not fit"):
+        fit(config)
+    assert time.monotonic() - began < 10
+    assert not list(tmp_path.glob("greedy/*"))
+
+
+def test_a_workers_own_error_reaches_the_driver(cluster, tmp_path):
+    config = settings(str(tmp_path / "nothing"), tmp_path, "missing")
+    with pytest.raises(ShardError, match=r"manifest\.json"):
+        fit(config)
+    assert not (tmp_path / "missing").exists()  # nothing was started for it
+
+    def damaged(settings: dict[str, Any]) -> None:
+        raise ShardError("damaged on this node only", where="x.arrow", mend="none")
+
+    with pytest.raises(ShardError, match="on this node only"):
+        run_workers(config, damaged)
+    assert len(events(config, "failure")) == 1  # not retried

@@ -1,0 +1,32 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidewheel.elastic.layout import largest_fit, legal_sizes, slots
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 600))
+def test_every_legal_size_gives_equal_shares(virtual, least, most):
+    sizes = legal_sizes(virtual, least, most)
+    assert sizes == tuple(sorted(set(sizes)))
+    assert set(sizes) == {size for size in range(1, virtual + 1) if virtual % size == 0 and least <= size <= most}
+
+
+@given(st.integers(1, 64), st.integers(0, 80))
+def test_the_fit_is_the_largest_that_has_room(virtual, places):
+    sizes = legal_sizes(virtual)
+    fit = largest_fit(sizes, places)
+    assert fit <= places
+    assert all(size <= fit or size > places for size in sizes)
+
+
+def test_no_upper_bound_and_none_that_fits():
+    assert legal_sizes(6) == (1, 2, 3, 6)
+    assert legal_sizes(4, 3, 3) == ()
+    assert largest_fit((2, 4), 1) == 0
+
+
+def test_a_worker_never_spans_two_nodes():
+    assert slots([(3, 0), (3, 0)], 2) == 2
+    assert slots([(1, 0)], 0.1) == 10
+    assert slots([(8, 2), (8, 0)], 1, 1) == 2
+    assert slots([], 1) == 0
