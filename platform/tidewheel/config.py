@@ -59,16 +59,31 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
     except UnicodeDecodeError:
         raise ConfigError("not UTF-8 text", where=where, mend="save the file as UTF-8 YAML") from None
     try:
-        values = yaml.safe_load(text) or {}
+        values = yaml.load(text, _Loader)
+        values = {} if values is None else values
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
-        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', error)}", where=place,
+        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=place,
                           mend="check indentation and quotes at that line") from None
     if not isinstance(values, dict):
         raise ConfigError(f"expected keys and values, found {type(values).__name__}", where=where,
                           mend="start from one of the examples in pipelines/ or jobs/configs/")
     return build(cls, values, overrides, where=where)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that is there twice is an error, not a silent choice of the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice",
+                                                            key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "settings") -> C:
@@ -117,6 +132,8 @@ def _step_into(node: Any, part: str, path: str) -> Any:
 
 
 def _index(node: list[Any], part: str, path: str) -> int:
+    if not node:
+        raise ConfigError(f"{path!r} is inside an empty list", where="--set", mend="set the whole list")
     if not part.isdigit() or int(part) >= len(node):
         raise ConfigError(f"{path!r}: a list of {len(node)} needs an index from 0 to {len(node) - 1}", where="--set",
                           mend="count from 0")

@@ -271,7 +271,7 @@ def _s3_filesystem(pid: int, identity: str) -> Any:
     import s3fs
 
     client = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True,
-                               config_kwargs={"connect_timeout": 5, "read_timeout": 60,
-                                              "retries": {"max_attempts": 5, "mode": "standard"}})
-    client.retries = 2  # on top of the five attempts of botocore, which back off; s3fs would multiply them by five
+                               config_kwargs={"connect_timeout": 5, "read_timeout": 30,
+                                              "retries": {"max_attempts": 3, "mode": "standard"}})
+    client.retries = 3  # of throttled and timed-out calls, each with botocore's three attempts in it
     return client

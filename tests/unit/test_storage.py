@@ -19,6 +19,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tidewheel import s3, storage
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import StorageError
@@ -137,7 +138,7 @@ class _Interrupted(Exception):
 def test_aborted_write_leaves_nothing_and_passes_the_error_on(place: Store, size: int, error: type) -> None:
     place.write("kept", b"before")
     for key in ("new", "kept"):
-        with pytest.raises(error, match="the caller's own") as caught:
+        with pytest.raises(error, match="the caller's own") as caught:  # noqa: PT012
             with place.writer(key) as sink:
                 sink.write(bytes(size))
                 raise error("the caller's own")
@@ -364,17 +365,12 @@ def test_impossible_bucket_name(server: S3Server) -> None:
         store("s3://Not A Bucket/x").check()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_wrong_credentials(refusing: S3Server, operation) -> None:
-    with pytest.raises(StorageError, match="access refused") as caught:
-        operation(store("s3://a-bucket/prefix"))
-    assert "AWS_ACCESS_KEY_ID" in caught.value.mend
-
-
-@pytest.fixture(scope="module")
-def refusing(server: S3Server) -> Iterator[S3Server]:
-    with S3Server(accept_all=False) as running:
-        yield running
+def test_wrong_credentials() -> None:
+    with S3Server(accept_all=False):
+        for operation in OPERATIONS:
+            with pytest.raises(StorageError, match="access refused") as caught:
+                operation(store("s3://a-bucket/prefix"))
+            assert "AWS_ACCESS_KEY_ID" in caught.value.mend
 
 
 def test_no_credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -385,7 +381,7 @@ def test_no_credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_p
         store("s3://a-bucket/prefix").check()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS[:4])
+@pytest.mark.parametrize("operation", OPERATIONS[:3])
 def test_endpoint_down_is_told_soon(server: S3Server, monkeypatch: pytest.MonkeyPatch, operation) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -394,7 +390,7 @@ def test_endpoint_down_is_told_soon(server: S3Server, monkeypatch: pytest.Monkey
     began = time.monotonic()
     with pytest.raises(StorageError, match="does not answer") as caught:
         operation(store("s3://a-bucket/prefix"))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 10
     assert "AWS_ENDPOINT_URL" in caught.value.mend
 
 

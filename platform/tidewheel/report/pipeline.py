@@ -1,0 +1,143 @@
+"""The report of a pipeline: what each stage kept, what it dropped and why, with examples. From summary.json alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidewheel import storage
+from tidewheel.errors import StorageError
+from tidewheel.report.page import (
+    Html,
+    Page,
+    cards,
+    columns,
+    count,
+    details,
+    join,
+    percent,
+    seconds,
+    shorten,
+    swatch,
+    table,
+    tag,
+)
+from tidewheel.report.plots import funnel, histogram, reason_colours
+
+MAX_SAMPLES = 8
+
+
+def write_pipeline_report(output_uri: str) -> str:
+    """Write report.html beside a pipeline's summary.json; returns its URI.
+
+    Raises:
+        StorageError: there is no summary.json, or it is damaged.
+    """
+    place = storage.store(output_uri)
+    try:
+        summary = place.read_json("summary.json")
+    except FileNotFoundError:
+        raise StorageError("no summary.json: no pipeline has finished here", where=output_uri,
+                           mend="run `tidewheel data run` with this --output first, or give its output") from None
+    page = Page(f"Pipeline {summary.get('name', '')}".strip(),
+                subtitle=f"recipe {summary.get('recipe_hash', '–')} · input {summary.get('input', '–')}")
+    page.headline(pipeline_cards(summary))
+    add_sections(page, summary)
+    place.write("report.html", page.render())
+    return place.at("report.html")
+
+
+def pipeline_cards(summary: dict[str, Any]) -> Html:
+    """Headline figures of a pipeline."""
+    stages = summary.get("stages", [])
+    came = max([stage.get("documents_in", 0) for stage in stages], default=0)
+    kept = stages[-1].get("documents_out", 0) if stages else 0
+    bad = sum(summary.get("quarantine", {}).values())
+    return cards([
+        ("Documents kept", count(kept), f"of {count(came)} read ({percent(kept, came)})", "good"),
+        ("Tokens", count(summary.get("tokens")), f"{summary.get('bytes_per_token') or 0:.2f} bytes per token", ""),
+        ("Packed sequences", count(summary.get("rows")), f"{percent(summary.get('utilisation') or 0)} filled", ""),
+        ("Quarantined records", count(bad), "unreadable or invalid, set aside with their place" if bad else "none", ""),
+        ("Time", seconds(sum(stage.get("seconds", 0) for stage in stages)), f"{len(stages)} stages", "")])
+
+
+def add_sections(page: Page, summary: dict[str, Any]) -> None:
+    """The sections about a pipeline, for its own page and for a run's."""
+    stages = [stage for stage in summary.get("stages", []) if stage.get("documents_in") or stage.get("documents_out")]
+    if stages:
+        page.section("What each stage kept", funnel(stages), tag("h3", "Stages"), _stages(summary["stages"]),
+                     note="Documents that went in and came out. Units already published are reused, not redone.")
+        page.section("What was dropped, and why", _reasons(stages), _samples(stages, summary.get("samples", {})),
+                     note="Every dropped document has a line in verdicts/<stage>/*.parquet with its reason, score and, "
+                          "for a duplicate, the document that stayed in its place.")
+    page.section("Document statistics", _histograms(summary.get("histograms", {})),
+                 note="All documents that were judged; dashed: the thresholds of the quality filter.")
+    page.section("Quarantine", _quarantine(summary.get("quarantine", {})),
+                 note="Records that could not be read or are invalid; quarantine/*.jsonl has file, offset and reason.")
+
+
+def _stages(stages: list[dict[str, Any]]) -> Html:
+    rows = []
+    for stage in stages:
+        came, kept = stage.get("documents_in", 0), stage.get("documents_out", 0)
+        units, reused = stage.get("units", 0), stage.get("units_reused", 0)
+        rows.append((stage["name"], f"{came:,}", f"{kept:,}", f"{sum(stage.get('dropped', {}).values()):,}",
+                     f"{stage.get('edited', 0):,}", f"{stage.get('quarantined', 0):,}",
+                     f"{units} ({reused} reused)" if reused else f"{units}", seconds(stage.get("seconds"))))
+    return table(("stage", "in", "out", "dropped", "edited", "quarantined", "units", "time"), rows,
+                 numeric=(1, 2, 3, 4, 5, 6, 7))
+
+
+def _reasons(stages: list[dict[str, Any]]) -> Html:
+    colours = reason_colours(stages)
+    rows = [(join([swatch(colours[reason]), reason.replace("_", " ")]), stage["name"], f"{dropped:,}",
+             percent(dropped, stage.get("documents_in", 0), 2))
+            for stage in stages for reason, dropped in sorted(stage.get("dropped", {}).items(),
+                                                              key=lambda item: (-item[1], item[0])) if dropped]
+    return table(("reason", "stage", "documents", "of the stage's input"), rows, numeric=(2, 3)) if rows else Html("")
+
+
+def _samples(stages: list[dict[str, Any]], samples: dict[str, dict[str, list[dict[str, Any]]]]) -> Html:
+    """Folded tables of examples, a table for each stage and reason."""
+    dropped = {stage["name"]: stage.get("dropped", {}) for stage in stages}
+    blocks: list[Html] = []
+    for stage in [*dropped, *(name for name in samples if name not in dropped)]:
+        counted = dropped.get(stage, {})
+        for reason, examples in sorted(samples.get(stage, {}).items(), key=lambda item: -counted.get(item[0], 0)):
+            if examples:
+                total = counted.get(reason, len(examples))
+                head = tag("span", reason.replace("_", " "), " ",
+                           tag("span", f"· {stage}, {len(examples[:MAX_SAMPLES])} of {total:,}", class_="count"))
+                shown = examples[:MAX_SAMPLES]
+                blocks.append(details(head, _examples(shown), open_=any(one.get("survivor") for one in shown)))
+    return join([tag("h3", "Examples of what was dropped"), *blocks]) if blocks else Html("")
+
+
+def _examples(examples: list[dict[str, Any]]) -> Html:
+    survivors = any(example.get("survivor") for example in examples)
+    scores = any(example.get("score") is not None for example in examples)
+    names = ["document", "text", *(["stays instead"] if survivors else []), *(["score"] if scores else [])]
+    rows = []
+    for example in examples:
+        text = " ".join(str(example.get("text", "")).split())
+        row: list[Any] = [tag("code", shorten(example.get("id", ""), 60)), shorten(text, 200)]
+        row += [tag("code", shorten(example.get("survivor") or "–", 60))] if survivors else []
+        row += [_score(example.get("score"))] if scores else []
+        rows.append(row)
+    return table(names, rows, numeric=(len(names) - 1,) if scores else ())
+
+
+def _score(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "–"
+
+
+def _histograms(found: dict[str, dict[str, Any]]) -> Html:
+    # a statistic with all documents in one bin has nothing to show
+    drawn = [histogram(name, item["edges"], item["counts"], item.get("limits") or item.get("threshold"))
+             for name, item in found.items() if sum(map(bool, item.get("counts", []))) > 1]
+    return columns(*drawn) if drawn else Html("")
+
+
+def _quarantine(reasons: dict[str, int]) -> Html:
+    rows = [(reason.replace("_", " "), f"{number:,}") for reason, number in sorted(reasons.items(),
+                                                                                  key=lambda item: -item[1])]
+    return table(("reason", "records"), rows, numeric=(1,)) if rows else Html("")

@@ -1,0 +1,347 @@
+"""The report of a training run, with its pipeline's if that is known: one page that says everything."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tidewheel import jsonlog, storage
+from tidewheel.errors import StorageError, TidewheelError
+from tidewheel.report.events import QUIET, Event, checkpoints, marks, read_events
+from tidewheel.report.page import (
+    Html,
+    Page,
+    badge,
+    cards,
+    columns,
+    count,
+    details,
+    join,
+    note,
+    percent,
+    seconds,
+    shorten,
+    table,
+    tag,
+)
+from tidewheel.report.pipeline import add_sections, pipeline_cards
+from tidewheel.report.training_plots import CATEGORIES, clock_figure, loss_figure, time_bar, worker_names
+from tidewheel.storage import Store
+
+SECRET = re.compile(r"secret|passw|credential|api_?key|access_?key|authori[sz]ation|(^|_)token$", re.I)
+MAX_EVENTS = 200
+DAY = 86_400
+
+
+@dataclass
+class _Run:
+    """Everything a run's folder holds, as far as it is there."""
+
+    place: Store
+    run: dict[str, Any]
+    result: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    ledger: list[dict[str, Any]]
+    events: list[Event]
+    pipeline: dict[str, Any]
+    checkpoints: list[str]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.run.get("config", {})
+
+    def last(self, key: str) -> Any:
+        """The newest value of a metric, None when there is none."""
+        return next((line[key] for line in reversed(self.metrics) if line.get(key) is not None), None)
+
+
+def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
+    """Write report.html into a run's folder; returns its URI. An unfinished run is reported as far as it came.
+
+    Args:
+        run_uri: the run's folder.
+        pipeline_uri: what the run's pipeline wrote; default: found from the shard set the run reads.
+
+    Raises:
+        StorageError: there is no run.json, or a file is damaged.
+    """
+    read = _read(storage.store(run_uri), pipeline_uri)
+    audit, audit_error = _audit(run_uri)
+    page = Page(f"Run {read.run.get('id') or run_uri.rstrip('/').rpartition('/')[2]}", _status(read),
+                subtitle=_subtitle(read))
+    page.headline(_cards(read, audit, audit_error))
+    page.section("Loss", loss_figure(read.metrics, marks(read.events), _references(read)), _reading(read),
+                 note="Training loss (thin: each step, thick: smoothed), validation loss, and the entropies of the "
+                      "same validation text; under it the speed and the number of workers.")
+    page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
+                 note="The line falls back where steps were done again after a failure. Dots are checkpoints; each "
+                      "row below is a worker, coloured by what its time went to.")
+    page.section("Where the time went", *_time(read), note="Every second of every worker is in one category.")
+    page.section("Events", _events(read.events),
+                 note="Cost: worker seconds lost until the next event, from the ledger.")
+    page.section("Audit", _audit_block(audit, audit_error))
+    if read.result.get("sample"):
+        page.section("Text sample", tag("blockquote", read.result["sample"]), note="Written by the trained model.")
+    if read.pipeline:
+        page.section("Data", pipeline_cards(read.pipeline))
+        add_sections(page, read.pipeline)
+    page.section("Configuration", *_configuration(read))
+    read.place.write("report.html", page.render())
+    return read.place.at("report.html")
+
+
+def _read(place: Store, pipeline_uri: str | None) -> _Run:
+    try:
+        run = place.read_json("run.json")
+    except FileNotFoundError:
+        raise StorageError("no run.json: this is not the folder of a run", where=place.uri,
+                           mend="give runs/<id>, the folder that `tidewheel train` names") from None
+    metrics = sorted(jsonlog.read(place, "metrics.jsonl"), key=lambda line: line.get("time", 0))
+    records = jsonlog.read(place, "events.jsonl")
+    ledger = _ledger(jsonlog.read(place, "ledger.jsonl"), records)
+    events = read_events(records, metrics, ledger)
+    result = place.read_json("result.json") if place.exists("result.json") else {}
+    names = sorted({entry.key.split("/")[1] for entry in place.list("checkpoints")
+                    if entry.key.endswith("/manifest.json")})
+    return _Run(place, run, result, metrics, ledger, events, _pipeline(run, pipeline_uri), names)
+
+
+def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ledger with its gaps filled: restarts and detection are time in which nobody was there to write."""
+    from tidewheel.elastic.ledger import summarise
+
+    whole = [part for part in records if {"rank", "generation", "category", "start", "end"} <= part.keys()]
+    return list(summarise(whole, [event for event in events if {"time", "kind", "detail"} <= event.keys()]).records)
+
+
+def _pipeline(run: dict[str, Any], uri: str | None) -> dict[str, Any]:
+    """The pipeline's summary, {} when it is not known: a run may read shards that came from elsewhere."""
+    shards = run.get("data", {}).get("shards", {}).get("uri") or run.get("config", {}).get("data", {}).get("uri") or ""
+    place = uri or (shards.rstrip("/").rpartition("/")[0] if "/" in shards else "")
+    if not place:
+        return {}
+    try:
+        return storage.store(place).read_json("summary.json")
+    except (FileNotFoundError, StorageError):
+        if uri:
+            raise StorageError("no readable summary.json of a pipeline", where=place,
+                               mend="give what `tidewheel data run` wrote (--output), or leave it out") from None
+        return {}
+
+
+# -- head --------------------------------------------------------------------------------------
+
+
+def _status(read: _Run) -> Html:
+    steps, planned = read.result.get("steps") or read.last("step") or 0, read.config.get("steps")
+    if read.result and (not planned or steps >= planned):
+        return badge("finished", "good")
+    return badge(f"unfinished: step {steps}" + (f" of {planned}" if planned else ""), "warm")
+
+
+def _subtitle(read: _Run) -> str:
+    parts = []
+    if read.run.get("started"):
+        parts.append("started " + time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(read.run["started"])))
+    if read.run.get("parameters"):
+        parts.append(f"{count(read.run['parameters'])} parameters")
+    parts += [f"{name} {read.run[key][:12]}" for name, key in (("recipe", "recipe_hash"), ("commit", "commit"))
+              if read.run.get(key)]
+    return " · ".join(parts)
+
+
+def _cards(read: _Run, audit: Any, audit_error: str) -> Html:
+    validation = read.result.get("validation_loss") or read.last("validation_loss")
+    bigram = read.pipeline.get("ngram_entropy", {}).get("bigram_model")
+    items = []
+    if validation is not None:
+        beats = bigram is not None and validation < bigram
+        items.append(("Validation loss", f"{validation:.3f}", _beside(read), "good" if beats else ""))
+    elif read.last("loss") is not None:
+        items.append(("Training loss", f"{read.last('loss'):.3f}", "nats per token, last step", ""))
+    if audit is not None:
+        items.append(("Audit", "exact" if audit.ok else f"{len(audit.mismatches)} wrong",
+                      f"{audit.sequences:,} sequences as planned, steps redone: {audit.redone}" if audit.ok
+                      else "the run did not read what was planned", "good" if audit.ok else "bad"))
+    elif audit_error:
+        items.append(("Audit", "–", shorten(audit_error, 80), ""))
+    parts, goodput = _parts(read.ledger)
+    if goodput is not None:
+        items.append(("Goodput", f"{100 * goodput:.1f} %", f"of {seconds(sum(parts.values()))} worker time", ""))
+    tokens = read.result.get("tokens") or read.last("tokens")
+    speed = [line["tokens_per_second"] for line in read.metrics if line.get("tokens_per_second")]
+    median = f"{count(sorted(speed)[len(speed) // 2])} per second, median" if speed else ""
+    items.append(("Tokens", count(tokens), median, ""))
+    items.append(("Steps", f"{read.result.get('steps') or read.last('step') or 0:,}",
+                  f"in {seconds(read.result['seconds'])}" if read.result.get("seconds") else "so far", ""))
+    items.append(("Workers", " → ".join(map(str, _sizes(read))) or "–",
+                  f"{len(read.checkpoints)} checkpoints kept" if read.checkpoints else "", ""))
+    return cards(items)
+
+
+def _beside(read: _Run) -> str:
+    entropy = read.pipeline.get("ngram_entropy", {})
+    known = [f"{name} {entropy[name]:.2f}" for name in ("unigram", "bigram") if _number(entropy.get(name))]
+    return f"nats per token; entropy: {', '.join(known)}" if known else "nats per token"
+
+
+def _references(read: _Run) -> dict[str, float]:
+    """Reference lines of the loss figure: what a model that counts words, or pairs of words, would reach."""
+    entropy = read.pipeline.get("ngram_entropy", {})
+    named = {"unigram entropy": "unigram", "bigram entropy": "bigram", "bigram model": "bigram_model"}
+    return {name: float(entropy[key]) for name, key in named.items() if _number(entropy.get(key))}
+
+
+def _reading(read: _Run) -> Html | None:
+    """A sentence that says what the reference lines mean."""
+    entropy = read.pipeline.get("ngram_entropy", {})
+    if not _number(entropy.get("bigram")):
+        return None
+    fit = ", ".join(f"{name} {entropy[key]:.3f}" for name, key in
+                    (("unigram", "unigram_model"), ("bigram", "bigram_model")) if _number(entropy.get(key)))
+    return note("The entropies are those of the validation text's own counts, which no model has seen: on a small "
+                "split the bigram one is far too low to reach. Fair opponents are counts from the training text"
+                + (f": {fit}." if fit else "."))
+
+
+def _sizes(read: _Run) -> list[int]:
+    """World sizes in order of appearance."""
+    sizes = [int(line["world_size"]) for line in read.metrics if line.get("world_size")]
+    return [size for at, size in enumerate(sizes) if at == 0 or size != sizes[at - 1]]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# -- time and events ---------------------------------------------------------------------------
+
+
+def _parts(ledger: list[dict[str, Any]]) -> tuple[dict[str, float], float | None]:
+    """Worker seconds by category, and the productive share of them (None of an empty ledger)."""
+    parts = dict.fromkeys(CATEGORIES, 0.0)
+    for part in ledger:
+        parts[part["category"]] = parts.get(part["category"], 0.0) + part["end"] - part["start"]
+    whole = sum(parts.values())
+    return parts, parts["productive"] / whole if whole else None
+
+
+def _time(read: _Run) -> list[Html]:
+    parts, goodput = _parts(read.ledger)
+    if goodput is None:
+        return []
+    names = worker_names(read.ledger)
+    by_node: dict[str, dict[str, float]] = {name: dict.fromkeys(CATEGORIES, 0.0) for name in names.values()}
+    for part in read.ledger:
+        node = by_node[names[str(part.get("node", ""))]]
+        node[part["category"]] = node.get(part["category"], 0.0) + part["end"] - part["start"]
+    used = [name for name in CATEGORIES if parts.get(name)]
+    rows = [(tag("span", node, title=full), *(seconds(spent[name]) if spent[name] else "–" for name in used),
+             seconds(sum(spent.values())), percent(spent["productive"], sum(spent.values())))
+            for (full, node), spent in zip(names.items(), by_node.values()) if any(spent.values())]
+    head = ["worker", *(name.replace("_", " ") for name in used), "all", "goodput"]
+    return [time_bar(parts), tag("h3", "By node"), table(head, rows, numeric=range(1, len(head)))]
+
+
+def _saves(read: _Run) -> list[float]:
+    return [event.time for event in checkpoints(read.events)]
+
+
+def _events(events: list[Event]) -> Html:
+    """A row for each event but the saves, which are one row."""
+    if not events:
+        return Html("")
+    begin = events[0].time
+    shown = [event for event in events if event.kind not in QUIET]
+    rows: list[tuple[Any, ...]] = [
+        (seconds(event.time - begin), f"{event.step:,}",
+         badge(event.kind.replace("_", " "), {"node_lost": "bad", "failure": "bad", "checkpoint_refused": "bad",
+                                              "node_joined": "good", "finish": "good"}.get(event.kind, "")),
+         _detail(event.detail), _cost(event.cost)) for event in shown[:MAX_EVENTS]]
+    saves = checkpoints(events)
+    if saves:
+        cost: dict[str, float] = {}
+        for event in events:
+            for name, amount in event.cost.items() if event.kind in QUIET else ():
+                cost[name] = cost.get(name, 0.0) + amount
+        rows.append(("", "", badge("save"), f"{len(saves)} checkpoints, steps {saves[0].step:,} to {saves[-1].step:,}",
+                     _cost(cost)))
+    return table(("time", "step", "event", "detail", "cost"), rows, numeric=(0, 1))
+
+
+def _detail(detail: dict[str, Any]) -> str:
+    shown = {key: value for key, value in detail.items()
+             if key not in ("step", "rank") and value not in (None, "", [], {})}
+    return shorten(", ".join(f"{key.replace('_', ' ')} {_value(value)}" for key, value in shown.items()), 240) or "–"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{20,}", value):
+        return value[:8]  # node and content hashes
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _cost(cost: dict[str, float]) -> Html | str:
+    if sum(cost.values()) < 0.05:
+        return "–"
+    parts = ", ".join(f"{name.replace('_', ' ')} {seconds(amount)}" for name, amount in
+                      sorted(cost.items(), key=lambda item: -item[1]) if amount >= 0.05)
+    return join([tag("strong", seconds(sum(cost.values()))), f" ({parts})"])
+
+
+# -- audit and configuration -------------------------------------------------------------------
+
+
+def _audit(run_uri: str) -> tuple[Any, str]:
+    """(result, "") or (None, why there is none)."""
+    try:
+        from tidewheel.train.audit import audit
+
+        return audit(run_uri), ""
+    except (TidewheelError, FileNotFoundError) as error:
+        return None, str(error).partition("\n")[0]
+    except (KeyError, TypeError, ImportError) as error:
+        return None, f"the run's files do not say enough to audit it ({type(error).__name__}: {error})"
+
+
+def _audit_block(audit: Any, error: str) -> Html:
+    if audit is None:
+        return note(f"Not audited: {error}")
+    lines = [line for line in audit.summary().split("\n") if line]
+    return join([tag("p", badge("exact", "good") if audit.ok else badge("wrong", "bad")), tag("pre", "\n".join(lines))])
+
+
+def _configuration(read: _Run) -> list[Html]:
+    """Resolved settings, versions and where things are, folded; secrets blacked out."""
+    versions = read.run.get("versions", {})
+    blocks = [details("Resolved settings", tag("pre", _yaml(redact(read.config)))) if read.config else Html("")]
+    if versions:
+        blocks.append(details("Versions", table(("package", "version"), sorted(versions.items()))))
+    rest = {key: value for key, value in read.run.items() if key not in ("config", "versions")}
+    blocks.append(details("This run", tag("pre", _yaml(redact(rest)))))
+    if read.checkpoints:
+        blocks.append(details("Checkpoints", tag("p", *(join([tag("code", name), " "]) for name in read.checkpoints))))
+    return [columns(*(tag("div", block) for block in blocks if block))] if not read.config else blocks
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """The value with secrets replaced: settings whose name says so, and passwords in URIs."""
+    if isinstance(value, dict):
+        return {name: redact(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [redact(inner, key) for inner in value]
+    if SECRET.search(key) and value not in (None, "", False, True):
+        return "•••"
+    return re.sub(r"://[^/@\s]+@", "://•••@", value) if isinstance(value, str) else value
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)

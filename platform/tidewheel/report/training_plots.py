@@ -1,0 +1,225 @@
+"""Figures of a run: the loss by step with the world size under it, and the run by the clock, worker by worker."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidewheel.report.page import Html, join, seconds
+from tidewheel.report.plots import CHARACTER, Scale, Svg, grid, lanes, legend, spread, stacked, ticks
+
+CATEGORIES = ("productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
+COLOURS = {name: f"var(--{name})" for name in CATEGORIES}
+TONES = {"node_lost": "var(--bad)", "failure": "var(--bad)", "checkpoint_refused": "var(--bad)",
+         "node_joined": "var(--good)", "finish": "var(--soft)", "start": "var(--soft)"}
+LEFT, RIGHT = 52.0, 880.0
+LANE = 17.0
+SLIVER = 0.7  # narrower than a pixel: drawn as what is before it, or the row turns into stripes
+MAX_WORKERS_DRAWN = 16
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event as the figures show it."""
+
+    time: float
+    step: int
+    kind: str
+    label: str
+
+
+def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict[str, float]) -> Html:
+    """Training and validation loss by step, reference entropies, tokens/s, world size and events.
+
+    A step done again after a failure counts as it was done last; the clock figure shows both.
+    """
+    steps = {int(line["step"]): line for line in metrics if _finite(line.get("loss"))}
+    valid = {int(line["step"]): float(line["validation_loss"]) for line in metrics
+             if _finite(line.get("validation_loss"))}
+    if not steps:
+        return Html("")
+    order = sorted(steps)
+    losses = [float(steps[step]["loss"]) for step in order]
+    x = Scale(min(order[0], 1), max(order[-1], 2), LEFT, RIGHT)
+    labels = [(x(mark.step), mark.label) for mark in marks]
+    places = lanes(labels, RIGHT + 150)
+    top = 26 + LANE * (1 + max((lane for _, _, lane in places), default=-1))
+    loss_end, speed_start = top + 250, top + 290
+    speed_end, size_start = speed_start + 64, speed_start + 98
+    bottom = size_start + 40
+    svg = Svg(bottom + 34, "loss by step, with tokens per second, world size and events")
+    values = [*losses, *valid.values(), *references.values()]
+    y = Scale(min(values) - 0.04 * (max(values) - min(values)), max(values), loss_end, top)
+    _marks(svg, marks, labels, places, bottom)
+    grid(svg, y, LEFT, RIGHT, "loss, nats per token", 6)
+    _references(svg, y, references, losses, valid, (top, loss_end))
+    smooth = _smooth(losses)
+    svg.curve([(x(step), y(loss)) for step, loss in zip(order, losses)], "var(--accent)", 1, 0.35)
+    svg.curve([(x(step), y(loss)) for step, loss in zip(order, smooth)], "var(--accent)", 2.2)
+    svg.curve([(x(step), y(valid[step])) for step in sorted(valid)], "var(--second)", 1.6)
+    for step in sorted(valid):
+        svg.dot(x(step), y(valid[step]), "var(--second)", title=f"validation loss {valid[step]:.3f} at step {step}")
+    _speed(svg, [(x(step), steps[step].get("tokens_per_second")) for step in order], speed_start, speed_end)
+    _sizes(svg, [(step, int(steps[step].get("world_size", 1))) for step in order], x, size_start, bottom)
+    for value in ticks(x.low, x.high, 8):
+        svg.text(x(value), bottom + 18, f"{value:g}", "middle")
+    svg.text(RIGHT + 22, bottom + 18, "step", class_="label")
+    return svg.render()
+
+
+def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence[float],
+                 ledger: Sequence[dict]) -> Html:
+    """Steps, checkpoints and what every worker did, by seconds since the run began."""
+    times = [*(float(line["time"]) for line in metrics if "time" in line), *(mark.time for mark in marks),
+             *(float(part[edge]) for part in ledger for edge in ("start", "end"))]
+    if len(times) < 2:
+        return Html("")
+    begin = min(times)
+    x = Scale(0, max(times) - begin, LEFT, RIGHT)
+    labels = [(x(mark.time - begin), mark.label) for mark in marks]
+    places = lanes(labels, RIGHT + 150)
+    top = 26 + LANE * (1 + max((lane for _, _, lane in places), default=-1))
+    rows = _workers(ledger)
+    step_end, save_at = top + 110, top + 134
+    rows_start = save_at + 26
+    bottom = rows_start + 22 * len(rows)
+    svg = Svg(bottom + 34, "steps, checkpoints and workers by the clock")
+    _marks(svg, marks, labels, places, bottom)
+    done = [(float(line["time"]) - begin, int(line["step"])) for line in metrics if "loss" in line and "time" in line]
+    if done:
+        y = Scale(0, max(step for _, step in done), step_end, top)
+        grid(svg, y, LEFT, RIGHT, "step reached", 3)
+        for run in _runs(done):
+            svg.curve([(x(at), y(step)) for at, step in run], "var(--accent)", 2)
+    svg.text(RIGHT + 14, save_at + 4, f"{len(saves)} checkpoints", class_="label")
+    svg.line(LEFT, save_at, RIGHT, save_at)
+    for at in saves:
+        svg.dot(x(at - begin), save_at, "var(--save_stall)", 4, f"checkpoint at {seconds(at - begin)}")
+    for number, (name, parts) in enumerate(rows):
+        here = rows_start + 22 * number
+        svg.text(RIGHT + 14, here + 13, name, class_="label")
+        for category, start, end in _merged(parts, x, begin):
+            svg.rect(start, here, end - start, 16, COLOURS.get(category, "var(--idle)"), f"{name}: {category}")
+    for value in ticks(0, x.high, 8):
+        svg.text(x(value), bottom + 18, f"{value:g}", "middle")
+    svg.text(RIGHT + 22, bottom + 18, "seconds", class_="label")
+    seen = [name for name in CATEGORIES if any(part.get("category") == name for part in ledger)]
+    return join([svg.render(), legend([(COLOURS[name], name.replace("_", " ")) for name in seen])])
+
+
+def time_bar(parts: dict[str, float]) -> Html:
+    """Where the worker time went, as one bar."""
+    known = [(name.replace("_", " "), parts.get(name, 0.0), COLOURS[name]) for name in CATEGORIES]
+    return join([stacked(known, seconds), legend([(colour, f"{name} {seconds(amount)}")
+                                                  for name, amount, colour in known if amount > 0])])
+
+
+def worker_names(ledger: Sequence[dict]) -> dict[str, str]:
+    """Node ids are long and random: "node 1", "node 2" in order of appearance."""
+    nodes = dict.fromkeys(str(part.get("node", "")) for part in sorted(ledger, key=lambda part: part.get("start", 0)))
+    nodes.pop("", None)
+    return {**{node: f"node {number}" for number, node in enumerate(nodes, 1)}, "": "not placed"}
+
+
+def _marks(svg: Svg, marks: Sequence[Mark], labels: Sequence[tuple[float, str]],
+           places: Sequence[tuple[float, str, int]], bottom: float) -> None:
+    for mark, (at, _), (_, _, lane) in zip(marks, labels, places):
+        svg.line(at, 4 + lane * LANE, at, bottom, TONES.get(mark.kind, "var(--warm)"), 1.2, "2 3")
+    for mark, (at, text), (_, anchor, lane) in zip(marks, labels, places):  # above all lines, so that none crosses it
+        colour = TONES.get(mark.kind, "var(--warm)")
+        here = 12 + lane * LANE
+        svg.text(at + (5 if anchor == "start" else -5), here, text, anchor, colour, "label")
+
+
+def _references(svg: Svg, y: Scale, references: dict[str, float], losses: Sequence[float], valid: dict[int, float],
+                panel: tuple[float, float]) -> None:
+    """Dashed lines of the entropies, and the names of all lines at the right, moved apart."""
+    names = [(y(value), f"{name} {value:.2f}", "var(--soft)") for name, value in references.items()]
+    for value in references.values():
+        svg.line(LEFT, y(value), RIGHT, y(value), "var(--faint)", 1.2, "6 4")
+    names.append((y(_smooth(losses)[-1]), f"training {_smooth(losses)[-1]:.2f}", "var(--accent)"))
+    if valid:
+        last = valid[max(valid)]
+        names.append((y(last), f"validation {last:.2f}", "var(--second)"))
+    for place, (_, text, colour) in zip(spread([at for at, _, _ in names], 16, *panel), names):
+        svg.text(RIGHT + 14, place + 4, text, "start", colour, "label")
+
+
+def _speed(svg: Svg, points: Sequence[tuple[float, float | None]], top: float, bottom: float) -> None:
+    known = [(at, float(value)) for at, value in points if value is not None and _finite(value)]
+    if known:
+        high = sorted(value for _, value in known)[int(0.98 * (len(known) - 1))] * 1.1
+        y = Scale(0, high or 1.0, bottom, top)
+        grid(svg, y, LEFT, RIGHT, "tokens per second", 2, "{:,.0f}")
+        svg.curve([(at, y(value)) for at, value in known], "var(--good)", 1.3)
+
+
+def _sizes(svg: Svg, points: Sequence[tuple[int, int]], x: Scale, top: float, bottom: float) -> None:
+    """World size as a filled step band, its value written in each stretch that is wide enough."""
+    svg.text(LEFT, top - 7, "workers", class_="label")
+    high = max(size for _, size in points)
+    begin, current = points[0]
+    for step, size in [*points[1:], (points[-1][0] + 1, -1)]:
+        if size == current:
+            continue
+        height = (bottom - top) * current / high
+        svg.rect(x(begin), bottom - height, x(step) - x(begin), height, "var(--band)",
+                 f"{current} workers, steps {begin} to {step - 1}")
+        svg.line(x(begin), bottom - height, x(step), bottom - height, "var(--accent)", 1.5)
+        if x(step) - x(begin) > 2 * CHARACTER:
+            svg.text((x(begin) + x(step)) / 2, bottom - height / 2 + 4, str(current), "middle", class_="strong")
+        begin, current = step, size
+    svg.line(LEFT, bottom, RIGHT, bottom, "var(--rule)")
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window of about 3 % of the steps: unlike a running average it does not lag behind."""
+    reach = max(1, len(values) // 60)
+    sums = list(itertools.accumulate(values, initial=0.0))
+    spans = [min(reach, at, len(values) - 1 - at) for at in range(len(values))]
+    return [(sums[at + span + 1] - sums[at - span]) / (2 * span + 1) for at, span in enumerate(spans)]
+
+
+def _runs(done: Sequence[tuple[float, int]]) -> list[list[tuple[float, int]]]:
+    """Cut where the step goes back: each piece is one life of the trainers."""
+    runs: list[list[tuple[float, int]]] = [[]]
+    for at, step in sorted(done):
+        if runs[-1] and step <= runs[-1][-1][1]:
+            runs.append([])
+        runs[-1].append((at, step))
+    return runs
+
+
+def _workers(ledger: Sequence[dict]) -> list[tuple[str, list[dict]]]:
+    """A row for each node; where one node holds several workers, for each of them."""
+    names = worker_names(ledger)
+    ranks: dict[tuple[str, int], set[int]] = {}
+    for part in ledger:
+        life = str(part.get("node", "")), int(part.get("generation", 0))
+        ranks.setdefault(life, set()).add(int(part.get("rank", 0)))
+    shared = {node for (node, _), members in ranks.items() if len(members) > 1}
+    rows: dict[str, list[dict]] = {}
+    for part in sorted(ledger, key=lambda part: part.get("start", 0)):
+        node = str(part.get("node", ""))
+        name = f"{names[node]}, rank {part.get('rank', 0)}" if node in shared else names[node]
+        rows.setdefault(name, []).append(part)
+    return sorted(rows.items(), key=lambda row: (len(row[0].split(",")[0]), row[0]))[:MAX_WORKERS_DRAWN]
+
+
+def _merged(parts: Sequence[dict], x: Scale, begin: float) -> list[tuple[str, float, float]]:
+    """Neighbours of one category as one rectangle, in the figure's places."""
+    merged: list[list] = []
+    for part in parts:
+        start, end = x(float(part["start"]) - begin), x(float(part["end"]) - begin)
+        near = bool(merged) and start - merged[-1][2] < 0.8
+        if near and (merged[-1][0] == part["category"] or end - start < SLIVER):
+            merged[-1][2] = max(end, merged[-1][2])
+        elif end - start >= 0.05:
+            merged.append([part["category"], start, end])
+    return [(category, start, end) for category, start, end in merged]
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
