@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from tidewheel.errors import ClusterError
 
@@ -38,12 +39,14 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
+    # What workers print is Ray's own noise (a lost node prints pages): what matters reaches the driver as events.
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     target = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         if target == "local":
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         else:
-            ray.init(address=target, logging_level=logging.WARNING)
+            ray.init(address=target, **quiet)
     except ConnectionError as error:
         raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target,
                            mend="start one with `ray start --head`, correct --address or RAY_ADDRESS, or leave both "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,9 @@ from tidewheel.jsonlog import JsonLog
 
 NAMESPACE = "tidewheel"
 WATCH_SECONDS = 0.5
+#: Events that the driver tells people at once; the rest is for the report.
+NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
+                        "checkpoint_refused", "save_failed"})
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,24 @@ class Coordinator(RunState):
         furthest = max((int(line["step"]) for line in jsonlog.read(store, "batches.jsonl")), default=0)
         super().__init__(max(generations, default=-1) + 1, furthest)
         self._log = JsonLog(store, "events.jsonl", flush_seconds=1.0)
+        self._news: deque[dict[str, Any]] = deque(maxlen=200)
         self.event("driver_start", {"first_generation": self._next})
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         """Append one event, at Unix time `at` or now."""
-        self._log.append({"time": at or time.time(), "kind": kind, "detail": detail})
+        record = {"time": at or time.time(), "kind": kind, "detail": detail}
+        self._log.append(record)
+        if kind in NEWSWORTHY:
+            self._news.append(record)
+
+    def news(self) -> list[dict[str, Any]]:
+        """What is worth telling since the last call; the driver asks."""
+        told = []
+        while self._news:
+            told.append(self._news.popleft())
+        return told
 
     def end(self) -> None:
         """Write out what is collected and stop watching; the driver calls it last."""

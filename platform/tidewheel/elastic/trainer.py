@@ -36,7 +36,8 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainR
 
     Args:
         on_progress: called from a thread of its own, about three times a second, with "state" and, once known, "step",
-            "steps", "loss", "tokens", "tokens_per_second", "world_size".
+            "steps", "loss", "tokens", "tokens_per_second", "world_size"; "events" holds what happened since the last
+            call and is worth telling (`coordinator.NEWSWORTHY`), as in events.jsonl.
 
     Raises:
         ClusterError: not connected, too few CPUs or GPUs, the run is being trained by another driver, or it failed
@@ -207,9 +208,10 @@ def _report(coordinator: Any, on_progress: OnProgress, ended: threading.Event) -
         over = ended.wait(PROGRESS_SECONDS)  # once more at the end, so that the last step is shown
         try:
             snapshot: Snapshot = ray.get(coordinator.snapshot.remote(), timeout=10)
+            events = ray.get(coordinator.news.remote(), timeout=10)
         except ray.exceptions.RayError:
             continue
         now = {"state": snapshot.state, **snapshot.progress}
-        if now != last:
-            on_progress(now)
+        if now != last or events:
+            on_progress({**now, "events": events})
             last = now

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tidewheel.console import bars
+from tidewheel.console import bars, console
+
+#: How an event is told in one line, from its detail; an event without a line here is told by its kind.
+LINES = {
+    "failure": "a worker failed: {error}",
+    "node_lost": "node {host} is gone",
+    "node_joined": "node {host} joined",
+    "node_draining": "node {host} is asked to leave",
+    "resize": "world size {from} -> {to} ({reason})",
+    "resize_called_off": "the change of size is called off",
+    "resume": "resumed at step {step}, world size {world_size}, {redo} steps to do again",
+    "checkpoint_refused": "checkpoint {checkpoint} is refused: {reason}; trying the one before",
+    "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training goes on",
+}
+WIDTH = 200
 
 
 @contextlib.contextmanager
@@ -23,6 +38,16 @@ def training_bar(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
                 parts.append(f"{speed:,.0f} tokens/s")
             if workers := progress.get("world_size"):
                 parts.append(f"{workers} worker{'s' if workers > 1 else ''}")
+            for event in progress.get("events", ()):
+                console.print(f"  · {describe(event)}", markup=False)
             bar.update(progress.get("step") or 0, note=", ".join(parts) or progress.get("state", ""))
 
         yield on_progress
+
+
+def describe(event: dict[str, Any]) -> str:
+    """One line about an event of a run."""
+    known = defaultdict(lambda: "?", event["detail"])
+    text = LINES.get(event["kind"], event["kind"].replace("_", " ")).format_map(known)
+    line = text.splitlines()[0]
+    return line if len(line) <= WIDTH else line[:WIDTH] + " ..."
