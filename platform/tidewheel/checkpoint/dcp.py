@@ -1,186 +1,216 @@
-"""Our storage under torch's distributed checkpoint: it plans and reshards, we move the bytes.
+"""PyTorch's distributed checkpointing over our storage: it plans who writes and reads which part, we move the bytes.
 
-Every rank streams its part into one safetensors file of its own, hashed on the way; rank 0 then publishes the manifest.
-Reading takes byte ranges of those files, so a rank loads just what its layout needs.
+Each rank writes one file in the safetensors format, hashed while it streams; rank 0 then writes the manifest. torch's
+own storage keeps its metadata as a pickle and has no hashes, hence ours.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import uuid
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
-    WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tidewheel.checkpoint.manifest import (
-    CheckpointManifest,
-    Chunk,
-    TensorEntry,
-    write_checkpoint_manifest,
-)
+from tidewheel.checkpoint.manifest import DTYPES, KEY, CheckpointManifest, Chunk, TensorEntry
+from tidewheel.checkpoint.staging import dtype_name
 from tidewheel.errors import CheckpointError
 from tidewheel.storage import Stamp, Store
 
-# https://github.com/huggingface/safetensors#format
-_SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-                torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-                torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS}
+READERS = 8
+"""Parts read at a time: on an object store it is the latency that counts."""
+
+# said by torch in every single-process save and load; for us that is a use like any other
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a rank tells the coordinator about one item it wrote."""
+class Place:
+    """Where a part of a tensor was written."""
 
-    stamp: Stamp
+    file: Stamp
     start: int
-    bytes: int
-    dtype: str
 
 
-class StoreWriter(StorageWriter):
-    """Writes one checkpoint of `step` to `store`.
+class StagedPlanner(DefaultSavePlanner):
+    """Plans from the live state's shapes and shards, but takes the data from its staged copy."""
+
+    def __init__(self, staged: dict[str, torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staged = staged
+
+    def create_local_plan(self) -> SavePlan:
+        """Without the empty parts that ranks have of tensors with fewer rows than ranks."""
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if _elements(item) or _is_empty(item)])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._staged[index.fqn]
+
+
+class Writer(StorageWriter):
+    """Writes checkpoint `name`: this rank's file, and on rank 0 the manifest.
 
     Args:
-        store: the checkpoint's folder.
-        step: optimizer steps done.
-        world_size: ranks that write.
-        extra: JSON values kept in the manifest.
-        attempt: wraps a write that may fail for a while and is then tried again, as `attempt(write)`.
+        store: the run's checkpoints.
+        name: folder of this checkpoint.
+        attempt: part of the file's name that no other attempt has, so that a checkpoint is never overwritten.
+        describe: (files, tensors) to the manifest; called on rank 0.
+        persist: runs a write, again if it fails.
     """
 
-    def __init__(self, store: Store, step: int, world_size: int, extra: dict[str, Any],
-                 attempt: Callable[[Callable[[], Any]], Any]) -> None:
-        self._store, self._step, self._world_size, self._extra = store, step, world_size, extra
-        self._attempt = attempt
-        self.manifest: CheckpointManifest | None = None
+    def __init__(self, store: Store, name: str, rank: int, attempt: str, *, persist: Callable[[Callable[[], Any]], Any],
+                 describe: Callable[[tuple[Stamp, ...], dict[str, TensorEntry]], CheckpointManifest]) -> None:
+        self._store, self._name, self._describe, self._persist = store, name, describe, persist
+        self._file = f"rank_{rank:05d}-{attempt}.safetensors"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the planned parts; runs in the uploading thread already, so the future is done."""
+        items = sorted(plan.items, key=_file_order)
+        results: list[WriteResult] = []
+        if items:
+            tensors = [_contiguous(planner.resolve_data(item)) for item in items]
+            header, starts = _header(items, tensors)
+            stamp = self._persist(lambda: self._write(header, tensors))
+            file = Stamp(self._file, stamp.bytes, stamp.hash)
+            results = [WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=Place(file, start))
+                       for item, tensor, start in zip(items, tensors, starts)]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, header: bytes, tensors: list[torch.Tensor]) -> Stamp:
+        with self._store.writer(f"{self._name}/{self._file}") as sink:
+            sink.write(header)
+            for tensor in tensors:
+                sink.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return sink.stamp
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit; called on rank 0 once all ranks have written."""
+        places = {(result.index.fqn, result.index.offset): result.storage_data for rank in results for result in rank}
+        files = tuple(sorted({place.file for place in places.values()}, key=lambda file: file.key))
+        number = {file.key: index for index, file in enumerate(files)}
+        tensors = {}
+        for fqn, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            chunks = []
+            for box in entry.chunks:
+                place = places[fqn, box.offsets]
+                chunks.append(Chunk(number[place.file.key], place.start, tuple(box.offsets), tuple(box.sizes)))
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[fqn] = TensorEntry(dtype, tuple(entry.size), tuple(chunks))
+        data = self._describe(files, tensors).to_json()
+        self._persist(lambda: self._store.write(f"{self._name}/{KEY}", data))
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """`prepare_global_plan` tells each rank its number."""
+        """Nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its number, which names its file."""
-        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future: Future[list[WriteResult]] = Future()
-        # A name of its own for each attempt: what a killed attempt left can never be taken for this one's file.
-        key = f"rank_{int(plan.storage_data or 0):05d}-{uuid.uuid4().hex[:8]}.safetensors"
-        tensors = [(item, _resolve(item, planner)) for item in plan.items]
-        future.set_result(self._attempt(lambda: self._write_file(key, tensors)))
-        return future
-
-    def _write_file(self, key: str, tensors: list[tuple[WriteItem, torch.Tensor]]) -> list[WriteResult]:
-        if not tensors:
-            return []
-        header, spans = _header(tensors)
-        with self._store.writer(key) as sink:
-            sink.write(header)
-            for _, tensor in tensors:
-                sink.write(tensor.reshape(-1).view(torch.uint8).numpy())
-        base = len(header)
-        return [WriteResult(index=item.index, size_in_bytes=size, storage_data=Written(
-                    sink.stamp, base + start, size, str(tensor.dtype).removeprefix("torch.")))
-                for (item, tensor), (start, size) in zip(tensors, spans)]
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator only, after every rank has written: publish."""
-        flat = [result for part in results for result in part]
-        stamps = sorted({result.storage_data.stamp for result in flat}, key=lambda stamp: stamp.key)
-        number = {stamp.key: index for index, stamp in enumerate(stamps)}
-        found = {(result.index.fqn, tuple(result.index.offset or ())): result.storage_data for result in flat}
-        tensors = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise TypeError(f"{name} is not a tensor; checkpoints hold tensors, the rest goes into `extra`")
-            parts = [(chunk, found[(name, tuple(chunk.offsets))]) for chunk in entry.chunks]
-            tensors[name] = TensorEntry(parts[0][1].dtype, tuple(entry.size), tuple(
-                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), number[data.stamp.key], data.start, data.bytes)
-                for chunk, data in parts))
-        manifest = CheckpointManifest(self._step, self._world_size, tuple(stamps), tensors, self._extra)
-        self._attempt(lambda: write_checkpoint_manifest(self._store, manifest))
-        self.manifest = manifest
-
-    def storage_meta(self) -> StorageMeta | None:
-        return None
+        return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
 
 
-def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    if item.type == WriteItemType.BYTE_IO:
-        raise TypeError(f"{item.index.fqn} is not a tensor; checkpoints hold tensors, the rest goes into `extra`")
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor.detach().cpu().contiguous()
+class Reader(StorageReader):
+    """Reads the parts this rank needs of checkpoint `name`, whose manifest was read and whose files were verified."""
 
+    def __init__(self, store: Store, name: str, manifest: CheckpointManifest, *,
+                 persist: Callable[[Callable[[], Any]], Any]) -> None:
+        self._store, self._name, self._manifest, self._persist = store, name, manifest, persist
+        self._chunks = {(fqn, chunk.offsets): chunk
+                        for fqn, entry in manifest.tensors.items() for chunk in entry.chunks}
 
-def _header(tensors: list[tuple[WriteItem, torch.Tensor]]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The head of a safetensors file, and (start, bytes) of each tensor behind it."""
-    entries: dict[str, Any] = {}
-    spans, place = [], 0
-    for item, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        where = ",".join(str(offset) for offset in item.index.offset or ())
-        entries[f"{item.index.fqn}@{where}"] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape),
-                                                "data_offsets": [place, place + size]}
-        spans.append((place, size))
-        place += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, spans
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({fqn: TensorStorageMetadata(
+            properties=TensorProperties(dtype=getattr(torch, entry.dtype)), size=torch.Size(entry.shape),
+            chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks])
+            for fqn, entry in self._manifest.tensors.items()})
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint") as pool:
+            for _ in pool.map(lambda item: self._read(item, planner), plan.items):
+                pass  # the first error is raised here
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-class StoreReader(StorageReader):
-    """Reads the checkpoint that `manifest` describes from `store`."""
+    @torch.no_grad()
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        assert item.type == LoadItemType.TENSOR  # the manifest knows nothing else
+        assert item.storage_index.offset is not None
+        entry = self._manifest.tensors[item.storage_index.fqn]
+        chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
+        sizes, offsets, start = list(chunk.sizes), list(item.storage_offsets), chunk.start
+        if sizes:  # only the rows that are wanted; they lie together
+            row_bytes = math.prod(sizes[1:]) * entry.itemsize
+            start += offsets[0] * row_bytes
+            sizes[0], offsets[0] = item.lengths[0], 0
+        length = math.prod(sizes) * entry.itemsize
+        key = f"{self._name}/{self._manifest.files[chunk.file].key}"
+        data = self._persist(lambda: self._bytes(key, start, length))
+        tensor = data.view(getattr(torch, entry.dtype)).reshape(sizes)
+        for dimension, (offset, size) in enumerate(zip(offsets, item.lengths)):
+            tensor = tensor.narrow(dimension, offset, size)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
 
-    def __init__(self, store: Store, manifest: CheckpointManifest) -> None:
-        self._store, self._manifest = store, manifest
-        self._where: dict[tuple[str, tuple[int, ...]], Chunk] = {
-            (name, chunk.offsets): chunk for name, entry in manifest.tensors.items() for chunk in entry.chunks}
+    def _bytes(self, key: str, start: int, length: int) -> torch.Tensor:
+        """[length] uint8 of a file."""
+        data = torch.empty(length, dtype=torch.uint8)
+        if self._store.local_path(key) is not None:  # straight into place
+            with self._store.open(key) as stream:
+                stream.seek(start)
+                found = stream.readinto(data.numpy()) if length else 0  # type: ignore[attr-defined]
+        else:
+            content = self._store.read(key, start, length)
+            found = len(content)
+            data.numpy()[:found] = np.frombuffer(content, dtype=np.uint8)[:length]
+        if found != length:
+            raise CheckpointError(f"{found} bytes at {start}, expected {length}", where=self._store.at(key),
+                                  mend="the file changed while it was read; start again")
+        return data
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between loads."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        state = {name: TensorStorageMetadata(
-            properties=TensorProperties(dtype=_DTYPES[entry.dtype]), size=torch.Size(entry.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks],
-        ) for name, entry in self._manifest.tensors.items()}
-        places = {MetadataIndex(name, torch.Size(offsets)): chunk for (name, offsets), chunk in self._where.items()}
-        return Metadata(state_dict_metadata=state, storage_data=places)  # type: ignore[arg-type]
-
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The manifest is all there is to know."""
+        """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -188,36 +218,56 @@ class StoreReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each box once, however many parts of it this rank needs."""
-        wanted: dict[tuple[str, tuple[int, ...]], list[Any]] = {}
-        for item in plan.items:
-            where = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
-            wanted.setdefault(where, []).append(item)
-        for (name, offsets), items in wanted.items():
-            box = self._read_box(name, self._where[(name, offsets)])
-            for item in items:
-                source = box
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-                    source = source.narrow(dim, start, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(source)
-                planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _read_box(self, name: str, chunk: Chunk) -> torch.Tensor:
-        dtype = _DTYPES[self._manifest.tensors[name].dtype]
-        if not chunk.bytes:
-            return torch.empty(chunk.sizes, dtype=dtype)
-        stamp = self._manifest.files[chunk.file]
-        data = bytearray(self._store.read(stamp.key, chunk.start, chunk.bytes))
-        if len(data) != chunk.bytes:
-            raise CheckpointError(f"{stamp.key} ends before the bytes of {name}", where=self._store.uri,
-                                  mend="older checkpoints are tried by themselves; delete this one")
-        return torch.frombuffer(data, dtype=dtype).reshape(chunk.sizes)
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def load_planner() -> DefaultLoadPlanner:
+    """The planner that goes with `Reader`: the state is flat."""
+    return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def _contiguous(value: Any) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor)
+    return value.detach().contiguous()
+
+
+def _elements(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes)
+
+
+def _is_empty(item: WriteItem) -> bool:
+    """The whole tensor has no element."""
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.size) == 0
+
+
+def _file_order(item: WriteItem) -> tuple[Any, ...]:
+    """Wide elements first, so that each lies at a multiple of its size; then by name and place."""
+    assert item.tensor_data is not None
+    dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+    return (-DTYPES[dtype][1], item.index.fqn, tuple(item.tensor_data.chunk.offsets))
+
+
+def _header(items: Iterable[WriteItem], tensors: Iterable[torch.Tensor]) -> tuple[bytes, list[int]]:
+    """The head of a safetensors file (length, then JSON, padded to 8 bytes) and where each tensor begins in the file.
+
+    https://github.com/huggingface/safetensors#format. A part of a tensor is named "name@first,indices".
+    """
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, at = [], 0
+    for item, tensor in zip(items, tensors):
+        assert item.tensor_data is not None
+        whole = tensor.shape == item.tensor_data.size
+        place = "" if whole else "@" + ",".join(map(str, item.tensor_data.chunk.offsets))
+        described[item.index.fqn + place] = {
+            "dtype": DTYPES[dtype_name(tensor)][0], "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes]}
+        starts.append(at)
+        at += tensor.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [start + len(head) for start in starts]

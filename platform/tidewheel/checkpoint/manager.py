@@ -1,208 +1,222 @@
-"""Saving while training goes on, and resuming from the newest checkpoint that is intact."""
+"""Save the run's state while it goes on, and find the newest intact one when it comes back."""
 
 from __future__ import annotations
 
-import logging
+import json
+import threading
 import time
-import warnings
+import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import tenacity
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 
-from tidewheel.checkpoint.dcp import StoreReader, StoreWriter
-from tidewheel.checkpoint.manifest import CheckpointManifest, checkpoint_name, read_checkpoint_manifest
+from tidewheel.checkpoint.dcp import Reader, StagedPlanner, Writer, load_planner
+from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, TensorEntry, step_name
+from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.retention import collect
-from tidewheel.checkpoint.verify import damaged_files, list_checkpoints
-from tidewheel.errors import CheckpointError, StorageError
-from tidewheel.storage import Store
+from tidewheel.checkpoint.staging import Stage, dtype_name, flatten
+from tidewheel.checkpoint.verify import list_checkpoints, parse_text, verify_files
+from tidewheel.errors import CheckpointError, StorageError, TidewheelError
+from tidewheel.storage import Stamp, Store
 
-log = logging.getLogger(__name__)
-ATTEMPTS = 5
-LONGEST_WAIT_SECONDS = 20
+OnEvent = Callable[[str, dict[str, Any]], None]
 
 
 class CheckpointManager:
-    """Saves and loads a state {"model": {name: tensor}, "optimizer": {name: tensor}}; every rank makes the same calls.
+    """The checkpoints of a run, written and read by all its ranks together (`train.runtime.Checkpointer`).
+
+    A checkpoint is a folder `step_00000100` with one safetensors file for each rank and `manifest.json`, which rank 0
+    writes last. All ranks call `save`, `load_latest` and `wait` in the same order. One save is in flight at a time: the
+    next one waits for it. A save that fails is tried again, then reported; training goes on.
 
     Args:
-        store: the run's checkpoints folder.
-        keep_last: newest checkpoints that stay.
-        on_event: told, on rank 0, of "commit", "save_failed" and "checkpoint_refused", with details.
-        process_group: ranks that share the state; torch.distributed's default group when it is initialised. A gloo
-            group of the same ranks is made for the uploads, so that they never meet the training's collectives.
-        asynchronous: False waits for each save.
+        store: the run's `checkpoints` folder.
+        keep_last: complete checkpoints to keep; older ones, and partial ones older than the newest, are deleted.
+        on_event: called on rank 0 with ("commit", detail) when a checkpoint is published ("save" is the loop's: it was
+            handed over), ("save_failed", detail), ("checkpoint_refused", detail) or ("cleanup_failed", detail); often
+            from the uploading thread, so it must be quick.
+        process_group: the ranks; default: torch.distributed's default group, or this process alone.
+        asynchronous: upload in a thread; False: `save` returns when the checkpoint is committed.
+        attempts: tries of each write and read before it counts as failed.
+        patience: seconds of waiting between tries, at most.
     """
 
-    def __init__(self, store: Store, *, keep_last: int = 3, process_group: Any = None, asynchronous: bool = True,
-                 on_event: Callable[[str, dict[str, Any]], None] | None = None) -> None:
+    def __init__(self, store: Store, *, keep_last: int = 3, on_event: OnEvent | None = None, process_group: Any = None,
+                 asynchronous: bool = True, attempts: int = 5, patience: float = 20.0) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last is at least 1, got {keep_last}")
         self._store, self._keep_last, self._asynchronous = store, keep_last, asynchronous
-        self._on_event = on_event or (lambda kind, detail: None)
-        self._distributed = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank(process_group) if self._distributed else 0
-        self._world_size = dist.get_world_size(process_group) if self._distributed else 1
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD) if self._distributed else None
-        self._group = dist.new_group(ranks, backend="gloo") if self._distributed else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._on_event, self._process_group = on_event, process_group
+        self._peers_made: Peers | None = None
+        self._stage = Stage()
+        self._upload: threading.Thread | None = None
+        self._damaged: set[str] = set()
+        self._retry = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(attempts), reraise=True,
+            wait=tenacity.wait_random_exponential(multiplier=0.5, max=patience),
+            retry=tenacity.retry_if_exception_type((StorageError, OSError))
+            & tenacity.retry_if_not_exception_type(FileNotFoundError))
 
-    # -- saving --------------------------------------------------------------------------------
+    @property
+    def _peers(self) -> Peers:
+        """The ranks' own group; made once, by all ranks, at their first save or load."""
+        if self._peers_made is None:
+            self._peers_made = Peers(self._process_group)
+        return self._peers_made
+
+    # -- save ----------------------------------------------------------------------------------
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Copy the state, return, and write the copy in the background; waits first for a save still under way.
+        """Save `state`, a nested dict of tensors, and `extra`, JSON values (rank 0's counts), as of this call.
 
-        A save that fails after retries is reported as "save_failed" and training goes on: the checkpoint before it is
-        still there.
-        """
-        self._finish_pending()
-        began = time.monotonic()
-        staged = stage(state)
-        staged_seconds = time.monotonic() - began
-        self._pending = self._thread.submit(self._write, step, staged, dict(extra), staged_seconds)
-        if not self._asynchronous:
-            self._finish_pending()
-
-    def wait(self) -> None:
-        """Return once everything handed over is committed (or has failed and said so)."""
-        self._finish_pending()
-
-    def _finish_pending(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def _write(self, step: int, staged: dict[str, torch.Tensor], extra: dict[str, Any], staged_seconds: float) -> None:
-        began = time.monotonic()
-        name = checkpoint_name(step)
-        writer = StoreWriter(self._store.child(name), step, self._world_size, extra, _with_retries)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch tells that it runs without a process group: we know
-                dcp.save(staged, storage_writer=writer, planner=DefaultSavePlanner(flatten_state_dict=False),
-                         process_group=self._group, no_dist=not self._distributed)
-            if self._rank == 0:
-                assert writer.manifest is not None
-                self._on_event("commit", {
-                    "checkpoint": name, "step": step, "bytes": writer.manifest.bytes,
-                    "files": len(writer.manifest.files), "stage_seconds": round(staged_seconds, 4),
-                    "seconds": round(time.monotonic() - began, 4)})
-                collect(self._store, step, self._keep_last)
-        except (CheckpointException, StorageError, OSError, RuntimeError) as error:
-            log.warning("the checkpoint of step %d could not be written: %s", step, error)
-            if self._rank == 0:
-                self._on_event("save_failed", {"checkpoint": name, "step": step, "reason": _reason(error)})
-
-    # -- loading -------------------------------------------------------------------------------
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Fill the tensors of `state` in place, whatever layout they have; the `extra` of the checkpoint that was used.
-
-        The newest checkpoint whose files are all what was written wins; each one passed over is reported as
-        "checkpoint_refused" with its reason. None when the run has no checkpoint yet.
+        Returns once the state may change again: after a copy to host memory, and after the save before, if that is
+        still under way. Failures of storage do not raise here; see `on_event`.
 
         Raises:
-            CheckpointError: there are committed checkpoints, but none is intact, or they do not fit the state.
+            CheckpointError: the state holds something other than tensors, or `extra` is not JSON.
         """
-        refused = 0
-        for name, problem in self._candidates():
-            if not problem:
-                folder = self._store.child(name)
-                manifest = read_checkpoint_manifest(folder)
-                problem = self._damage(folder, manifest)
-                if not problem:
-                    self._load(folder, manifest, state)
-                    return manifest.extra
-                refused += 1
-            if self._rank == 0:
-                log.warning("checkpoint %s is refused: %s", name, problem)
-                self._on_event("checkpoint_refused", {"checkpoint": name, "reason": problem})
+        began = time.monotonic()
+        peers, flat = self._peers, flatten(state)
+        try:
+            frozen = json.loads(json.dumps(extra))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"extra is not made of JSON values: {error}", where=f"checkpoint of step {step}",
+                                  mend="give numbers, text, lists and dicts") from None
+        self.wait()
+        staged = self._stage.copy(flat)
+        stalled = time.monotonic() - began
+
+        def upload() -> None:
+            self._save(peers, step, flat, staged, frozen, began, stalled)
+
+        if not self._asynchronous:
+            upload()
+            return
+        # a daemon: a process that is told to stop must not wait for an upload
+        self._upload = threading.Thread(target=upload, name=f"checkpoint-{step}", daemon=True)
+        self._upload.start()
+
+    def wait(self) -> None:
+        """Return once the save under way, if any, is committed or has failed for good."""
+        if self._upload is not None:
+            self._upload.join()
+            self._upload = None
+
+    def _save(self, peers: Peers, step: int, flat: dict[str, torch.Tensor], staged: dict[str, torch.Tensor],
+              extra: dict[str, Any], began: float, stalled: float) -> None:
+        """Write, commit, clean up; nothing raised here may reach the training."""
+        name = step_name(step)
+        written: list[CheckpointManifest] = []
+
+        def describe(files: tuple[Stamp, ...], tensors: dict[str, TensorEntry]) -> CheckpointManifest:
+            written.append(CheckpointManifest(step, peers.size, time.time(), files, tensors, extra))
+            return written[-1]
+
+        writer = Writer(self._store, name, peers.rank, uuid.uuid4().hex[:8], persist=self._retry, describe=describe)
+        try:
+            torch_checkpoint.save(dict(flat), storage_writer=writer, planner=StagedPlanner(staged),
+                                  process_group=peers.group, no_dist=peers.alone)
+        except (Exception, CheckpointException) as error:  # torch's is a BaseException
+            self._event("save_failed", checkpoint=name, step=step, reason=_reason(error),
+                        seconds=round(time.monotonic() - began, 3))
+            return
+        self._damaged.discard(name)
+        if peers.rank == 0:
+            manifest = written[-1]
+            self._event("commit", checkpoint=name, step=step, bytes=manifest.total_bytes, files=len(manifest.files),
+                        seconds=round(time.monotonic() - began, 3), stall_seconds=round(stalled, 4))
+            self._clean_up(step)
+
+    def _clean_up(self, step: int) -> None:
+        try:
+            collect(self._store, committed=step, keep_last=self._keep_last, damaged=self._damaged)
+        except (TidewheelError, OSError) as error:  # too many checkpoints do no harm
+            self._event("cleanup_failed", reason=_reason(error))
+
+    # -- load ----------------------------------------------------------------------------------
+    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Fill the tensors of `state` in place from the newest intact checkpoint; resharded to the ranks there are.
+
+        Every file of a checkpoint is read and its hash compared before it is used, the files shared out among the
+        ranks, and all ranks take the same one. Damaged and partial ones are passed over, with an event each.
+
+        Returns:
+            The `extra` of that checkpoint, or None: nothing was ever committed here.
+
+        Raises:
+            CheckpointError: there are checkpoints but none is intact, or the state does not fit.
+            StorageError: the store does not answer.
+        """
+        self.wait()
+        peers, flat = self._peers, flatten(state)
+        found = peers.from_first(lambda: [(info.name, info.committed, info.problem)
+                                          for info in reversed(list_checkpoints(self._store))])
+        refused = []
+        for name, committed, problem in found:
+            manifest, problems = self._inspect(peers, name, problem)
+            if manifest is not None and not problems:
+                self._load(peers, name, manifest, flat)
+                return manifest.extra
+            reason = "; ".join(problems)
+            self._damaged.add(name)
+            self._event("checkpoint_refused", checkpoint=name, reason=reason)
+            if committed:
+                refused.append(f"{name} ({reason})")
         if refused:
-            raise CheckpointError(f"none of the {refused} committed checkpoints is intact", where=self._store.uri,
-                                  mend="`tidewheel checkpoint verify RUN` says what is wrong with each; restore one "
-                                       "from a copy, or start again under another run.id")
+            raise CheckpointError(f"none of {len(refused)} checkpoints is intact: {', '.join(refused)[:500]}",
+                                  where=self._store.uri, mend="restore one from a copy, or delete them all to begin "
+                                  "the run anew")
         return None
 
-    def _candidates(self) -> list[tuple[str, str]]:
-        """(name, problem seen without reading its files), newest first, as rank 0 sees them."""
-        infos = reversed(list_checkpoints(self._store)) if self._rank == 0 else ()
-        return self._gathered([(info.name, info.problem) for info in infos])[0]
+    def _inspect(self, peers: Peers, name: str, problem: str) -> tuple[CheckpointManifest | None, list[str]]:
+        """The manifest, and what is wrong with the checkpoint; the same on all ranks."""
+        if problem:
+            return None, [problem]
+        # one rank reads the manifest: a thousand requests for one object is what object stores throttle
+        text = peers.from_first(lambda: self._retry(lambda: self._store.read(f"{name}/{KEY}")).decode())
+        manifest = parse_text(self._store, name, text)
+        mine = verify_files(self._store, name, manifest.files[peers.rank::peers.size])
+        return manifest, [line for lines in peers.all(mine) for line in lines]
 
-    def _damage(self, folder: Store, manifest: CheckpointManifest) -> str:
-        """What is wrong with the files, "" for nothing. The ranks share the reading, and all get the same answer."""
-        mine = damaged_files(folder, manifest.files[self._rank::self._world_size])
-        return "; ".join(problem for part in self._gathered(mine) for problem in part)
+    def _load(self, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor]) -> None:
+        where = self._store.at(name)
+        misfits = [line for lines in peers.all(_misfits(manifest, flat)) for line in lines]
+        if misfits:
+            raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
+                                  mend="continue with the model and precision the run was started with")
+        reader = Reader(self._store, name, manifest, persist=self._retry)
+        try:
+            torch_checkpoint.load(dict(flat), storage_reader=reader, planner=load_planner(),
+                                  process_group=peers.group, no_dist=peers.alone)
+        except CheckpointException as error:
+            raise CheckpointError(f"cannot be read: {_reason(error)}", where=where,
+                                  mend="start again; the checkpoint was intact when it was verified") from error
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        if not self._distributed:
-            return [mine]
-        parts: list[Any] = [None] * self._world_size
-        dist.all_gather_object(parts, mine, group=self._group)
-        return parts
-
-    def _load(self, folder: Store, manifest: CheckpointManifest, state: dict[str, Any]) -> None:
-        flat = flatten(state)
-        missing, unknown = sorted(flat.keys() - manifest.tensors.keys()), sorted(manifest.tensors.keys() - flat.keys())
-        shapes = [name for name in flat.keys() & manifest.tensors.keys()
-                  if tuple(flat[name].shape) != manifest.tensors[name].shape]
-        if missing or unknown or shapes:
-            told = [f"{what} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for what, names in (
-                ("it lacks", missing), ("the model lacks", unknown), ("other shapes for", sorted(shapes))) if names]
-            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(told)}", where=folder.uri,
-                                  mend="give the run the model configuration it was started with, or another run.id")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(flat, storage_reader=StoreReader(folder, manifest), process_group=self._group,
-                     planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=not self._distributed)
-
-    def close(self) -> None:
-        """Finish the save under way and end the thread."""
-        self._finish_pending()
-        self._thread.shutdown(wait=True)
+    def _event(self, kind: str, **detail: Any) -> None:
+        if self._on_event is not None and self._peers.rank == 0:
+            self._on_event(kind, detail)
 
 
-def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """{"model": {"a": t}} to {"model/a": t}; TypeError for anything but tensors."""
-    flat: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}/")
-        elif isinstance(value, torch.Tensor):
-            flat[f"{prefix}{name}"] = value
-        else:
-            raise TypeError(f"{prefix}{name} is {type(value).__name__}; checkpoints hold tensors, the rest is `extra`")
-    return flat
-
-
-def stage(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A flat copy of `state` in host memory that later steps cannot change; sharded tensors stay sharded."""
-    return {name: _copy(tensor) for name, tensor in flatten(state).items()}
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        # Not from_local, which would move the copy back to the mesh's own device.
-        return DTensor(_copy(tensor.to_local()), tensor._spec, requires_grad=False)
-    source = tensor.detach()
-    return source.clone() if source.device.type == "cpu" else source.cpu()
-
-
-def _with_retries(write: Callable[[], Any]) -> Any:
-    """Try a write again while storage fails: up to ATTEMPTS times, with growing pauses."""
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type((StorageError, OSError)), reraise=True,
-        stop=tenacity.stop_after_attempt(ATTEMPTS), wait=tenacity.wait_random_exponential(0.2, LONGEST_WAIT_SECONDS))
-    return retrying(write)
+def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor]) -> list[str]:
+    """What of the state the checkpoint does not have in the same shape and dtype."""
+    lines = []
+    for name, tensor in flat.items():
+        entry = manifest.tensors.get(name)
+        if entry is None:
+            lines.append(f"{name} is not in the checkpoint")
+        elif entry.shape != tuple(tensor.shape) or entry.dtype != dtype_name(tensor):
+            lines.append(f"{name} is {entry.dtype} {list(entry.shape)} in the checkpoint, "
+                         f"{dtype_name(tensor)} {list(tensor.shape)} in the run")
+    return lines
 
 
 def _reason(error: BaseException) -> str:
-    """The first failure in torch's wrapper around what the ranks raised."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, wrapped = next(iter(failures.items()))
-        return f"rank {rank}: {wrapped[0]}"[:500]
-    return str(error)[:500]
+    """One line about `error`; of a failure of several ranks, the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (inner, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {_reason(inner)}"
+    what = f"{error.where}: {error.what}" if isinstance(error, TidewheelError) else str(error)
+    return what.splitlines()[0][:300] if what else type(error).__name__

@@ -1,107 +1,163 @@
-"""A checkpoint's `manifest.json`: which bytes of which file are which part of which tensor, and the files' hashes.
+"""`manifest.json` of a checkpoint: its files, where each part of each tensor lies in them, and the run's own state.
 
-It is written last, by one rank, after every rank's file is complete: without a valid one there is no checkpoint.
-torch's own metadata is a pickle; this is JSON, so that nothing read from storage can run code.
+A checkpoint exists when its manifest does. The manifest carries a hash of itself, so that damage to it shows like
+damage to the tensors. Nothing in it is executed when read: plain JSON, every field checked.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.errors import CheckpointError, StorageError
 from tidewheel.storage import Stamp, Store, content_hash, safe_key
 
-MANIFEST_KEY = "manifest.json"
-FORMAT = "tidewheel-checkpoint-1"
-_NAME = re.compile(r"step_(\d{8,})$")
+KEY = "manifest.json"
+FORMAT = 1
+NAME = re.compile(r"step_(\d{8,18})")
+_HASH = re.compile(r"blake3-[0-9a-f]{64}")
+
+DTYPES: dict[str, tuple[str, int]] = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "int64": ("I64", 8), "int32": ("I32", 4),
+    "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "uint16": ("U16", 2), "uint32": ("U32", 4),
+    "uint64": ("U64", 8), "bool": ("BOOL", 1)}
+"""torch's name of a dtype: its name in the safetensors format, and its bytes."""
 
 
-def checkpoint_name(step: int) -> str:
-    """Folder of the checkpoint of `step`; names sort like steps."""
+def step_name(step: int) -> str:
+    """Name of the checkpoint of `step`: "step_00000100"."""
     return f"step_{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Step of a checkpoint folder, None if `name` is not one."""
-    found = _NAME.match(name)
-    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where its bytes are: `start`, `bytes` in file number `file` of the manifest."""
+    """One box of a tensor and where its bytes lie, in row-major order."""
 
+    file: int
+    """Index into `CheckpointManifest.files`."""
+    start: int
+    """First byte in that file."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: int
-    start: int
-    bytes: int
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: its torch dtype by name ("float32"), its whole shape, and the boxes that make it up."""
+    """One tensor of the state."""
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype][1]
+
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a checkpoint holds; keys of `files` are relative to the checkpoint's folder."""
+    """What a checkpoint holds."""
 
     step: int
     world_size: int
+    """Ranks that wrote it; any number may read it."""
+    time: float
+    """When it was committed, seconds since 1970."""
     files: tuple[Stamp, ...]
+    """Keys are names inside the checkpoint's folder."""
     tensors: dict[str, TensorEntry]
+    """By path in the state, "model/embedding.weight"."""
     extra: dict[str, Any]
 
     @property
-    def bytes(self) -> int:
-        """Length of all files together."""
-        return sum(stamp.bytes for stamp in self.files)
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values, with a hash of their own so that damage to the manifest itself shows."""
-        body = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
-        return {**body, "hash": _self_hash(body)}
+    def to_json(self) -> bytes:
+        """The bytes of manifest.json, hash of itself included."""
+        values = {
+            "format": FORMAT, "step": self.step, "world_size": self.world_size, "time": self.time,
+            "files": [{"key": file.key, "bytes": file.bytes, "hash": file.hash} for file in self.files],
+            "tensors": {name: {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": [
+                [chunk.file, chunk.start, chunk.offsets, chunk.sizes] for chunk in tensor.chunks]}
+                for name, tensor in self.tensors.items()},
+            "extra": self.extra}
+        return (json.dumps({**values, "manifest_hash": _self_hash(values)}, sort_keys=True) + "\n").encode()
 
 
-def _self_hash(body: dict[str, Any]) -> str:
-    return content_hash(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+def _self_hash(values: dict[str, Any]) -> str:
+    return content_hash(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
-def read_checkpoint_manifest(store: Store) -> CheckpointManifest:
-    """The manifest of the checkpoint at `store`.
+def read_manifest(store: Store, name: str) -> CheckpointManifest:
+    """The manifest of checkpoint `name`, every field checked.
 
     Raises:
-        FileNotFoundError: there is none: the checkpoint was never committed.
-        CheckpointError: it is damaged, or a path in it leaves the checkpoint's folder.
+        CheckpointError: none there (the checkpoint was never committed), or it is damaged.
     """
+    key = f"{name}/{KEY}"
     try:
-        body = store.read_json(MANIFEST_KEY)
-        stated = body.pop("hash", None)
-        if body.get("format") != FORMAT:
-            raise ValueError(f"format is {body.get('format')!r}, expected {FORMAT!r}")
-        if stated != _self_hash(body):
-            raise ValueError("the manifest's own hash differs")
-        files = tuple(Stamp(safe_key(entry["key"]), int(entry["bytes"]), str(entry["hash"])) for entry in body["files"])
-        tensors = {name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(
-            Chunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["file"], chunk["start"], chunk["bytes"])
-            for chunk in entry["chunks"])) for name, entry in body["tensors"].items()}
-        return CheckpointManifest(body["step"], body["world_size"], files, tensors, body["extra"])
+        return parse_manifest(store.read(key), name, store.at(key))
     except FileNotFoundError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, UnicodeDecodeError, StorageError) as error:
-        what = error.what if isinstance(error, StorageError) else str(error)
-        raise CheckpointError(f"the manifest is damaged ({what})", where=store.at(MANIFEST_KEY),
-                              mend="older checkpoints are tried by themselves; delete this one") from None
+        raise CheckpointError("not committed: there is no manifest.json", where=store.at(name),
+                              mend="nothing to do: training uses the newest committed one") from None
 
 
-def write_checkpoint_manifest(store: Store, manifest: CheckpointManifest) -> Stamp:
-    """Publish the checkpoint at `store`."""
-    return store.write_json(MANIFEST_KEY, manifest.to_json())
+def parse_manifest(data: bytes, name: str, where: str) -> CheckpointManifest:
+    """The manifest in `data`; see `read_manifest`."""
+    try:
+        values = json.loads(data)
+        if not isinstance(values, dict) or values.pop("manifest_hash", None) != _self_hash(values):
+            raise ValueError("its content does not match the hash it carries")
+        if values["format"] != FORMAT:
+            raise ValueError(f"format {values['format']!r} is not the known one, {FORMAT}")
+        found = _build(values)
+        if step_name(found.step) != name:
+            raise ValueError(f"it is that of step {found.step}")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, StorageError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        raise CheckpointError(f"manifest.json is damaged: {reason}", where=where,
+                              mend="training passes over it; delete this checkpoint's folder") from None
+    return found
+
+
+def _build(values: dict[str, Any]) -> CheckpointManifest:
+    files = []
+    for file in values["files"]:
+        if "/" in safe_key(file["key"]) or not _HASH.fullmatch(file["hash"]):
+            raise ValueError(f"the file {file['key']!r} is outside its folder or has no hash")
+        files.append(Stamp(file["key"], _count(file["bytes"]), file["hash"]))
+    tensors = {name: _tensor(name, entry, files) for name, entry in values["tensors"].items()}
+    if not isinstance(values["extra"], dict):
+        raise ValueError("extra is not a group of values")
+    return CheckpointManifest(step=_count(values["step"]), world_size=_count(values["world_size"]),
+                              time=float(values["time"]), files=tuple(files), tensors=tensors, extra=values["extra"])
+
+
+def _tensor(name: str, entry: dict[str, Any], files: list[Stamp]) -> TensorEntry:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
+    shape = tuple(map(_count, entry["shape"]))
+    itemsize, chunks = DTYPES[entry["dtype"]][1], []
+    for file, start, offsets, sizes in entry["chunks"]:
+        chunk = Chunk(_count(file), _count(start), tuple(map(_count, offsets)), tuple(map(_count, sizes)))
+        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+            offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape))
+        if not inside or chunk.start + math.prod(chunk.sizes) * itemsize > files[chunk.file].bytes:
+            raise ValueError(f"a part of {name} lies outside the tensor or its file")
+        chunks.append(chunk)
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        raise ValueError(f"the parts of {name} do not add up to it")
+    return TensorEntry(entry["dtype"], shape, tuple(chunks))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not a count")
+    return value

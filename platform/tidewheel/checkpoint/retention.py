@@ -1,38 +1,52 @@
-"""Which checkpoints go when a new one is committed."""
+"""Which checkpoints may go. The newest intact one never does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from tidewheel.checkpoint.manifest import MANIFEST_KEY, read_checkpoint_manifest
+from tidewheel.checkpoint.manifest import KEY
 from tidewheel.checkpoint.verify import CheckpointInfo, list_checkpoints
 from tidewheel.storage import Store
 
 
-def expired(found: Sequence[CheckpointInfo], committed: int, keep_last: int) -> list[str]:
-    """Names to delete once the checkpoint of step `committed` is published.
+@dataclass(frozen=True)
+class Expired:
+    """What may be deleted."""
 
-    The newest `keep_last` complete ones up to that step stay, so the one just written always does. Folders that were
-    never committed go when they are older than it: a newer one may still be being written.
+    checkpoints: tuple[str, ...]
+    """Whole folders."""
+    objects: tuple[str, ...]
+    """Files in kept folders that no manifest names: left by an attempt that was overtaken."""
+
+
+def expired(found: Sequence[CheckpointInfo], *, committed: int, keep_last: int,
+            damaged: Collection[str] = ()) -> Expired:
+    """What may go once the checkpoint of step `committed` is in place.
+
+    Whatever lies at a later step is left alone: the run was restored from before it, so it was refused as damaged or
+    never committed; it is overwritten when the run comes by there again, and counts for nothing until then.
+
+    Args:
+        found: all checkpoints.
+        keep_last: complete ones to keep, up to and with `committed`.
+        damaged: names of complete-looking ones whose content is known to be damaged.
     """
-    complete = [info for info in found if info.complete and info.step <= committed]
-    kept = {info.name for info in complete[-keep_last:]}
-    return [info.name for info in found if info.step <= committed and info.name not in kept
-            and (info.complete or info.step < committed)]
+    past = [info for info in found if info.step <= committed]
+    good = [info for info in past if info.complete and info.name not in damaged]
+    kept = {info.name for info in sorted(good, key=lambda info: info.step)[-max(1, keep_last):]}
+    gone = [info for info in past if info.name not in kept and info.step < committed]
+    stray = [key for info in past if info.name in kept and info.step < committed
+             for key in info.keys if key.partition("/")[2] not in info.files]
+    return Expired(tuple(info.name for info in gone), tuple(stray))
 
 
-def collect(place: Store, committed: int, keep_last: int) -> list[str]:
-    """Delete what `expired` names, and files of `committed`'s folder that belong to an earlier attempt at it."""
-    found = list_checkpoints(place)
-    gone = expired(found, committed, keep_last)
-    for name in gone:
-        place.delete(f"{name}/{MANIFEST_KEY}")  # first: from here on it is no checkpoint, whatever happens next
-        place.delete_tree(name)
-    for info in found:
-        if info.step == committed and info.complete:
-            folder = place.child(info.name)
-            known = {MANIFEST_KEY, *(stamp.key for stamp in read_checkpoint_manifest(folder).files)}
-            for entry in folder.list():
-                if entry.key not in known:
-                    folder.delete(entry.key)
-    return gone
+def collect(store: Store, *, committed: int, keep_last: int, damaged: Collection[str] = ()) -> None:
+    """Delete what `expired` names. The manifest goes first, so that an interrupted deletion leaves no damaged
+    checkpoint but a partial one."""
+    plan = expired(list_checkpoints(store), committed=committed, keep_last=keep_last, damaged=damaged)
+    for name in plan.checkpoints:
+        store.delete(f"{name}/{KEY}")
+        store.delete_tree(name)
+    for key in plan.objects:
+        store.delete(key)

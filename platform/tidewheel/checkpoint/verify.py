@@ -1,85 +1,105 @@
-"""Listing checkpoints and checking that they are what was written."""
+"""Which checkpoints there are, and whether they are intact. No torch in here: the command line answers at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from tidewheel.checkpoint.manifest import MANIFEST_KEY, checkpoint_name, read_checkpoint_manifest, step_of
-from tidewheel.errors import CheckpointError
-from tidewheel.storage import Stamp, Store, join, store
+from tidewheel.checkpoint.manifest import KEY, NAME, CheckpointManifest, parse_manifest, read_manifest
+from tidewheel.errors import CheckpointError, StorageError
+from tidewheel.storage import Stamp, Store
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint folder.
-
-    Attributes:
-        name: "step_00000100".
-        step: optimizer steps done.
-        complete: it has a valid manifest; its files may still be damaged (`verify_checkpoint` reads them).
-        problem: why it is not complete.
-        bytes: length of its files.
-        world_size: ranks that wrote it; 0 when unknown.
-    """
+    """One checkpoint folder, as far as a listing tells."""
 
     name: str
+    """"step_00000100"."""
     step: int
     complete: bool
-    problem: str
+    """Committed, and all its files are there with the right length; their content was not read."""
+    committed: bool
+    """There is a manifest.json, be it damaged."""
     bytes: int
+    """Of all files in the folder."""
     world_size: int
+    """Ranks that wrote it; 0 when there is no valid manifest."""
+    problem: str
+    """Why it is not complete; "" when it is."""
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    """All objects in the folder."""
+    files: tuple[str, ...] = field(default=(), repr=False)
+    """Those its manifest names, and the manifest."""
 
 
-def checkpoint_store(place: Store, name: str) -> Store:
-    """The folder of checkpoint `name` below `place`."""
-    return place.child(name)
+def list_checkpoints(store: Store) -> list[CheckpointInfo]:
+    """The checkpoints under `store` (a run's `checkpoints` folder), oldest step first, partial ones included.
+
+    One listing and a read of each manifest, whatever the number of files.
+    """
+    folders: dict[str, dict[str, int]] = {}
+    for entry in store.list():
+        name, _, key = entry.key.partition("/")
+        if key and NAME.fullmatch(name):
+            folders.setdefault(name, {})[key] = entry.bytes
+    found = [_info(store, name, sizes) for name, sizes in folders.items()]
+    return sorted(found, key=lambda info: info.step)
 
 
-def list_checkpoints(place: Store) -> list[CheckpointInfo]:
-    """The checkpoints below `place`, oldest first; folders that were never committed are in the list too."""
-    sizes: dict[str, int] = {}
-    for entry in place.list():
-        name, _, rest = entry.key.partition("/")
-        if rest and step_of(name) is not None:
-            sizes[name] = sizes.get(name, 0) + entry.bytes
-    return [_info(place, name, sizes[name]) for name in sorted(sizes, key=lambda name: step_of(name) or 0)]
-
-
-def _info(place: Store, name: str, size: int) -> CheckpointInfo:
-    step = step_of(name) or 0
+def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
+    problem, manifest = "", None
     try:
-        manifest = read_checkpoint_manifest(checkpoint_store(place, name))
-    except FileNotFoundError:
-        return CheckpointInfo(name, step, False, f"no {MANIFEST_KEY}: it was never committed", size, 0)
-    except CheckpointError as error:
-        return CheckpointInfo(name, step, False, error.what, size, 0)
-    if manifest.step != step:
-        return CheckpointInfo(name, step, False, f"its manifest is that of step {manifest.step}", size, 0)
-    return CheckpointInfo(name, step, True, "", manifest.bytes, manifest.world_size)
+        manifest = read_manifest(store, name)
+        problem = "; ".join(_missing(manifest, sizes))
+    except (CheckpointError, StorageError) as error:
+        problem = error.what
+    files = () if manifest is None else (KEY, *(file.key for file in manifest.files))
+    return CheckpointInfo(name=name, step=int(name.partition("_")[2]), complete=not problem, committed=KEY in sizes,
+                          bytes=sum(sizes.values()), world_size=manifest.world_size if manifest else 0,
+                          problem=problem, keys=tuple(f"{name}/{key}" for key in sizes), files=files)
 
 
-def verify_checkpoint(place: Store, name: str) -> list[str]:
-    """Everything wrong with checkpoint `name` below `place`: reads every file and compares hashes. [] when intact.
+def _missing(manifest: CheckpointManifest, sizes: dict[str, int]) -> list[str]:
+    problems = []
+    for file in manifest.files:
+        size = sizes.get(file.key)
+        if size is None:
+            problems.append(f"{file.key}: missing")
+        elif size != file.bytes:
+            problems.append(f"{file.key}: {size} bytes, expected {file.bytes}")
+    return problems
+
+
+def verify_checkpoint(store: Store, name: str) -> list[str]:
+    """Read every file of checkpoint `name` and compare hashes; one line for each problem, [] when it is intact.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    if step_of(name) is None or not place.list(name):
-        raise CheckpointError(f"no checkpoint {name!r}", where=place.uri,
-                              mend=f"names look like {checkpoint_name(100)}; `tidewheel checkpoint list` shows them")
-    info = _info(place, name, 0)
-    if not info.complete:
-        return [info.problem]
-    return damaged_files(checkpoint_store(place, name), read_checkpoint_manifest(checkpoint_store(place, name)).files)
+    if not NAME.fullmatch(name) or not store.list(name):
+        raise CheckpointError(f"there is no checkpoint {name!r}", where=store.uri,
+                              mend="`tidewheel checkpoint list RUN` shows those there are")
+    try:
+        manifest = read_manifest(store, name)
+    except CheckpointError as error:
+        return [error.what]
+    return verify_files(store, name, manifest.files)
 
 
-def damaged_files(folder: Store, files: Iterable[Stamp]) -> list[str]:
-    """What is wrong with each damaged file among `files`."""
-    found = ((stamp.key, folder.verify(stamp)) for stamp in files)
-    return [f"{key}: {wrong}" for key, wrong in found if wrong]
+def verify_files(store: Store, name: str, files: Iterable[Stamp]) -> list[str]:
+    """What is wrong with `files` of checkpoint `name`, having read them."""
+    problems = []
+    for file in files:
+        try:
+            differs = store.verify(Stamp(f"{name}/{file.key}", file.bytes, file.hash))
+        except StorageError as error:  # a bad sector is damage like any other
+            differs = error.what
+        if differs:
+            problems.append(f"{file.key}: {differs}")
+    return problems
 
 
-def checkpoints_of(run_uri: str) -> Store:
-    """Where a run keeps its checkpoints."""
-    return store(join(run_uri, "checkpoints"))
+def parse_text(store: Store, name: str, text: str) -> CheckpointManifest:
+    """The manifest in `text`, which another rank read."""
+    return parse_manifest(text.encode(), name, store.at(f"{name}/{KEY}"))

@@ -1,85 +1,70 @@
-"""One shard: an Arrow IPC file whose rows are packed sequences. Uncompressed, so that it can be memory-mapped."""
+"""A shard file: Arrow IPC, one uncompressed record batch, so that it memory-maps; named by its content."""
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from tidewheel.errors import ShardError
-from tidewheel.shards.manifest import TOKEN_DTYPES, ShardInfo
+from tidewheel.shards.manifest import TOKEN_DTYPES, ShardInfo, shard_name
 from tidewheel.storage import Store, content_hash
 
-#: Rows in a record batch: also the grain at which an object-store reader could fetch a part of a file.
-BATCH_ROWS = 256
+_OPTIONS = pa.ipc.IpcWriteOptions(compression=None, metadata_version=pa.ipc.MetadataVersion.V5)
 
 
 def shard_schema(sequence_length: int, token_dtype: str, loss_mask: bool = False) -> pa.Schema:
-    """Columns of a shard.
+    """Columns of a shard; a row is one packed sequence of L = `sequence_length` tokens.
 
-    tokens: `sequence_length` values of `token_dtype`; length: how many of them are real (the rest is padding);
-    segment_starts: where each document's piece starts in the row (the first is 0, increasing, all < length);
-    document_ids: whose piece it is; document_offsets: at which token of that document the piece starts;
-    loss_mask (optional): 1 where a token counts for the loss.
+    tokens FixedSizeList(token_dtype, L); length int32: real tokens, the rest is padding; segment_starts
+    list<int32>: first 0, increasing, below length; document_ids list<string> and document_offsets list<int64>: for
+    every segment its document, and the segment's token offset in it; loss_mask FixedSizeList(uint8, L) if wanted.
+
+    Raises:
+        ValueError: `token_dtype` is neither "uint16" nor "uint32".
     """
     if token_dtype not in TOKEN_DTYPES:
-        raise ValueError(f"token_dtype {token_dtype!r} is none of {TOKEN_DTYPES}")
-    columns = [
-        pa.field("tokens", pa.list_(pa.field("item", getattr(pa, token_dtype)(), nullable=False), sequence_length),
-                 nullable=False),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("segment_starts", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
-        pa.field("document_ids", pa.list_(pa.field("item", pa.string(), nullable=False)), nullable=False),
-        pa.field("document_offsets", pa.list_(pa.field("item", pa.int64(), nullable=False)), nullable=False),
+        raise ValueError(f"token_dtype must be one of {TOKEN_DTYPES}, got {token_dtype!r}")
+    tokens = pa.uint16() if token_dtype == "uint16" else pa.uint32()
+    fields = [
+        pa.field("tokens", pa.list_(tokens, sequence_length)),
+        pa.field("length", pa.int32()),
+        pa.field("segment_starts", pa.list_(pa.int32())),
+        pa.field("document_ids", pa.list_(pa.string())),
+        pa.field("document_offsets", pa.list_(pa.int64())),
     ]
     if loss_mask:
-        columns.append(pa.field("loss_mask", pa.list_(pa.field("item", pa.uint8(), nullable=False), sequence_length),
-                                nullable=False))
-    return pa.schema(columns)
-
-
-def token_dtype_for(vocabulary_size: int) -> str:
-    """The narrowest type that holds every id below `vocabulary_size`."""
-    return "uint16" if vocabulary_size <= 1 << 16 else "uint32"
+        fields.append(pa.field("loss_mask", pa.list_(pa.uint8(), sequence_length)))
+    return pa.schema(fields)
 
 
 def write_shard(store: Store, table: pa.Table) -> ShardInfo:
-    """Write `table` (of `shard_schema`) under a name that is its content hash; equal rows give equal bytes."""
-    columns = table.schema.field("tokens").type
-    expected = shard_schema(columns.list_size, str(columns.value_type), "loss_mask" in table.schema.names)
-    data = encode(table.cast(expected))
+    """Write `table` (columns of `shard_schema`, at least one row) as one shard file; equal tables give equal bytes.
+
+    Raises:
+        ValueError: the columns are not those of a shard, a value is null, or there is no row.
+    """
+    table = _canonical(table)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=_OPTIONS) as writer:
+        writer.write_batch(table.to_batches()[0])
+    data = memoryview(sink.getvalue())
     digest = content_hash(data)
-    name = f"{digest.removeprefix('blake3-')[:32]}.arrow"
-    stamp = store.write(name, data)
-    tokens = int(np.asarray(table.column("length").to_numpy(), dtype=np.int64).sum())
-    return ShardInfo(name=name, rows=table.num_rows, tokens=tokens, bytes=stamp.bytes, hash=stamp.hash)
+    stamp = store.write(shard_name(digest), data)
+    return ShardInfo(name=stamp.key, rows=table.num_rows, tokens=int(pc.sum(table["length"]).as_py()),
+                     bytes=stamp.bytes, hash=stamp.hash)
 
 
-def encode(table: pa.Table) -> memoryview:
-    """The bytes of a shard file: chunking and slicing of `table` do not show in them."""
-    sink = io.BytesIO()
-    whole = pa.Table.from_batches([_compact(batch) for batch in table.combine_chunks().to_batches(BATCH_ROWS)],
-                                  schema=table.schema)
-    with pa.ipc.new_file(sink, table.schema.remove_metadata()) as writer:
-        for batch in whole.to_batches(BATCH_ROWS):
-            writer.write_batch(batch)
-    return sink.getbuffer()
-
-
-def _compact(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A copy whose buffers hold just its own rows: a slice would drag its parent's offsets into the file."""
-    indices = pa.array(np.arange(batch.num_rows, dtype=np.int64))
-    return pa.RecordBatch.from_arrays([column.take(indices) for column in batch.columns], schema=batch.schema)
-
-
-def check_table(table: pa.Table, *, where: str, sequence_length: int, token_dtype: str, rows: int,
-                loss_mask: bool) -> None:
-    """Raise ShardError unless an opened shard has the schema and row count its manifest promises."""
-    expected = shard_schema(sequence_length, token_dtype, loss_mask)
-    mend = "run the pipeline again with the same output: what is damaged is written anew"
-    if not table.schema.equals(expected):
-        raise ShardError(f"columns are {table.schema.names} of other types than the manifest says", where=where,
-                         mend=mend)
-    if table.num_rows != rows:
-        raise ShardError(f"{table.num_rows} rows, the manifest says {rows}", where=where, mend=mend)
+def _canonical(table: pa.Table) -> pa.Table:
+    """`table` in one chunk, its buffers free of slices and of what metadata or bitmaps its maker left in it."""
+    if table.num_rows == 0:
+        raise ValueError("a shard has at least one row")
+    if "tokens" not in table.column_names or not pa.types.is_fixed_size_list(table.schema.field("tokens").type):
+        raise ValueError(f"not a shard: columns {table.column_names}")
+    tokens = table.schema.field("tokens").type
+    schema = shard_schema(tokens.list_size, str(tokens.value_type), "loss_mask" in table.column_names)
+    table = table.select(schema.names).cast(schema)
+    for name, column in zip(schema.names, table.columns):
+        if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
+            raise ValueError(f"a shard holds no nulls, column {name!r} does")
+    # `take` copies into fresh buffers: a slice and a copy of it must give the same bytes
+    return table.combine_chunks().take(pa.array(np.arange(table.num_rows))).combine_chunks()

@@ -1,4 +1,4 @@
-"""Batches by position: the order says which rows, the shard set gives them."""
+"""Batches by position, read ahead of the training step."""
 
 from __future__ import annotations
 
@@ -12,47 +12,60 @@ from tidewheel.shards.reader import Rows, ShardSet
 
 
 class Loader:
-    """Reads batches, and reads ahead when positions advance evenly.
+    """Rows of a shard set by global position. Stateless but for what it has read ahead: any position, any time.
 
     Args:
-        shard_set: an open shard set.
-        order: an order over the rows of that set.
-        prefetch: batches read ahead on a thread; 0 reads when asked.
+        shard_set: where rows come from.
+        order: which row is at which position.
+        prefetch: batches read ahead by a thread, on the guess that the distance between the last two calls stays
+            what it was; 0 turns it off. A wrong guess costs a read, nothing else.
     """
 
     def __init__(self, shard_set: ShardSet, order: Order, *, prefetch: int = 2) -> None:
+        if order.total != shard_set.manifest.rows:
+            raise ValueError(f"an order over {order.total} rows does not fit a set of {shard_set.manifest.rows}")
         self._set, self._order, self._prefetch = shard_set, order, prefetch
-        self._pending: OrderedDict[bytes, Future[Rows]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._ahead: OrderedDict[bytes, Future[Rows]] = OrderedDict()
         self._last: np.ndarray | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards") if prefetch else None
 
     def batch(self, positions: np.ndarray) -> Rows:
-        """The sequences at `positions` (int64, any epoch), in that order."""
-        positions = np.asarray(positions, dtype=np.int64)
-        waiting = self._pending.pop(positions.tobytes(), None)
-        rows = waiting.result() if waiting is not None else self._read(positions)
-        self._read_ahead(positions)
+        """Rows at `positions` [B] int64. Not for several threads at once while prefetching.
+
+        Raises:
+            ShardError: a shard is missing or damaged.
+        """
+        positions = np.ascontiguousarray(positions, dtype=np.int64)
+        if self._thread is None:
+            return self._read(positions)
+        found = self._ahead.pop(positions.tobytes(), None)
+        rows = None if found is None else found.result()
+        if rows is None:  # not foreseen: what was read ahead is for somewhere else
+            self._forget()
+            rows = self._read(positions)
+        self._read_ahead(self._thread, positions)
         return rows
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._forget()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, positions: np.ndarray) -> Rows:
         return self._set.rows(*self._order.locate(positions))
 
-    def _read_ahead(self, positions: np.ndarray) -> None:
-        """Guess the next batches: the same shape, moved on by the stride of the last two."""
-        last, self._last = self._last, positions
-        if self._prefetch < 1 or last is None or last.shape != positions.shape or not positions.size:
-            return
-        stride = int(positions[0] - last[0])
-        if stride <= 0 or not np.array_equal(positions - last, np.full_like(positions, stride)):
-            return
-        wanted = {(positions + stride * ahead).tobytes(): positions + stride * ahead
-                  for ahead in range(1, self._prefetch + 1)}
-        for stale in [name for name in self._pending if name not in wanted]:
-            self._pending.pop(stale).cancel()
-        for name, ahead_positions in wanted.items():
-            if name not in self._pending:
-                self._pending[name] = self._thread.submit(self._read, ahead_positions)
+    def _forget(self) -> None:
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
 
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def _read_ahead(self, thread: ThreadPoolExecutor, positions: np.ndarray) -> None:
+        before, self._last = self._last, positions
+        if before is None or before.shape != positions.shape or not positions.size:
+            return
+        stride = positions - before
+        for distance in range(1, self._prefetch + 1):
+            wanted = positions + distance * stride
+            if wanted.min() >= 0 and wanted.tobytes() not in self._ahead:
+                self._ahead[wanted.tobytes()] = thread.submit(self._read, wanted)

@@ -1,145 +1,208 @@
-"""`manifest.json`: what a shard set holds. Written last, it is the commit: without it there is no set."""
+"""`manifest.json` of a shard set: what it holds, and the commit: a set exists when its manifest does."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from tidewheel.errors import ShardError, StorageError
 from tidewheel.storage import Store, content_hash, safe_key
 
-MANIFEST_KEY = "manifest.json"
-FORMAT = "tidewheel-shards-1"
+KEY = "manifest.json"
+FORMAT = 1
 TOKEN_DTYPES = ("uint16", "uint32")
+VOCABULARY_MULTIPLE = 128
+"""Padding of the vocabulary for tensor cores (Megatron-LM's `make_vocab_size_divisible_by`)."""
+REBUILD = "run the pipeline again with the same output: what is damaged is written anew"
+
+_HASH = re.compile(r"blake3-[0-9a-f]{64}")
+_NAME = re.compile(r"[0-9a-f]{32}\.arrow")
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard file: name (first 32 hex digits of its content hash, ".arrow"), rows, real tokens, bytes, hash."""
+    """One shard file."""
 
     name: str
+    """First 32 hex digits of the content hash, and ".arrow"."""
     rows: int
     tokens: int
+    """Real tokens, padding not counted."""
     bytes: int
     hash: str
+    """Content hash, as in `storage.Stamp`."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A shard set.
-
-    Attributes:
-        sequence_length: tokens in a row, padding included.
-        token_dtype: "uint16" or "uint32".
-        vocabulary_size: rows an embedding needs: the tokenizer's size, padded.
-        tokenizer: {"file": key below the set, "hash": content hash, "eos": id, "pad": id}.
-        recipe_hash: hash of the pipeline's configuration.
-        evaluation_sets: what it was cleaned against: {"name", "hash", "items"} each.
-        documents: documents with at least one token in the set.
-        shards: the files, in the order that positions count through.
-        loss_mask: whether rows carry a loss mask.
-    """
+    """What a shard set holds. Shards are in the order that `shards.order` numbers them."""
 
     sequence_length: int
     token_dtype: str
+    """"uint16" or "uint32"."""
     vocabulary_size: int
+    """Padded to a multiple of 128."""
     tokenizer: dict[str, Any]
+    """{"file": key below the set's root, "hash": content hash, "eos": int, "pad": int}."""
     recipe_hash: str
     evaluation_sets: tuple[dict[str, Any], ...]
+    """What the set was cleaned against: {"name", "hash", "items"} each."""
     documents: int
     shards: tuple[ShardInfo, ...]
     loss_mask: bool = False
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Sequences in the set."""
         return sum(shard.rows for shard in self.shards)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        """Real tokens in the set, padding excluded."""
+        """Real tokens in the set."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def utilisation(self) -> float:
-        """Share of token places that hold a real token; 0 for an empty set."""
-        return self.tokens / (self.rows * self.sequence_length) if self.rows else 0.0
+        """Share of the rows' room that holds real tokens; 1.0 for an empty set."""
+        return self.tokens / (self.rows * self.sequence_length) if self.rows else 1.0
 
-    @property
+    @cached_property
     def hash(self) -> str:
-        """Content hash of the manifest: equal for equal sets."""
-        return content_hash(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode())
+        """Content hash of the canonical JSON: identity of the set."""
+        return content_hash(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode())
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values, the form on storage; derived figures are not in it, save in `write_manifest`."""
-        return {"format": FORMAT, **asdict(self), "evaluation_sets": list(self.evaluation_sets),
-                "shards": [asdict(shard) for shard in self.shards]}
+    def canonical(self) -> dict[str, Any]:
+        """JSON values of all fields."""
+        values = asdict(self)
+        values["shards"] = list(values["shards"])
+        values["evaluation_sets"] = list(values["evaluation_sets"])
+        return {"format": FORMAT, **values}
 
 
 def write_manifest(store: Store, manifest: Manifest) -> None:
-    """Publish a shard set whose files are all written."""
-    totals = {"rows": manifest.rows, "tokens": manifest.tokens, "utilisation": round(manifest.utilisation, 6)}
-    store.write_json(MANIFEST_KEY, {**manifest.to_json(), "totals": totals})
+    """Publish the set: to be called last, when all its files are in place.
+
+    Raises:
+        ShardError: a field is wrong.
+    """
+    _parse(manifest.canonical(), store.at(KEY))
+    store.write_json(KEY, manifest.canonical())
 
 
 def read_manifest(store: Store) -> Manifest:
-    """The manifest of the set at `store`.
+    """The manifest of the shard set at `store`, every field checked.
 
     Raises:
-        ShardError: there is none, or it is damaged: every field is checked, and names cannot leave the set's folder.
+        ShardError: there is none, or it is damaged or hostile.
     """
-    where = store.at(MANIFEST_KEY)
+    where = store.at(KEY)
     try:
-        values = store.read_json(MANIFEST_KEY)
+        values = store.read_json(KEY)
     except FileNotFoundError:
-        raise ShardError("no manifest.json: there is no shard set here, or its pipeline has not finished",
-                         where=store.uri, mend="give the folder a pipeline wrote, OUTPUT/shards, or run the pipeline "
-                                               "again: it goes on where it stopped") from None
+        raise ShardError("no shard set here: no manifest.json", where=where,
+                         mend="give the folder that `tidewheel data run` wrote, OUTPUT/shards") from None
     except StorageError as error:
-        if not error.what.startswith("not valid JSON"):
+        if "JSON" not in error.what:
             raise
-        raise _damaged(where, error.what) from None
+        raise ShardError(error.what, where=where, mend=REBUILD) from None
+    return _parse(values, where)
+
+
+def _parse(values: Any, where: str) -> Manifest:
+    fields = _Fields(values, where)
+    fields.one_of("format", (FORMAT,))
+    dtype = fields.one_of("token_dtype", TOKEN_DTYPES)
+    vocabulary = fields.number("vocabulary_size", at_least=VOCABULARY_MULTIPLE,
+                               at_most=1 << (16 if dtype == "uint16" else 32))
+    if vocabulary % VOCABULARY_MULTIPLE:
+        fields.wrong("vocabulary_size", f"a multiple of {VOCABULARY_MULTIPLE}")
+    length = fields.number("sequence_length", at_least=1, at_most=1 << 31)
+    tokenizer = _tokenizer(fields.group("tokenizer"), vocabulary)
+    shards = tuple(_shard(shard, length) for shard in fields.groups("shards"))
+    if len({shard.name for shard in shards}) != len(shards):
+        fields.wrong("shards", "without repetition")
+    sets = []
+    for group in fields.groups("evaluation_sets"):
+        group.text("name"), group.text("hash"), group.number("items")
+        sets.append(dict(group.values))
+    return Manifest(
+        sequence_length=length, token_dtype=dtype, vocabulary_size=vocabulary, tokenizer=tokenizer,
+        recipe_hash=fields.text("recipe_hash"), evaluation_sets=tuple(sets), documents=fields.number("documents"),
+        shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)))
+
+
+def _tokenizer(fields: _Fields, vocabulary: int) -> dict[str, Any]:
+    file = fields.text("file")
     try:
-        return _parse(values)
-    except (KeyError, TypeError, ValueError, StorageError) as error:
-        raise _damaged(where, f"{type(error).__name__}: {error}") from None
+        safe_key(file)
+    except StorageError:
+        fields.wrong("file", "a path below the set's folder")
+    fields.matching("hash", _HASH)
+    fields.number("eos", at_most=vocabulary - 1)
+    fields.number("pad", at_most=vocabulary - 1)
+    return dict(fields.values)
 
 
-def _damaged(where: str, why: str) -> ShardError:
-    return ShardError(f"the manifest is damaged ({why})", where=where,
-                      mend="run the pipeline again with the same output, or restore the file")
+def _shard(fields: _Fields, length: int) -> ShardInfo:
+    name, digest = fields.matching("name", _NAME), fields.matching("hash", _HASH)
+    if name != shard_name(digest):
+        fields.wrong("name", "the beginning of the hash")
+    rows = fields.number("rows", at_least=1, at_most=1 << 32)
+    return ShardInfo(name=name, rows=rows, tokens=fields.number("tokens", at_most=rows * length),
+                     bytes=fields.number("bytes", at_least=1), hash=digest)
 
 
-def _parse(values: Any) -> Manifest:
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        found = values.get("format") if isinstance(values, dict) else type(values).__name__
-        raise ValueError(f"format is {found!r}, expected {FORMAT!r}")
-    shards = tuple(_parse_shard(entry) for entry in values["shards"])
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "sequence_length": int, "vocabulary_size": int, "documents": int, "recipe_hash": str, "tokenizer": dict,
-        "loss_mask": bool, "evaluation_sets": list}
-    for name, kind in kinds.items():
-        if not isinstance(values[name], kind) or (kind is int and (isinstance(values[name], bool) or values[name] < 0)):
-            raise ValueError(f"{name} is {values[name]!r}")
-    if values["token_dtype"] not in TOKEN_DTYPES:
-        raise ValueError(f"token_dtype is {values['token_dtype']!r}, expected one of {TOKEN_DTYPES}")
-    if values["sequence_length"] < 1 or values["vocabulary_size"] < 1:
-        raise ValueError("sequence_length and vocabulary_size must be positive")
-    if "file" in values["tokenizer"]:
-        safe_key(values["tokenizer"]["file"])
-    known = {field.name for field in fields(Manifest)}
-    return Manifest(**{**{name: value for name, value in values.items() if name in known}, "shards": shards,
-                       "evaluation_sets": tuple(values["evaluation_sets"])})
+def shard_name(digest: str) -> str:
+    """Name of the shard file whose content hash is `digest`."""
+    return digest.removeprefix("blake3-")[:32] + ".arrow"
 
 
-def _parse_shard(entry: Any) -> ShardInfo:
-    shard = ShardInfo(**entry)
-    safe_key(shard.name)
-    for name in ("rows", "tokens", "bytes"):
-        value = getattr(shard, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} of shard {shard.name!r} is {value!r}")
-    if not isinstance(shard.hash, str) or not shard.hash.startswith("blake3-"):
-        raise ValueError(f"hash of shard {shard.name!r} is {shard.hash!r}")
-    return shard
+class _Fields:
+    """JSON values that are taken out one by one, each of the type it must have."""
+
+    def __init__(self, values: Any, where: str, path: str = "") -> None:
+        self.where, self.path = where, path
+        if not isinstance(values, dict):
+            raise ShardError(f"{path or 'the manifest'} is {type(values).__name__}, not a group of values", where=where,
+                             mend=REBUILD)
+        self.values: dict[str, Any] = values
+
+    def _take(self, key: str, fits: Callable[[Any], bool], what: str) -> Any:
+        if key not in self.values:
+            raise ShardError(f"{self.path}{key} is missing", where=self.where, mend=REBUILD)
+        if not fits(self.values[key]):
+            self.wrong(key, what)
+        return self.values[key]
+
+    def wrong(self, key: str, what: str) -> None:
+        """Raise: the value of `key` is not `what`."""
+        shown = repr(self.values[key])
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        raise ShardError(f"{self.path}{key} is {shown}, not {what}", where=self.where, mend=REBUILD)
+
+    def text(self, key: str) -> str:
+        return self._take(key, lambda value: isinstance(value, str), "text")
+
+    def matching(self, key: str, pattern: re.Pattern[str]) -> str:
+        return self._take(key, lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None,
+                          f"of the form {pattern.pattern}")
+
+    def number(self, key: str, at_least: int = 0, at_most: int = (1 << 63) - 1) -> int:
+        return self._take(key, lambda value: type(value) is int and at_least <= value <= at_most,
+                          f"a whole number from {at_least} to {at_most}")
+
+    def one_of(self, key: str, known: tuple[Any, ...]) -> Any:
+        return self._take(key, lambda value: any(type(value) is type(k) and value == k for k in known),
+                          f"one of {', '.join(map(repr, known))}")
+
+    def group(self, key: str) -> _Fields:
+        return _Fields(self._take(key, lambda value: isinstance(value, dict), "a group of values"), self.where,
+                       f"{self.path}{key}.")
+
+    def groups(self, key: str) -> list[_Fields]:
+        values = self._take(key, lambda value: isinstance(value, list | tuple), "a list")
+        return [_Fields(value, self.where, f"{self.path}{key}[{i}].") for i, value in enumerate(values)]

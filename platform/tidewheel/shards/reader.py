@@ -1,156 +1,190 @@
-"""Reading a shard set: zero-copy from a memory map locally, through a verified file cache from object storage."""
+"""Rows of a shard set as arrays, straight from memory-mapped files."""
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards.format import check_table
-from tidewheel.shards.manifest import Manifest, ShardInfo, read_manifest
-from tidewheel.storage import LocalStore, Store, store
+from tidewheel.shards.cache import CACHE_BYTES, ShardFiles
+from tidewheel.shards.format import shard_schema
+from tidewheel.shards.manifest import REBUILD, Manifest, ShardInfo, read_manifest
 
-MEND = "run the pipeline again with the same output: what is damaged is written anew"
+OPEN_SHARDS = 1024
+"""Maps held open; Linux allows a process 65,530 (vm.max_map_count)."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """B sequences.
-
-    Attributes:
-        tokens: [B, L] of the set's token dtype.
-        lengths: [B] int32, real tokens of each row.
-        segment_ids: [B, L] int32, which document's piece a token belongs to, counted in its row; -1 is padding.
-        positions: [B, L] int32, distance from the start of the piece; 0 in the padding.
-        ids: "shard name:row" of each.
-    """
+    """B packed sequences of L tokens."""
 
     tokens: np.ndarray
+    """[B, L], token_dtype of the set."""
     lengths: np.ndarray
+    """[B] int32: real tokens, the rest is padding."""
     segment_ids: np.ndarray
+    """[B, L] int32: number of the segment in its row, -1 in padding."""
     positions: np.ndarray
+    """[B, L] int32: position in the segment, 0 in padding."""
     ids: list[str]
+    """"shardname:row" of each."""
+    loss_mask: np.ndarray | None = None
+    """[B, L] uint8, if the set has one."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The columns of one memory-mapped shard, without a copy; n rows with s segments in all."""
+
+    tokens: np.ndarray
+    """[n, L]."""
+    lengths: np.ndarray
+    """[n] int32."""
+    segment_bounds: np.ndarray
+    """[n + 1] int32: the segments of row r are segment_starts[segment_bounds[r]:segment_bounds[r + 1]]."""
+    segment_starts: np.ndarray
+    """[s] int32."""
+    loss_mask: np.ndarray | None
+    batch: pa.RecordBatch
+    """All columns, as in `shards.format.shard_schema`."""
+
+
+def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> Shard:
+    """Memory-map a shard file and check that it is what the manifest says, as far as that takes no reading.
+
+    Raises:
+        ShardError: not an Arrow file, or other columns or rows than the manifest says; names `where`.
+    """
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
+        if batch is not None:
+            batch.validate()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, mend=REBUILD) from None
+    expected = shard_schema(manifest.sequence_length, manifest.token_dtype, manifest.loss_mask)
+    if batch is None or not batch.schema.equals(expected):
+        raise ShardError("the shard's columns are not those of its manifest", where=where, mend=REBUILD)
+    if batch.num_rows != info.rows or any(column.null_count for column in batch.columns):
+        raise ShardError(f"the shard has {batch.num_rows} rows, its manifest says {info.rows}, none of them null",
+                         where=where, mend=REBUILD)
+    starts = batch.column("segment_starts")
+    shape = (info.rows, manifest.sequence_length)
+    mask = batch.column("loss_mask").values.to_numpy().reshape(shape) if manifest.loss_mask else None
+    return Shard(tokens=batch.column("tokens").values.to_numpy().reshape(shape),
+                 lengths=batch.column("length").to_numpy(), segment_bounds=starts.offsets.to_numpy(),
+                 segment_starts=starts.values.to_numpy(), loss_mask=mask, batch=batch)
 
 
 class ShardSet:
-    """An open shard set; use `open`. Safe to read from several threads."""
+    """A shard set opened for reading; safe for several threads."""
 
-    def __init__(self, place: Store, manifest: Manifest, cache: Path) -> None:
-        self._store, self.manifest, self._cache = place, manifest, cache
-        self._tables: dict[int, pa.Table] = {}
+    def __init__(self, store: storage.Store, manifest: Manifest, files: ShardFiles) -> None:
+        self.store, self.manifest, self._files = store, manifest, files
+        self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
+        self._open: OrderedDict[int, Shard] = OrderedDict()
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, uri: str, cache: Path | None = None) -> ShardSet:
-        """The set at `uri`.
-
-        Args:
-            uri: the folder with manifest.json, local or s3://.
-            cache: local folder for shard files from object storage; by default one in the temporary folder, shared by
-                the processes of this machine (names are content hashes, so they cannot disagree).
+    def open(cls, uri: str, cache: Path | None = None, *, cache_bytes: int = CACHE_BYTES) -> ShardSet:
+        """The set at `uri`. Shards open when first read: memory-mapped in place, or copied from an object store into
+        `cache` with their hash checked.
 
         Raises:
-            ShardError: no manifest, or a damaged one.
+            ShardError: there is no set, or its manifest is damaged.
         """
-        place = store(uri)
-        manifest = read_manifest(place)
-        name = hashlib.sha256(uri.encode()).hexdigest()[:12]
-        return cls(place, manifest, cache or Path(tempfile.gettempdir(), "tidewheel-shards", name))
+        store = storage.store(uri)
+        return cls(store, read_manifest(store), ShardFiles(store, cache, cache_bytes))
 
-    def table(self, index: int) -> pa.Table:
-        """Shard `index`, memory-mapped.
+    def shard(self, index: int) -> Shard:
+        """Shard number `index`, opened at its first use.
 
         Raises:
-            ShardError: the file is missing, truncated or not what the manifest says.
+            ShardError: it is missing or damaged; names the shard.
         """
         with self._lock:
-            if index not in self._tables:
-                self._tables[index] = self._open(self.manifest.shards[index])
-            return self._tables[index]
-
-    def _open(self, shard: ShardInfo) -> pa.Table:
-        path = self._store.local_path(shard.name) or self._fetch(shard)
-        where = self._store.at(shard.name)
-        try:
-            size = path.stat().st_size
-            if size != shard.bytes:
-                raise ShardError(f"{size} bytes, the manifest says {shard.bytes}", where=where, mend=MEND)
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        except FileNotFoundError:
-            raise ShardError("the shard is missing", where=where, mend=MEND) from None
-        except pa.ArrowInvalid as error:
-            raise ShardError(f"not a readable Arrow file ({error})", where=where, mend=MEND) from None
-        check_table(table, where=where, sequence_length=self.manifest.sequence_length, rows=shard.rows,
-                    token_dtype=self.manifest.token_dtype, loss_mask=self.manifest.loss_mask)
-        return table
-
-    def _fetch(self, shard: ShardInfo) -> Path:
-        """The shard as a local file; its hash is checked once, when it arrives."""
-        cache = LocalStore(self._cache)
-        path = self._cache / shard.name
-        if path.is_file() and path.stat().st_size == shard.bytes:
-            return path
-        try:
-            with self._store.open(shard.name) as source, cache.writer(shard.name) as sink:
-                while chunk := source.read(8 << 20):
-                    sink.write(chunk)
-                if sink.stamp.hash != shard.hash:  # raised inside the block: a damaged copy is never published
-                    raise ShardError("the content is not what the manifest says (hash differs)",
-                                     where=self._store.at(shard.name), mend=MEND)
-        except FileNotFoundError:
-            raise ShardError("the shard is missing", where=self._store.at(shard.name), mend=MEND) from None
-        return path
+            found = self._open.get(index)
+            if found is not None:
+                self._open.move_to_end(index)
+                return found
+        info = self.manifest.shards[index]  # outside the lock: a download must not stop other readers
+        found = open_shard(self._files.path(info), info, self.manifest, self.store.at(info.name))
+        with self._lock:
+            found = self._open.setdefault(index, found)
+            while len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        return found
 
     def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
-        """Gather [B] rows, given as shard indices and rows inside them."""
-        length, count = self.manifest.sequence_length, len(rows)
-        tokens = np.empty((count, length), dtype=self.manifest.token_dtype)
+        """Gather [B] rows: row `rows[i]` of shard number `shards[i]`.
+
+        Raises:
+            ShardError: a shard is missing or damaged.
+            IndexError: there is no such shard or row.
+        """
+        shards, rows = np.asarray(shards, dtype=np.int64), np.asarray(rows, dtype=np.int64)
+        manifest, count = self.manifest, len(shards)
+        self._check(shards, rows)
+        shape = (count, manifest.sequence_length)
+        tokens = np.empty(shape, dtype=manifest.token_dtype)
         lengths = np.empty(count, dtype=np.int32)
-        starts: list[np.ndarray] = [np.empty(0, np.int32)] * count
-        for shard in np.unique(shards).tolist():
-            table = self.table(int(shard))
-            chosen = np.flatnonzero(shards == shard)
-            self._gather(table, rows[chosen], chosen, tokens, lengths, starts)
-        segment_ids, positions = segments(starts, lengths, length)
-        names = [self.manifest.shards[shard].name for shard in shards.tolist()]
-        ids = [f"{name}:{row}" for name, row in zip(names, rows.tolist())]
-        return Rows(tokens, lengths, segment_ids, positions, ids)
+        marks = np.zeros(shape, dtype=np.int32)
+        mask = np.empty(shape, dtype=np.uint8) if manifest.loss_mask else None
+        for index in np.unique(shards).tolist():
+            shard = self.shard(index)
+            here = np.flatnonzero(shards == index)
+            wanted = rows[here]
+            tokens[here], lengths[here] = shard.tokens[wanted], shard.lengths[wanted]
+            if mask is not None and shard.loss_mask is not None:
+                mask[here] = shard.loss_mask[wanted]
+            self._mark(marks, index, shard, here, wanted)
+            if len(here) and int(tokens[here].max()) >= manifest.vocabulary_size:
+                raise self._damaged(index, f"a token is outside the vocabulary of {manifest.vocabulary_size}")
+        segment_ids, positions = _spell_out(marks, lengths)
+        ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
+        return Rows(tokens, lengths, segment_ids, positions, ids, mask)
 
-    def _gather(self, table: pa.Table, rows: np.ndarray, into: np.ndarray, tokens: np.ndarray, lengths: np.ndarray,
-                starts: list[np.ndarray]) -> None:
-        """Copy `rows` of one shard to places `into`; batches are views of the memory map."""
-        chunks = table.column("tokens").chunks
-        bounds = np.cumsum([0, *(len(chunk) for chunk in chunks)])
-        if rows.size and (rows.min() < 0 or rows.max() >= bounds[-1]):
-            raise IndexError(f"row {int(rows.max())} of a shard of {int(bounds[-1])}")
-        which = np.searchsorted(bounds, rows, side="right") - 1
-        for chunk in np.unique(which).tolist():
-            mine = np.flatnonzero(which == chunk)
-            inside, places = rows[mine] - bounds[chunk], into[mine]
-            flat = chunks[chunk].flatten().to_numpy(zero_copy_only=True)
-            tokens[places] = flat.reshape(-1, self.manifest.sequence_length)[inside]
-            lengths[places] = table.column("length").chunk(chunk).to_numpy()[inside]
-            lists = table.column("segment_starts").chunk(chunk)
-            offsets, values = lists.offsets.to_numpy(), lists.values.to_numpy()
-            for place, row in zip(places.tolist(), inside.tolist()):
-                starts[place] = values[offsets[row]: offsets[row + 1]]
+    def _check(self, shards: np.ndarray, rows: np.ndarray) -> None:
+        known = self._counts
+        if shards.shape != rows.shape or shards.ndim != 1:
+            raise IndexError(f"shards and rows must be two equal lists, got {shards.shape} and {rows.shape}")
+        if shards.size and (shards.min() < 0 or shards.max() >= len(known) or rows.min() < 0
+                            or np.any(rows >= known[shards])):
+            raise IndexError(f"no such row in a set of {len(known)} shards, {self.manifest.rows} rows")
+
+    def _mark(self, marks: np.ndarray, index: int, shard: Shard, here: np.ndarray, wanted: np.ndarray) -> None:
+        """Set `marks` [B, L] to 1 where the rows' segments begin."""
+        first = shard.segment_bounds[wanted].astype(np.int64)
+        counts = shard.segment_bounds[wanted + 1] - first
+        lengths = shard.lengths[wanted]
+        if np.any(counts < 1) or first.min() < 0 or (first + counts).max() > len(shard.segment_starts) \
+                or lengths.min() < 1 or lengths.max() > marks.shape[1]:
+            raise self._damaged(index, "a row has no segment or an impossible length")
+        owner = np.repeat(np.arange(len(wanted)), counts)
+        begin = np.cumsum(counts) - counts
+        starts = shard.segment_starts[first[owner] + np.arange(len(owner)) - begin[owner]]
+        if np.any(starts < 0) or np.any(starts >= lengths[owner]) or np.any(starts[begin] != 0):
+            raise self._damaged(index, "a segment begins outside its row")
+        marks[here[owner], starts] = 1
+
+    def _damaged(self, index: int, what: str) -> ShardError:
+        return ShardError(what, where=self.store.at(self.manifest.shards[index].name),
+                          mend=f"`tidewheel shards verify {self.store.uri}` lists what is damaged; {REBUILD}")
 
 
-def segments(starts: list[np.ndarray], lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Segment ids and positions, [B, L] int32 each, from the segment starts of each row."""
-    count = len(starts)
-    begins = np.zeros((count, length), dtype=np.int32)
-    for row, where in enumerate(starts):
-        begins[row, where] = 1
-    segment_ids = np.cumsum(begins, axis=1, dtype=np.int32) - 1
-    place = np.arange(length, dtype=np.int32)
-    positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1).astype(np.int32)
-    padding = place[None, :] >= lengths[:, None]
-    segment_ids[padding], positions[padding] = -1, 0
+def _spell_out(marks: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(segment_ids, positions) [B, L] int32 from the marks where segments begin."""
+    places = np.arange(marks.shape[1], dtype=np.int32)
+    begins = np.maximum.accumulate(marks * places, axis=1)
+    segment_ids = np.cumsum(marks, axis=1, dtype=np.int32) - 1
+    positions = places - begins
+    padding = places >= lengths[:, None]
+    segment_ids[padding] = -1
+    positions[padding] = 0
     return segment_ids, positions

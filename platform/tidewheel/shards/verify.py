@@ -1,129 +1,118 @@
-"""Checking and describing a shard set."""
+"""Is a shard set what its manifest says, to the last token? And what is in it?"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 
+from tidewheel import storage
 from tidewheel.errors import ShardError
-from tidewheel.shards.manifest import Manifest, ShardInfo, read_manifest
-from tidewheel.shards.reader import ShardSet
-from tidewheel.storage import Stamp, Store, store
+from tidewheel.shards.manifest import Manifest, ShardInfo
+from tidewheel.shards.reader import Shard, ShardSet
 
-SHOWN_SHARDS = 20
-SHOWN_TOKENS = 32
+SHOWN = 20
+"""Shards that `inspect` lists one by one."""
 
 
 def verify(uri: str) -> list[str]:
-    """Everything wrong with the set at `uri`, [] when it is intact: file lengths and hashes, schema, row and token
-    counts, segment invariants, token ids below the vocabulary size, the tokenizer file.
+    """Read the whole set; one line for each problem, [] when it is intact.
+
+    Checks hashes, lengths, rows, columns, segments, padding, and that every token is in the vocabulary.
 
     Raises:
-        ShardError: there is no manifest, or it cannot be read.
+        ShardError: there is no set, or its manifest is damaged.
     """
-    place = store(uri)
-    manifest = read_manifest(place)
     shard_set = ShardSet.open(uri)
-    problems: list[str] = []
-    for index, shard in enumerate(manifest.shards):
-        wrong = place.verify(Stamp(shard.name, shard.bytes, shard.hash))
-        if wrong:
-            problems.append(f"{shard.name}: {wrong}")
-            continue
-        try:
-            problems += [f"{shard.name}: {each}" for each in check_rows(shard_set.table(index), manifest, shard)]
-        except ShardError as error:
-            problems.append(f"{shard.name}: {error.what}")
-    return problems + [f"tokenizer: {wrong}" for wrong in _check_tokenizer(place, manifest)]
-
-
-def _check_tokenizer(place: Store, manifest: Manifest) -> list[str]:
-    key, expected = manifest.tokenizer.get("file"), manifest.tokenizer.get("hash")
-    if not key:
-        return []
-    if not place.exists(key):
-        return [f"{key} is missing"]
-    return [f"{key} is not the one that made the set (hash differs)"] if place.hash(key) != expected else []
-
-
-def check_rows(table: pa.Table, manifest: Manifest, shard: ShardInfo) -> list[str]:
-    """What is wrong with the rows of one shard; [] when nothing is."""
+    store, manifest = shard_set.store, shard_set.manifest
+    tokenizer = manifest.tokenizer
     problems = []
-    length = manifest.sequence_length
-    lengths = table.column("length").to_numpy()
-    if lengths.size and (lengths.min() < 1 or lengths.max() > length):
-        problems.append(f"row lengths reach from {lengths.min()} to {lengths.max()}, allowed are 1 to {length}")
-    if int(lengths.sum()) != shard.tokens:
-        problems.append(f"{int(lengths.sum())} tokens, the manifest says {shard.tokens}")
-    tokens = table.column("tokens").combine_chunks().flatten().to_numpy()
-    if tokens.size and int(tokens.max()) >= manifest.vocabulary_size:
-        problems.append(f"token id {int(tokens.max())} is not below the vocabulary size {manifest.vocabulary_size}")
-    return problems + _check_segments(table, lengths)
+    if not store.exists(tokenizer["file"]):
+        problems.append(f"{tokenizer['file']}: missing")
+    elif store.hash(tokenizer["file"]) != tokenizer["hash"]:
+        problems.append(f"{tokenizer['file']}: hash differs: the content has changed")
+    for index, info in enumerate(manifest.shards):
+        differs = store.verify(storage.Stamp(info.name, info.bytes, info.hash))
+        found = [differs] if differs else _contents(shard_set, index, info)
+        problems += [f"{info.name}: {problem}" for problem in found]
+    return problems
 
 
-def _check_segments(table: pa.Table, lengths: np.ndarray) -> list[str]:
-    starts, offsets = _lists(table, "segment_starts")
+def _contents(shard_set: ShardSet, index: int, info: ShardInfo) -> list[str]:
+    try:
+        shard = shard_set.shard(index)
+        shard.batch.validate(full=True)
+    except ShardError as error:
+        return [error.what]
+    except ValueError as error:  # pyarrow's ArrowInvalid
+        return [f"not a valid Arrow table ({str(error).splitlines()[0]})"]
+    return [*_lengths(shard, info, shard_set.manifest), *_segments(shard)]
+
+
+def _lengths(shard: Shard, info: ShardInfo, manifest: Manifest) -> list[str]:
+    length, problems = manifest.sequence_length, []
+    if shard.lengths.min() < 1 or shard.lengths.max() > length:
+        return [f"a row has {shard.lengths.min()} or {shard.lengths.max()} tokens, allowed are 1 to {length}"]
+    if int(shard.lengths.sum(dtype=np.int64)) != info.tokens:
+        problems.append(f"{shard.lengths.sum(dtype=np.int64)} tokens, the manifest says {info.tokens}")
+    if int(shard.tokens.max()) >= manifest.vocabulary_size:
+        problems.append(f"token {shard.tokens.max()} is outside the vocabulary of {manifest.vocabulary_size}")
+    padding = np.arange(length) >= shard.lengths[:, None]
+    if np.any(shard.tokens[padding] != manifest.tokenizer["pad"]):
+        problems.append(f"something other than the pad token {manifest.tokenizer['pad']} behind the end of a row")
+    return problems
+
+
+def _segments(shard: Shard) -> list[str]:
+    counts = np.diff(shard.segment_bounds)
+    if np.any(counts < 1):
+        return [f"row {int(np.argmax(counts < 1))} has no segment"]
     for name in ("document_ids", "document_offsets"):
-        if not np.array_equal(_lists(table, name)[1], offsets):
-            return [f"{name} and segment_starts differ in length"]
-    counts = np.diff(offsets)
-    if counts.size and counts.min() < 1:
-        return ["a row has no segment"]
-    row_of = np.repeat(np.arange(counts.size), counts)
-    first = np.zeros(starts.size, dtype=bool)
-    first[offsets[:-1]] = True
-    rising = np.ones(starts.size, dtype=bool)
-    rising[1:] = starts[1:] > starts[:-1]
-    wrong = (first & (starts != 0)) | (~first & ~rising) | (starts >= lengths[row_of])
-    rows = np.unique(row_of[wrong])
-    return [f"segments of row {rows[0]} (and {rows.size - 1} more) do not rise from 0 below its length"] \
-        if rows.size else []
-
-
-def _lists(table: pa.Table, name: str) -> tuple[Any, np.ndarray]:
-    """Values (numpy where they are numbers) and offsets of a list column."""
-    column = table.column(name).combine_chunks()
-    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    values = column.flatten()
-    offsets = np.concatenate([[0], np.cumsum(column.value_lengths().to_numpy())]).astype(np.int64)
-    return (values.to_numpy() if not pa.types.is_string(values.type) else values), offsets
+        others = pc.list_value_length(shard.batch.column(name)).to_numpy(zero_copy_only=False)
+        if np.any(others != counts):
+            return [f"row {int(np.argmax(others != counts))}: {name} and segment_starts differ in number"]
+    starts, owner = shard.segment_starts, np.repeat(np.arange(len(counts)), counts)
+    first = np.zeros(len(starts), dtype=bool)
+    first[shard.segment_bounds[:-1]] = True
+    wrong = np.where(first, starts != 0, starts <= np.roll(starts, 1)) | (starts >= shard.lengths[owner])
+    if np.any(wrong):
+        return [f"row {int(owner[np.argmax(wrong)])}: segments do not begin at 0, rise and end inside the row"]
+    if pc.min(pc.list_flatten(shard.batch.column("document_offsets"))).as_py() < 0:
+        return ["a document offset is negative"]
+    return []
 
 
 def inspect(uri: str, row: int | None = None) -> dict[str, Any]:
-    """Totals and shards of the set at `uri` as JSON values; with `row` (counted through the set), that row.
+    """JSON values that describe the set; with `row` (counted through all shards), that row's segments and documents.
 
     Raises:
-        ShardError: no set, or no such row.
+        ShardError: there is no set, it is damaged, or it has no such row.
     """
-    manifest = read_manifest(store(uri))
-    if row is not None:
-        return _inspect_row(ShardSet.open(uri), row)
-    return {
-        "uri": uri, "hash": manifest.hash, "rows": manifest.rows, "tokens": manifest.tokens,
-        "documents": manifest.documents, "sequence_length": manifest.sequence_length,
-        "utilisation": round(manifest.utilisation, 6), "token_dtype": manifest.token_dtype,
-        "vocabulary_size": manifest.vocabulary_size, "tokenizer": manifest.tokenizer,
-        "recipe_hash": manifest.recipe_hash, "evaluation_sets": list(manifest.evaluation_sets),
-        "num_shards": len(manifest.shards), "shards": [vars(shard) for shard in manifest.shards[:SHOWN_SHARDS]],
-    }
-
-
-def _inspect_row(shard_set: ShardSet, row: int) -> dict[str, Any]:
+    shard_set = ShardSet.open(uri)
     manifest = shard_set.manifest
-    starts = np.cumsum([0, *(shard.rows for shard in manifest.shards)])
-    if not 0 <= row < starts[-1]:
-        raise ShardError(f"there is no row {row}", where="shards inspect", mend=f"rows are 0 to {int(starts[-1]) - 1}")
-    shard = int(np.searchsorted(starts, row, side="right")) - 1
-    found = shard_set.table(shard).slice(row - int(starts[shard]), 1).to_pylist()[0]
-    ends = [*found["segment_starts"][1:], found["length"]]
+    if row is not None:
+        return _row(shard_set, row)
+    summary = manifest.canonical()
     return {
-        "id": f"{manifest.shards[shard].name}:{row - int(starts[shard])}", "length": found["length"],
-        "segments": [
-            {"document": document, "document_offset": offset, "start": start, "end": end,
-             "tokens": found["tokens"][start:min(end, start + SHOWN_TOKENS)]}
-            for document, offset, start, end in zip(found["document_ids"], found["document_offsets"],
-                                                    found["segment_starts"], ends)
-        ],
-    }
+        **summary, "uri": shard_set.store.uri, "hash": manifest.hash, "rows": manifest.rows, "tokens": manifest.tokens,
+        "utilisation": round(manifest.utilisation, 6), "bytes": sum(shard.bytes for shard in manifest.shards),
+        "num_shards": len(manifest.shards), "shards": summary["shards"][:SHOWN],
+        "first_rows": [_row(shard_set, number, shown=16) for number in range(min(3, manifest.rows))]}
+
+
+def _row(shard_set: ShardSet, row: int, shown: int | None = None) -> dict[str, Any]:
+    manifest = shard_set.manifest
+    if not 0 <= row < manifest.rows:
+        raise ShardError(f"there is no row {row}", where=shard_set.store.uri,
+                         mend=f"rows of this set count from 0 to {manifest.rows - 1}")
+    ends = np.cumsum([shard.rows for shard in manifest.shards])
+    index = int(np.searchsorted(ends, row, side="right"))
+    inside = row - int(ends[index]) + manifest.shards[index].rows
+    values = shard_set.shard(index).batch.slice(inside, 1).to_pylist()[0]
+    starts, length = values["segment_starts"], values["length"]
+    segments = [{"start": start, "tokens": end - start, "document": document, "document_offset": offset}
+                for start, end, document, offset in zip(starts, [*starts[1:], length], values["document_ids"],
+                                                        values["document_offsets"])]
+    return {"row": row, "id": f"{manifest.shards[index].name}:{inside}", "length": length, "segments": segments,
+            "tokens": values["tokens"][:shown]}

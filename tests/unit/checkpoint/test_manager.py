@@ -1,265 +1,335 @@
-"""Checkpoints: what is saved comes back, on any number of ranks; what is damaged is never used."""
+"""One process: save, verify, refuse what is damaged, keep what is wanted, survive a store that fails."""
 
-from __future__ import annotations
-
-import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from safetensors import safe_open
 
-from tests.ranks import on_ranks
-from tidewheel.checkpoint import manager as manager_module
-from tidewheel.checkpoint.manager import CheckpointManager, flatten
-from tidewheel.checkpoint.manifest import checkpoint_name, read_checkpoint_manifest
-from tidewheel.checkpoint.retention import expired
-from tidewheel.checkpoint.verify import CheckpointInfo, list_checkpoints, verify_checkpoint
-from tidewheel.errors import CheckpointError, StorageError
-from tidewheel.storage import store
+from tests.unit.checkpoint.helpers import Events, FlakyStore, clear, equal, manager, state
+from tidewheel.checkpoint.manifest import read_manifest
+from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
+from tidewheel.cluster.s3_server import S3Server
+from tidewheel.errors import CheckpointError
+from tidewheel.storage import LocalStore, Store, store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def state(value: float = 0.0) -> dict:
-    generator = torch.Generator().manual_seed(7)
-    return {"model": {"w": torch.randn(5, 3, generator=generator) + value, "b": torch.full((3,), value)},
-            "optimizer": {"w.exp_avg": torch.randn(5, 3, generator=generator) * value,
-                          "half": torch.full((2, 2), value, dtype=torch.bfloat16), "none": torch.empty(0, 3)}}
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        running.create_bucket("bucket")
+        yield running
 
 
-def same(a: dict, b: dict) -> bool:
-    a, b = flatten(a), flatten(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture
-def events():
-    return []
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return store(tmp_path / "checkpoints")
+    request.getfixturevalue("server")
+    return store(f"s3://bucket/{uuid.uuid4().hex}/checkpoints")
 
 
 @pytest.fixture
-def manager(tmp_path, events):
-    made = CheckpointManager(store(tmp_path), keep_last=2, on_event=lambda kind, detail: events.append((kind, detail)))
-    yield made
-    made.close()
+def local(tmp_path: Path) -> LocalStore:
+    found = store(tmp_path / "checkpoints")
+    assert isinstance(found, LocalStore)
+    return found
 
 
-def kinds(events) -> list[str]:
-    return [kind for kind, _ in events]
+def saved(place: Store, *steps: int, **options: Any) -> Events:
+    """Save `state(step)` for each of `steps`; the events."""
+    events = Events()
+    saver = manager(place, events, **options)
+    for step in steps:
+        saver.save(step, state(step), {"step": step})
+    saver.wait()
+    return events
 
 
-def test_nothing_saved_is_none(manager):
-    assert manager.load_latest(state()) is None
+def restored(place: Store) -> tuple[dict[str, Any] | None, dict, Events]:
+    """(extra, state, events) of a fresh manager."""
+    events, values = Events(), state(999)
+    return manager(place, events).load_latest(values), values, events
 
 
-def test_round_trip_with_extra(manager, events):
-    manager.save(3, state(1.5), {"step": 3, "note": "é"})
-    manager.wait()
-    found = state()
-    assert manager.load_latest(found) == {"step": 3, "note": "é"}
-    assert same(found, state(1.5))
-    assert kinds(events) == ["commit"]
-    assert events[0][1]["bytes"] > 0
+def test_save_and_load(place: Store):
+    assert restored(place)[0] is None
+    events = saved(place, 100, 200)
+    assert [(kind, detail["step"]) for kind, detail in events] == [("commit", 100), ("commit", 200)]
+    assert {"checkpoint", "seconds", "bytes", "stall_seconds", "files"} <= set(events[0][1])
+    extra, values, seen = restored(place)
+    assert extra == {"step": 200}
+    assert equal(values, state(200))
+    assert seen == []
+    infos = list_checkpoints(place)
+    assert [(info.name, info.step, info.complete, info.world_size) for info in infos] == [
+        ("step_00000100", 100, True, 1), ("step_00000200", 200, True, 1)]
+    assert infos[1].bytes > events[1][1]["bytes"]
+    assert verify_checkpoint(place, "step_00000200") == []
 
 
-def test_later_steps_do_not_reach_the_copy(manager):
-    live = state(1.0)
-    manager.save(1, live, {"step": 1})
-    for tensor in flatten(live).values():
-        tensor.zero_()  # the next optimizer step, while the upload may still be running
-    manager.wait()
-    found = state()
-    manager.load_latest(found)
-    assert same(found, state(1.0))
+def test_the_files_are_safetensors_and_json_not_pickle(local: LocalStore):
+    saved(local, 1)
+    folder = local.root / "step_00000001"
+    [data] = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", data.name]
+    expected = {f"{group}/{name}": tensor for group, tensors in state(1).items() for name, tensor in tensors.items()}
+    with safe_open(data, "pt") as file:
+        assert sorted(file.keys()) == sorted(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(file.get_tensor(name), tensor)
+    manifest = read_manifest(local, "step_00000001")
+    raw = data.read_bytes()
+    entry = manifest.tensors["model/wide"]
+    start = entry.chunks[0].start
+    assert raw[start:start + 96] == expected["model/wide"].numpy().tobytes()
 
 
-def test_only_tensors_are_saved(manager):
-    with pytest.raises(TypeError, match="extra"):
-        manager.save(1, {"model": {"lr": 0.1}}, {})
+def test_the_state_is_that_of_the_call(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    """Training changes the tensors in place while the upload has not even begun."""
+    gate = threading.Event()
+    writer = LocalStore.writer
+    monkeypatch.setattr(LocalStore, "writer", lambda self, key: gate.wait(20) and writer(self, key))
+    saver, values, extra = manager(local), state(7), {"list": [1]}
+    began = time.monotonic()
+    saver.save(7, values, extra)
+    assert time.monotonic() - began < 5
+    clear(values)
+    extra["list"].append(2)
+    gate.set()
+    saver.wait()
+    found, loaded, _ = restored(local)
+    assert found == {"list": [1]}
+    assert equal(loaded, state(7))
 
 
-def test_the_newest_are_kept(manager, tmp_path):
-    for step in (1, 2, 3, 4):
-        manager.save(step, state(step), {"step": step})
-    manager.wait()
-    assert [info.step for info in list_checkpoints(store(tmp_path))] == [3, 4]
+def test_a_second_save_waits_for_the_first(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    writer = LocalStore.writer
+    monkeypatch.setattr(LocalStore, "writer", lambda self, key: time.sleep(0.2) or writer(self, key))
+    events = saved(local, 1, 2)
+    assert [detail["step"] for detail in events.of("commit")] == [1, 2]
+    assert events.of("commit")[1]["stall_seconds"] > 0.2
+    assert equal(restored(local)[1], state(2))
+    assert verify_checkpoint(local, "step_00000001") == []
 
 
-def file_of(folder: Path) -> Path:
-    return next(path for path in sorted(folder.iterdir()) if path.suffix == ".safetensors")
+def _data_file(folder: Path) -> Path:
+    return next(path for path in folder.iterdir() if path.suffix == ".safetensors")
 
 
-def flip_data(folder: Path) -> None:
-    path = file_of(folder)
+def _flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
 
 
-def flip_manifest(folder: Path) -> None:
+def _flip_digit(folder: Path) -> None:
+    """Still JSON: the step count of the run says something else."""
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"step": 2', '"step": 1', 1))
-
-
-def truncate(folder: Path) -> None:
-    path = file_of(folder)
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def climb(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"key": "rank', '"key": "../rank', 1))
+    text = path.read_text()
+    assert '"extra": {"step": 200}' in text
+    path.write_text(text.replace('"extra": {"step": 200}', '"extra": {"step": 900}'))
 
 
 DAMAGE = {
-    "one bit of a shard": flip_data, "a shard is shorter": truncate, "a shard is gone": lambda f: file_of(f).unlink(),
-    "no manifest": lambda f: (f / "manifest.json").unlink(), "another manifest": flip_manifest,
-    "half a manifest": lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text()[:99]),
-    "an empty manifest": lambda f: (f / "manifest.json").write_text(""), "a path that climbs out": climb,
-    "a stale manifest": lambda f: (f / "manifest.json").write_bytes((f.parent / "step_00000001/manifest.json")
-                                                                   .read_bytes()),
+    "byte flipped in a tensor": (lambda folder: _flip(_data_file(folder), -1), "hash differs"),
+    "byte flipped in the head": (lambda folder: _flip(_data_file(folder), 40), "hash differs"),
+    "truncated": (lambda folder: _data_file(folder).write_bytes(_data_file(folder).read_bytes()[:-8]),
+                  "bytes, expected"),
+    "file missing": (lambda folder: _data_file(folder).unlink(), "missing"),
+    "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "not committed"),
+    "manifest truncated": (lambda folder: (folder / "manifest.json").write_bytes(
+        (folder / "manifest.json").read_bytes()[:-30]), "damaged"),
+    "manifest empty": (lambda folder: (folder / "manifest.json").write_bytes(b""), "damaged"),
+    "manifest not text": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"), "damaged"),
+    "manifest changed": (_flip_digit, "hash"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(damage, manager, tmp_path, events):
-    for step in (1, 2):
-        manager.save(step, state(step), {"step": step})
-    manager.wait()
-    damage(tmp_path / checkpoint_name(2))
-    assert verify_checkpoint(store(tmp_path), checkpoint_name(2))
-    found = state()
-    assert manager.load_latest(found) == {"step": 1}
-    assert same(found, state(1))
-    refused = [detail for kind, detail in events if kind == "checkpoint_refused"]
-    assert len(refused) == 1
-    assert refused[0]["checkpoint"] == checkpoint_name(2)
-    assert refused[0]["reason"]
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_and_the_one_before_is_used(damage: str, local: LocalStore):
+    saved(local, 100, 200)
+    act, reason = DAMAGE[damage]
+    act(local.root / "step_00000200")
+    extra, values, events = restored(local)
+    assert extra == {"step": 100}
+    assert equal(values, state(100))
+    [(kind, detail)] = events
+    assert (kind, detail["checkpoint"]) == ("checkpoint_refused", "step_00000200")
+    assert reason in detail["reason"]
+    problems = verify_checkpoint(local, "step_00000200")
+    assert len(problems) == 1
+    assert reason in problems[0]
 
 
-def test_none_intact_is_an_error_and_not_a_fresh_start(manager, tmp_path):
-    manager.save(1, state(1), {"step": 1})
-    manager.wait()
-    flip_data(tmp_path / checkpoint_name(1))
-    with pytest.raises(CheckpointError, match="none of the 1"):
-        manager.load_latest(state())
+def test_every_flipped_byte_is_noticed(local: LocalStore):
+    saved(local, 1)
+    folder = local.root / "step_00000001"
+    random = np.random.default_rng(0)
+    for path in (folder / "manifest.json", _data_file(folder)):
+        whole = path.read_bytes()
+        for at in random.choice(len(whole), 60, replace=False).tolist():
+            _flip(path, at)
+            assert verify_checkpoint(local, "step_00000001"), (path.name, at)
+            path.write_bytes(whole)
+    assert verify_checkpoint(local, "step_00000001") == []
 
 
-def test_a_partial_one_alone_is_a_fresh_start(manager, tmp_path):
-    store(tmp_path).write("step_00000005/rank_00000-dead.safetensors", b"half")
-    assert manager.load_latest(state()) is None
+def test_a_partial_folder_is_passed_over_and_collected_later(local: LocalStore):
+    saved(local, 100)
+    local.write("step_00000200/rank_00000-dead.safetensors", b"half")
+    extra, _, events = restored(local)
+    assert extra == {"step": 100}
+    assert events.of("checkpoint_refused")[0]["checkpoint"] == "step_00000200"
+    assert [info.complete for info in list_checkpoints(local)] == [True, False]
+    saved(local, 150)
+    assert len(list_checkpoints(local)) == 3  # not older than the newest: may be another writer's
+    saved(local, 200)  # the same step once more: committed beside what lies there
+    assert restored(local)[0] == {"step": 200}
+    saved(local, 250)
+    assert not local.exists("step_00000200/rank_00000-dead.safetensors")
+    assert [info.step for info in list_checkpoints(local) if info.complete] == [150, 200, 250]
 
 
-def test_the_same_step_again_replaces_what_a_killed_save_left(manager, tmp_path):
-    store(tmp_path).write("step_00000005/rank_00000-dead.safetensors", b"half")
-    manager.save(5, state(5), {"step": 5})
-    manager.wait()
-    assert not (tmp_path / "step_00000005/rank_00000-dead.safetensors").exists()
-    assert verify_checkpoint(store(tmp_path), "step_00000005") == []
-    manager.save(5, state(6), {"step": 5})  # redone after a restart
-    manager.wait()
-    found = state()
-    manager.load_latest(found)
-    assert same(found, state(6))
+def test_only_partial_ones_is_a_run_that_never_saved(local: LocalStore):
+    local.write("step_00000100/rank_00000-dead.safetensors", b"half")
+    extra, values, events = restored(local)
+    assert extra is None
+    assert equal(values, state(999))
+    assert len(events.of("checkpoint_refused")) == 1
 
 
-def test_another_model_is_explained(manager):
-    manager.save(1, state(1), {})
-    manager.wait()
-    other = state()
-    other["model"]["w"] = torch.zeros(6, 3)
-    other["model"]["new"] = torch.zeros(1)
-    with pytest.raises(CheckpointError, match=r"lacks model/new.*other shapes for model/w"):
-        manager.load_latest(other)
+def test_none_intact(local: LocalStore):
+    saved(local, 100, 200)
+    for step in (100, 200):
+        _flip(_data_file(local.root / f"step_{step:08d}"), -1)
+    with pytest.raises(CheckpointError, match="none of 2 checkpoints is intact") as caught:
+        restored(local)
+    assert caught.value.mend
+    assert local.uri in caught.value.where
 
 
-def test_a_failing_store_is_tried_again_then_reported(tmp_path, events, monkeypatch):
-    monkeypatch.setattr(manager_module, "LONGEST_WAIT_SECONDS", 0.01)
-    place = store(tmp_path)
-    made = CheckpointManager(place, on_event=lambda kind, detail: events.append((kind, detail)))
-    made.save(1, state(1), {"step": 1})
-    made.wait()
-    (tmp_path / checkpoint_name(2)).write_text("a file where the folder should be")
-    made.save(2, state(2), {"step": 2})
-    made.wait()
-    assert kinds(events) == ["commit", "save_failed"]
-    assert made.load_latest(state()) == {"step": 1}
-    made.close()
+def test_saving_a_damaged_step_again_mends_it(local: LocalStore):
+    saved(local, 100, 200)
+    _flip(_data_file(local.root / "step_00000200"), -1)
+    saver, values = manager(local), state(0)
+    assert saver.load_latest(values) == {"step": 100}
+    saver.save(200, state(200), {"step": 200})
+    saver.wait()
+    assert verify_checkpoint(local, "step_00000200") == []
+    assert restored(local)[0] == {"step": 200}
 
 
-def test_a_store_that_recovers_loses_nothing(tmp_path, events):
-    failures = iter([StorageError("down"), StorageError("down")])
-
-    def flaky():
-        error = next(failures, None)
-        if error:
-            raise error
-        return "done"
-
-    assert manager_module._with_retries(flaky) == "done"
-
-
-def test_retention_never_takes_the_newest_or_what_is_being_written():
-    def info(step, complete=True):
-        return CheckpointInfo(checkpoint_name(step), step, complete, "", 1, 1)
-
-    found = [info(1), info(2, False), info(3), info(4), info(9, False)]
-    assert expired(found, 4, 1) == [checkpoint_name(step) for step in (1, 2, 3)]
-    assert expired(found, 4, 99) == [checkpoint_name(2)]
+def test_an_intact_step_saved_again_is_never_without_a_valid_manifest(local: LocalStore):
+    saved(local, 100)
+    before = read_manifest(local, "step_00000100").files
+    flaky = FlakyStore(local.root, failures=99, part="manifest.json")
+    events = Events()
+    saver = manager(flaky, events)
+    saver.save(100, state(5), {})
+    saver.wait()
+    assert events.of("save_failed")
+    assert read_manifest(local, "step_00000100").files == before
+    assert equal(restored(local)[1], state(100))
 
 
-def test_manifest_is_json_that_safetensors_agrees_with(manager, tmp_path):
-    from safetensors.torch import load_file
-
-    manager.save(1, state(2), {})
-    manager.wait()
-    tensors = load_file(file_of(tmp_path / checkpoint_name(1)))  # an oracle we did not write
-    assert torch.equal(tensors["model/w@0,0"], state(2)["model"]["w"])
-    assert torch.equal(tensors["optimizer/half@0,0"], state(2)["optimizer"]["half"])
-    json.loads((tmp_path / checkpoint_name(1) / "manifest.json").read_text())
-    assert read_checkpoint_manifest(store(tmp_path / checkpoint_name(1))).step == 1
+@pytest.mark.parametrize("keep_last", [1, 2, 5])
+def test_retention(keep_last: int, local: LocalStore):
+    saved(local, *range(10, 60, 10), keep_last=keep_last)
+    assert [info.step for info in list_checkpoints(local)] == list(range(10, 60, 10))[-keep_last:]
+    assert sorted(path.name for path in local.root.iterdir()) == [info.name for info in list_checkpoints(local)]
 
 
-# -- several ranks ---------------------------------------------------------------------------------
-def sharded(value: float) -> dict:
-    """`state` with every tensor sharded over the ranks: 5 rows on 2 or 3 ranks are uneven shards."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = state(value)
-    return {group: {name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
-                    for name, tensor in tensors.items()} for group, tensors in whole.items()}
+def test_retention_counts_no_damaged_one(local: LocalStore):
+    """keep_last=1, and the newest is damaged: the one that is intact must outlive the next save of a lower step."""
+    saved(local, 100, keep_last=5)
+    saved(local, 200, keep_last=5)
+    _flip(_data_file(local.root / "step_00000200"), -1)
+    saver = manager(local, keep_last=1)
+    assert saver.load_latest(state(0)) == {"step": 100}
+    saver.save(150, state(150), {"step": 150})
+    saver.wait()
+    assert restored(local)[0] == {"step": 150}
+    saver.save(250, state(250), {"step": 250})
+    saver.wait()
+    assert [info.step for info in list_checkpoints(local)] == [250]
 
 
-def save_sharded(folder: str) -> None:
-    made = CheckpointManager(store(folder))
-    for step in (1, 2):
-        made.save(step, sharded(step), {"step": step})
-    made.close()
+@pytest.mark.parametrize("part", [".safetensors", "manifest.json"])
+def test_a_write_that_fails_is_tried_again(part: str, tmp_path: Path):
+    flaky = FlakyStore(tmp_path, failures=2, part=part)
+    events = saved(flaky, 1)
+    assert [kind for kind, _ in events] == ["commit"]
+    assert restored(flaky)[0] == {"step": 1}
 
 
-def load_sharded(folder: str, expected: int) -> None:
-    refused: list[str] = []
-    made = CheckpointManager(store(folder), on_event=lambda kind, detail: refused.append(kind))
-    found = sharded(0.0)
-    assert made.load_latest(found) == {"step": expected}
-    for group, tensors in sharded(float(expected)).items():
-        for name, tensor in tensors.items():
-            assert isinstance(found[group][name], DTensor)
-            assert torch.equal(found[group][name].to_local(), tensor.to_local()), name
-    assert dist.get_rank() or len(refused) == 2 - expected
-    made.close()
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("part", [".safetensors", "manifest.json"])
+def test_a_save_that_fails_for_good_is_reported_and_training_goes_on(part: str, asynchronous: bool, tmp_path: Path):
+    flaky = FlakyStore(tmp_path, part=part)
+    saver = manager(flaky, events := Events(), attempts=3, asynchronous=asynchronous)
+    saver.save(1, state(1), {"step": 1})
+    saver.wait()
+    flaky.failures = 3
+    saver.save(2, state(2), {"step": 2})
+    saver.wait()
+    [failed] = events.of("save_failed")
+    assert failed["step"] == 2
+    assert "the object store failed" in failed["reason"]
+    assert restored(flaky)[0] == {"step": 1}
+    saver.save(3, state(3), {"step": 3})
+    saver.wait()
+    assert restored(flaky)[0] == {"step": 3}
+    assert [info.step for info in list_checkpoints(flaky)] == [1, 3]
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 3)])
-def test_reshards_to_any_number_of_ranks(writers, readers, tmp_path):
-    on_ranks(writers, save_sharded, str(tmp_path))
-    on_ranks(readers, load_sharded, str(tmp_path), 2)
+def test_a_state_that_does_not_fit(local: LocalStore):
+    saved(local, 1)
+    other = state(1)
+    other["model"]["new"] = torch.zeros(2)
+    other["model"]["wide"] = torch.zeros(3, 2, 5)
+    other["optimizer"]["half"] = torch.zeros(6)
+    with pytest.raises(CheckpointError) as caught:
+        manager(local).load_latest(other)
+    for words in ("model/new is not in the checkpoint", "model/wide", "optimizer/half is bfloat16"):
+        assert words in caught.value.what
+    part = {"model": {"wide": torch.zeros(3, 2, 4)}}
+    assert manager(local).load_latest(part) == {"step": 1}
+    assert torch.equal(part["model"]["wide"], state(1)["model"]["wide"])
 
 
-def test_all_ranks_agree_on_the_fallback(tmp_path):
-    on_ranks(2, save_sharded, str(tmp_path))
-    flip_data(tmp_path / checkpoint_name(2))
-    on_ranks(2, load_sharded, str(tmp_path), 1)
-    found = state()
-    assert CheckpointManager(store(tmp_path)).load_latest(found) == {"step": 1}
-    assert same(found, state(1))
+def test_what_cannot_be_saved(local: LocalStore):
+    saver = manager(local)
+    with pytest.raises(CheckpointError, match="model/a is int"):
+        saver.save(1, {"model": {"a": 3}}, {})
+    with pytest.raises(CheckpointError, match="JSON"):
+        saver.save(1, state(1), {"a": object()})
+    with pytest.raises(CheckpointError, match="two tensors"):
+        saver.save(1, {"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, {})
+    assert list_checkpoints(local) == []
+
+
+def test_parameters_that_need_gradients_and_odd_strides(local: LocalStore):
+    values = {"model": {"w": torch.nn.Parameter(torch.arange(12.0).reshape(3, 4)),
+                        "t": torch.arange(6).reshape(2, 3).T}}
+    saver = manager(local)
+    saver.save(1, values, {})
+    saver.wait()
+    fresh = {"model": {"w": torch.nn.Parameter(torch.zeros(3, 4)), "t": torch.zeros(2, 3, dtype=torch.int64).T}}
+    assert manager(local).load_latest(fresh) == {}
+    assert equal(values, fresh)
+    assert fresh["model"]["w"].requires_grad
+
+
+def test_no_such_checkpoint(local: LocalStore):
+    for name in ("step_00000009", "../x", ""):
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            verify_checkpoint(local, name)

@@ -1,0 +1,79 @@
+"""A small state, and what a manager says about itself."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.storage import LocalStore, Store
+
+SHAPES = {"embedding.weight": (7, 5), "blocks.0.norm.weight": (5,), "head.weight": (1, 4), "wide": (3, 2, 4)}
+
+
+def state(seed: float, mesh: Any = None) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters and moments that depend on `seed`, of several dtypes; sharded in dimension 0 over `mesh`, if given."""
+    generator = torch.Generator().manual_seed(int(seed))
+    model = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    moments = {f"{name}.exp_avg": torch.randn(shape, generator=generator).double() for name, shape in SHAPES.items()}
+    moments["half"] = torch.randn(6, generator=generator).to(torch.bfloat16)
+    moments["mask"] = torch.randn(9, generator=generator) > 0
+    moments["count"] = torch.tensor(int(seed))
+    moments["empty"] = torch.empty(0, 3)
+    if mesh is not None:
+        from torch.distributed.tensor import Shard
+
+        model = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model.items()}
+        for name in SHAPES:
+            moments[f"{name}.exp_avg"] = distribute_tensor(moments[f"{name}.exp_avg"], mesh, [Shard(0)])
+    return {"model": model, "optimizer": moments}
+
+
+@torch.no_grad()
+def clear(values: dict[str, Any]) -> None:
+    """Zero everywhere."""
+    for group in values.values():
+        for tensor in group.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """The same names and, to the bit, the same values; a collective when sharded."""
+    if {group: list(a[group]) for group in a} != {group: list(b[group]) for group in b}:
+        return False
+    return all(torch.equal(_whole(a[group][name]), _whole(b[group][name])) for group in a for name in a[group])
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Events(list):
+    """What `on_event` was told."""
+
+    def __call__(self, kind: str, detail: dict[str, Any]) -> None:
+        self.append((kind, detail))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [detail for each, detail in self if each == kind]
+
+
+def manager(store: Store, events: Events | None = None, **options: Any) -> CheckpointManager:
+    """A manager that does not wait between tries."""
+    return CheckpointManager(store, on_event=events if events is not None else Events(), patience=0.0, **options)
+
+
+class FlakyStore(LocalStore):
+    """A folder whose writes fail: `failures` times, for keys that contain `part`."""
+
+    def __init__(self, root: Any, failures: int = 0, part: str = "") -> None:
+        super().__init__(root)
+        self.failures, self.part = failures, part
+
+    def writer(self, key: str):
+        from tidewheel.errors import StorageError
+
+        if self.part in key and self.failures > 0:
+            self.failures -= 1
+            raise StorageError("the object store failed", where=key, mend="try again")
+        return super().writer(key)
