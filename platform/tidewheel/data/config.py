@@ -21,7 +21,7 @@ class ReadConfig(Config):
     text: str = "text"
     """Field with the document's text."""
     id: str | None = "id"
-    """Field with the document's unique, stable id. Records without it, or all with `null` here, are named by content."""
+    """Field with the document's unique, stable id. Records without it are named by content; so are all, with `null`."""
     source: str | None = "source"
     """Field that says where a document came from. Records without it take the name of their file."""
     priority: dict[str, int] = Field(default_factory=dict)
@@ -80,7 +80,7 @@ class DecontaminateStep(Config):
 
     evals: tuple[str, ...] = Field(min_length=1)
     """JSONL files or patterns of evaluation items; relative ones are below the pipeline's input."""
-    ngram: int = Field(13, ge=3, le=64)
+    ngram: int = Field(13, ge=5, le=64)
     """Words in a row that make a match. Items shorter than this are looked for whole."""
 
 

@@ -1,4 +1,4 @@
-"""Durable units: the work of a stage, cut so that each piece is done once, published whole, and skipped when it is there.
+"""Durable units: the work of a stage, cut so that each piece is done once, published whole, and found when done.
 
 A unit's key is a hash of everything its output follows from: the content of its input, the settings of
 its stage and the source code of the operators. Its files are written first; its manifest,
@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -213,7 +213,7 @@ def read_table(place: Store, stamp: Stamp, columns: Sequence[str] | None = None)
     return pa.ipc.open_stream(pa.py_buffer(data), options=options).read_all()
 
 
-def read_batches(place: Store, stamp: Stamp):  # -> Iterator[pa.RecordBatch]
+def read_batches(place: Store, stamp: Stamp) -> Iterator[pa.RecordBatch]:
     """The batches of an Arrow IPC stream, a few in memory at a time.
 
     The hash is checked as the bytes go by, so a damaged file fails at its end at the latest.
@@ -222,7 +222,7 @@ def read_batches(place: Store, stamp: Stamp):  # -> Iterator[pa.RecordBatch]
         hashing = _HashingReader(stream)
         try:
             yield from pa.ipc.open_stream(pa.PythonFile(hashing, mode="r"))
-        except pa.ArrowInvalid:
+        except (OSError, pa.ArrowException):
             raise _damaged(place, stamp) from None
         while hashing.read(1 << 20):
             pass

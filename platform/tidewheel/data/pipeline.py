@@ -1,0 +1,228 @@
+"""The data pipeline: `plan` says what would be done, `run` does it on Ray Data and can be run again at any time.
+
+Stages, each of durable units (`stage`): ingest (one unit a file), partition, then the recipe's steps over
+partitions of the documents' ids, the tokenizer, and pack. A unit that is published and intact is not done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidewheel.data.config import PipelineConfig
+from tidewheel.data.stage import Published, lookup, read_file
+from tidewheel.data.stages import dedup_exact, dedup_near, ingest, pack, partition, row_local, summary, tokenizer
+from tidewheel.data.stages.execute import Finished, Runner, Task
+from tidewheel.data.stages.job import Job, resolve
+from tidewheel.data.stages.summary import Ledger, counts
+from tidewheel.errors import InputError
+from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
+
+OnProgress = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class PipelineSummary:
+    """What a pipeline did; `value` is what `summary.json` holds."""
+
+    value: dict[str, Any]
+    output: str
+
+    @property
+    def recipe_hash(self) -> str:
+        """Hash of the resolved recipe."""
+        return self.value["recipe_hash"]
+
+    @property
+    def documents(self) -> int:
+        """Documents in the training set."""
+        return self.value["documents"]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the training set."""
+        return self.value["tokens"]
+
+    def stage(self, name: str) -> dict[str, Any]:
+        """The line of one stage; KeyError when there is none."""
+        return {entry["name"]: entry for entry in self.value["stages"]}[name]
+
+    def rows(self) -> list[dict[str, str]]:
+        """For a table: a line for each stage."""
+        return [{
+            "stage": entry["name"], "in": f"{entry['documents_in']:,}", "out": f"{entry['documents_out']:,}",
+            "dropped": f"{sum(entry['dropped'].values()):,}", "quarantined": f"{entry['quarantined']:,}",
+            "units": f"{entry['units']}", "reused": f"{entry['units_reused']}", "seconds": f"{entry['seconds']:.1f}",
+        } for entry in self.value["stages"]]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a plan: its units, and how many are published; None where earlier stages decide that."""
+
+    name: str
+    units: int
+    published: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `run` would do."""
+
+    stages: tuple[PlannedStage, ...]
+    recipe_hash: str
+    files: int
+    input_bytes: int
+    partitions: int
+
+    def rows(self) -> list[dict[str, str]]:
+        """For a table: a line for each stage."""
+        return [{"stage": stage.name, "units": str(stage.units),
+                 "published": "after the stage before" if stage.published is None else str(stage.published),
+                 "what": stage.note} for stage in self.stages]
+
+
+def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgress | None = None) -> PipelineSummary:
+    """Run a pipeline on the Ray that is initialised in this process. Killed anywhere and run again, it goes on.
+
+    Args:
+        config: the recipe.
+        input: URI that the recipe's relative paths are below.
+        output: URI to write to. Two runs must not write to one output at the same time.
+        on_progress: called with (stage, units done, units in all, note).
+
+    Raises:
+        StorageError: input or output cannot be used.
+        InputError: no file matches, too many records are bad, or no document is left.
+    """
+    job = resolve(config, input=input, output=output)
+    job.store.check()
+    _sweep(job)
+    runner, ledger = Runner(job.output, on_progress), Ledger()
+    packed, tokenizer_file, evaluation_sets = _stages(job, runner, ledger)
+    ledger.publish_verdicts(job)
+    manifests = pack.commit(job, packed, read_file(job.store, tokenizer_file), evaluation_sets)
+    return PipelineSummary(summary.write(job, ledger, packed, manifests), job.output)
+
+
+def _stages(job: Job, runner: Runner, ledger: Ledger) -> tuple[list[Published], Stamp, Sequence[dict[str, Any]]]:
+    """Complete every stage; gives the packed units, the tokenizer and the evaluation sets' fingerprints."""
+    ingested = ingest.run(job, runner)
+    _read_lines(job.config, ledger, ingested)
+    done, parts = partition.run(job, runner, ingested.units)
+    ledger.parts(partition.STAGE, done)
+    runner.tidy("quarantine", [*ingested.units, *done.units])
+    evaluation_sets: Sequence[dict[str, Any]] = ()
+    for stage, step in _middle(job.config):
+        if step.kind == "filter":
+            done, parts = row_local.run_filter(job, runner, parts, stage, step.settings)
+        elif step.kind == "dedup_exact":
+            done, parts = dedup_exact.run(job, runner, parts)
+        elif step.kind == "dedup_near":
+            done, parts = dedup_near.run(job, runner, parts)
+        else:
+            done, parts, evaluation_sets = row_local.run_decontaminate(job, runner, parts)
+        ledger.parts(stage, done)
+    left = sum(part.count for part in parts)
+    if not left:
+        reasons = ", ".join(f"{entry['name']} dropped {sum(entry['dropped'].values())}" for entry in ledger.stages
+                            if entry["dropped"])
+        raise InputError(f"no document is left ({reasons or 'there was none'})", where=job.input,
+                         mend="loosen the filters, or give other documents")
+    made = tokenizer.run(job, runner, parts)
+    ledger.stage(tokenizer.STAGE, made, documents_in=left, documents_out=left)
+    file = made.units[0].files["tokenizer"]
+    packed = pack.run(job, runner, parts, file)
+    ledger.stage(pack.STAGE, packed, documents_in=sum(unit.summary["documents_in"] for unit in packed.units),
+                 documents_out=sum(unit.summary[name]["documents"] for unit in packed.units for name in pack.SETS))
+    return packed.units, file, evaluation_sets
+
+
+def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
+    """What `run` would do, without Ray and without writing anything. Raises what `run` raises before it starts."""
+    job = resolve(config, input=input, output=output)
+    found = _Survey(job.output)
+    with contextlib.suppress(_Unfinished):
+        _stages(job, found, Ledger())
+    size = sum(file.bytes for file in job.files)
+    rules = ", ".join(name for name, _ in ingest.leading_filters(config))
+    what = f"read {len(job.files)} files, {size / 1e6:.1f} MB" + (f"; filter: {rules}" if rules else "")
+    tokenize, rows = config.step("tokenize"), config.step("pack")
+    lines = [
+        (ingest.STAGE, len(job.files), what),
+        (partition.STAGE, job.partitions, "documents by the hash of their id"),
+        *((stage, job.partitions, _note(step)) for stage, step in _middle(config)),
+        (tokenizer.STAGE, 1, f"from {tokenize.file}" if tokenize.file else
+         f"train, {tokenize.train.vocabulary_size} tokens"),
+        (pack.STAGE, job.partitions, f"rows of {rows.sequence_length} tokens, {rows.validation_fraction:g} of the "
+                                     "documents for validation"),
+    ]
+    return Plan(tuple(PlannedStage(name, units, found.published.get(name), note) for name, units, note in lines),
+                config.recipe_hash(), len(job.files), size, job.partitions)
+
+
+class _Unfinished(Exception):
+    """A stage has units to do, so what comes after it is not known yet."""
+
+
+class _Survey(Runner):
+    """Goes through the stages as far as they are published, and only looks."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.published: dict[str, int] = {}
+
+    def complete(self, stage: str, tasks: Sequence[Task], execute: Any, note: str = "") -> Finished:
+        found = lookup(store(self.output), [task.unit for task in tasks])
+        self.published[stage] = len(found)
+        if len(found) < len(tasks):
+            raise _Unfinished
+        return Finished([found[task.unit.key] for task in tasks], len(tasks), 0.0)
+
+    def tidy(self, folder: str, units: Sequence[Published]) -> None:
+        """Nothing: a survey changes nothing."""
+
+
+def _note(step: Any) -> str:
+    given = step.settings.canonical()
+    return ", ".join(f"{name} {value}" for name, value in given.items() if not isinstance(value, dict))
+
+
+def _middle(config: PipelineConfig) -> list[tuple[str, Any]]:
+    """(stage name, step) of the steps between reading, which leading filters belong to, and the tokenizer."""
+    steps = list(config.steps[:-2])
+    filters = 0
+    while steps and steps[0].kind == "filter":
+        steps.pop(0)
+        filters = 1
+    named = []
+    for step in steps:
+        filters += step.kind == "filter"
+        named.append((f"filter_{filters}" if step.kind == "filter" and filters > 1 else step.kind, step))
+    return named
+
+
+def _read_lines(config: PipelineConfig, ledger: Ledger, ingested: Finished) -> None:
+    """Reading and the leading filters are one pass, told as two stages."""
+    units = ingested.units
+    records = sum(unit.summary["records"] for unit in units)
+    quarantined, dropped = counts(units, "quarantined"), counts(units, "dropped")
+    valid = records - sum(quarantined.values())
+    ledger.stage(ingest.STAGE, ingested, documents_in=records, documents_out=valid, quarantined=quarantined)
+    if ingest.leading_filters(config):
+        fused = Finished(units, ingested.reused, 0.0)
+        ledger.stage("filter", fused, documents_in=valid, dropped=dropped,
+                     documents_out=sum(unit.summary["documents"] for unit in units))
+        ledger.judged("filter", units)
+
+
+def _sweep(job: Job) -> None:
+    """Remove files that a killed run left half-written; object stores show none."""
+    if not is_remote(job.output):
+        for folder in ("stages", "verdicts", "quarantine", *pack.SETS):
+            for path in Path(job.output, folder).rglob(f"{TEMPORARY_PREFIX}*"):
+                path.unlink(missing_ok=True)

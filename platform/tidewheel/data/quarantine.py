@@ -1,0 +1,77 @@
+"""Records that cannot be used: where they are, what is wrong with them, and enough of their bytes to recognise them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from tidewheel.storage import content_hash
+
+HEAD_BYTES = 200
+
+#: What can be wrong with a record, and what to tell its owner.
+REASONS = {
+    "unreadable_file": "the file cannot be read or unpacked to its end",
+    "empty_file": "the file holds no record",
+    "record_too_long": "the line is longer than a record may be",
+    "wrong_encoding": "the line is not UTF-8",
+    "invalid_json": "the line is not JSON",
+    "not_an_object": "the line is JSON, but no object with fields",
+    "missing_text": "the record has no text field",
+    "text_not_string": "the text is no string",
+    "empty_text": "the text is empty or white space",
+    "null_bytes": "the text holds null bytes: it is binary data or UTF-16",
+    "invalid_unicode": "the text holds lone surrogates, which are no characters",
+    "invalid_id": "the id is no string or whole number, or is empty, or holds lone surrogates or null bytes",
+    "invalid_source": "the source is no string",
+    "duplicate_id": "another document has the same id and other text",
+}
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One record put aside.
+
+    Args:
+        file: URI or key of the file, as the pipeline names it.
+        line: 1 for the first line; 0 when it is about the whole file.
+        offset: of the line's first byte, in the unpacked file.
+        reason: one of `REASONS`.
+        detail: what the parser said, or what the record collides with.
+        bytes: length of the raw record.
+        hash: content hash of the raw record (of the file's identity, when it is about the whole file).
+        head: the first 200 bytes, undecodable ones escaped.
+        records: how many records it stands for: all of a file that is put aside as a whole, else 1.
+    """
+
+    file: str
+    line: int
+    offset: int
+    reason: str
+    detail: str = ""
+    bytes: int = 0
+    hash: str = ""
+    head: str = ""
+    records: int = 1
+
+
+def bad_record(file: str, line: int, offset: int, reason: str, raw: bytes, detail: str = "") -> Bad:
+    """A `Bad` for one line's raw bytes."""
+    return Bad(file, line, offset, reason, detail[:HEAD_BYTES], len(raw), content_hash(raw),
+               raw[:HEAD_BYTES].decode("utf-8", "backslashreplace"))
+
+
+def encode(rows: Iterable[Bad]) -> bytes:
+    """JSON lines, ordered by file, line and offset."""
+    ordered = sorted(rows, key=lambda row: (row.file, row.line, row.offset, row.reason, row.detail))
+    return b"".join(json.dumps(asdict(row), ensure_ascii=True, sort_keys=True).encode() + b"\n" for row in ordered)
+
+
+def count(rows: Iterable[Bad]) -> dict[str, int]:
+    """Records put aside, by reason."""
+    totals: Counter[str] = Counter()
+    for row in rows:
+        totals[row.reason] += row.records
+    return dict(sorted(totals.items()))

@@ -1,0 +1,87 @@
+"""What every stage that drops documents has in common: verdicts for each partition, and the partitions after it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from tidewheel.data import verdicts
+from tidewheel.data.stage import Published, Unit, unit_key
+from tidewheel.data.stages.execute import Hop, Task, shuffle_units
+from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.partition import Part, load_keys
+
+#: Rows that a stage hands to `publish`: which document goes, for which better one, how alike; `partition` is the id's.
+DROP_SCHEMA = pa.schema([("id", pa.string()), ("survivor", pa.string()), ("score", pa.float64()),
+                         ("partition", pa.int32())])
+
+
+def part_tasks(job: Job, stage: str, parts: Sequence[Part], *, settings: Any, code: str, together: bool,
+               more: Mapping[str, Any] | None = None) -> list[Task]:
+    """One unit for each partition. `together`: its verdicts follow from all partitions, not from its own alone."""
+    everything = [identity for part in parts for identity in part.content()] if together else []
+    return [
+        Task(job.output, Unit(stage, f"part-{part.number:05d}", unit_key(
+            stage, settings=[settings, part.number, job.partitions], code=code,
+            inputs=everything or part.content()), part.number),
+            {**part.inputs(), **(more or {})})
+        for part in parts
+    ]
+
+
+def shuffle_drops(sources: Sequence[Task], read: Callable[[Task], Iterable[pa.Table]], rows: pa.Schema,
+                  hops: Sequence[Hop], missing: Sequence[Task], *, reason: str, partitions: int) -> Iterator[Published]:
+    """Publish the `missing` partitions' verdicts: `hops` end in rows of `DROP_SCHEMA`, sent home to their partition."""
+    wanted = {task.unit.number: task for task in missing}
+    home = Hop("partition", functools.partial(_home, dict(wanted), reason))
+    for unit in shuffle_units(sources, read, rows, [*hops, home], partitions) if sources else ():
+        del wanted[unit.unit.number]
+        yield unit
+    for task in wanted.values():  # nothing of theirs is dropped
+        yield publish_duplicates(task, reason, DROP_SCHEMA.empty_table())
+
+
+def _home(wanted: Mapping[int, Task], reason: str, number: int, table: pa.Table) -> Published | None:
+    return publish_duplicates(wanted[number], reason, table) if number in wanted else None
+
+
+def with_partition(dropped: pa.Table, partitions: int) -> pa.Table:
+    """`dedup.DROPPED_SCHEMA` with the partition of each id: `DROP_SCHEMA`."""
+    numbers = verdicts.partition_of(verdicts.hash_ids(dropped["id"]), partitions)
+    return dropped.append_column("partition", pa.array(numbers))
+
+
+def publish_duplicates(task: Task, reason: str, table: pa.Table) -> Published:
+    """The unit of one partition of a deduplication, from its rows of `DROP_SCHEMA`."""
+    heads = load_keys(task.store, task.inputs, ("id", "head")) if len(table) else None
+    dropped = verdicts.drops(table["id"], reason, scores=table["score"], survivors=table["survivor"])
+    return publish(task, dropped, heads)
+
+
+def publish(task: Task, dropped: pa.Table, heads: pa.Table | None, summary: Mapping[str, Any] | None = None
+            ) -> Published:
+    """The unit of one partition, from its verdict rows; `heads` has id and text or head of the dropped documents."""
+    writer = task.writer()
+    samples: dict[str, Any] = {}
+    if len(dropped):
+        assert heads is not None
+        ids = dropped["id"].combine_chunks()
+        assert len(ids.unique()) == len(ids), f"{task.unit}: a document is dropped twice"
+        known = pa.compute.is_in(ids, value_set=heads["id"].combine_chunks())
+        assert pa.compute.all(known).as_py(), f"{task.unit}: a dropped document is not in its partition"
+        samples = verdicts.samples(dropped, heads)
+        writer.shared("verdicts", f"verdicts/{task.unit.stage}", ".parquet", verdicts.encode(dropped))
+    count = task.inputs["count"]
+    return writer.publish({"documents_in": count, "documents": count - len(dropped),
+                           "dropped": verdicts.counts(dropped), "samples": samples, **(summary or {})})
+
+
+def after(parts: Sequence[Part], units: Sequence[Published]) -> list[Part]:
+    """The partitions without what a stage dropped."""
+    return [replace(part, count=unit.summary["documents"],
+                    dropped=(*part.dropped, *([unit.files["verdicts"]] if "verdicts" in unit.files else [])))
+            for part, unit in zip(parts, units, strict=True)]

@@ -1,0 +1,44 @@
+"""Histograms with fixed edges, so that those of units add up and do not depend on what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+_WORDS = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000]
+_EDGES: dict[str, list[float]] = {
+    "words": [float(edge) for edge in _WORDS],
+    "mean_word_length": [edge / 2 for edge in range(41)],
+    "stop_words": [float(edge) for edge in range(10)],
+}
+_SHARES = [edge / 20 for edge in range(21)]
+
+Histogram = dict[str, Any]
+
+
+def histogram(name: str, values: np.ndarray, limits: tuple[float | None, float | None] = (None, None)) -> Histogram:
+    """{"edges", "counts", "threshold", "limits"} of a statistic; values beyond the last edge count in the last bin.
+
+    Statistics without edges of their own are taken for shares from 0 to 1. `limits` are the smallest and largest
+    value that is kept; the threshold is the first of them that there is.
+    """
+    edges = _EDGES.get(name, _SHARES)
+    clipped = np.clip(np.asarray(values, np.float64), edges[0], edges[-1])
+    counts, _ = np.histogram(clipped, edges)
+    threshold = limits[0] if limits[0] is not None else limits[1]
+    return {"edges": edges, "counts": counts.tolist(), "threshold": threshold, "limits": list(limits)}
+
+
+def merge(parts: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
+    """The sum of histograms, by name."""
+    total: dict[str, Histogram] = {}
+    for part in parts:
+        for name, found in part.items():
+            if name not in total:
+                total[name] = {**found, "counts": list(found["counts"])}
+            else:
+                counts = total[name]["counts"]
+                total[name]["counts"] = [a + b for a, b in zip(counts, found["counts"], strict=True)]
+    return dict(sorted(total.items()))

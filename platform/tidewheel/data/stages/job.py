@@ -1,0 +1,158 @@
+"""What one run of a pipeline works on: the recipe with its files found, its places checked, its partitions counted.
+
+Everything a person can have wrong about places and files is found here, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidewheel.data.config import PipelineConfig
+from tidewheel.data.evals import EvalItem, read_eval_items
+from tidewheel.errors import InputError, StorageError
+from tidewheel.storage import Store, absolute, is_remote, join, split, store
+
+PARTITION_BYTES = 128 << 20
+MIN_PARTITIONS = 4
+_PARALLEL_LOOKUPS = 16
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file: its place, its name in quarantine and lineage, its length, and the identity of its content."""
+
+    root: str
+    key: str
+    name: str
+    bytes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe, resolved.
+
+    Args:
+        config: the recipe.
+        input: URI that relative paths are below.
+        output: URI of everything the pipeline writes.
+        files: input files, sorted by name.
+        partitions: number of partitions of the documents.
+        evals: evaluation items of the decontamination step; () without one.
+        tokenizer: bytes of the given tokenizer.json; b"" when one is trained.
+    """
+
+    config: PipelineConfig
+    input: str
+    output: str
+    files: tuple[SourceFile, ...]
+    partitions: int
+    evals: tuple[EvalItem, ...]
+    tokenizer: bytes
+
+    @property
+    def store(self) -> Store:
+        """The output."""
+        return store(self.output)
+
+
+def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
+    """Check the places and find the files.
+
+    Raises:
+        StorageError: the input or output cannot be used.
+        InputError: no file matches a pattern, or evaluation items or the tokenizer are missing or wrong.
+    """
+    input, output = absolute(input), absolute(output)
+    files = _source_files(config, input, output)
+    evals = _eval_items(config, input)
+    tokenizer = _tokenizer(config, input)
+    target = store(output)
+    if is_remote(output):
+        target.check()
+    elif Path(output).exists() and not Path(output).is_dir():
+        raise StorageError("the output is a file, it must be a folder", where=output, mend="choose another path")
+    return Job(config, input, output, files, _partitions(config, files), evals, tokenizer)
+
+
+def _source_files(config: PipelineConfig, input: str, output: str) -> tuple[SourceFile, ...]:
+    found: dict[str, tuple[Store, str, str]] = {}
+    for pattern in config.read.paths:
+        place, rest, relative = _locate(pattern, input)
+        _must_exist(place)
+        keys = [key for key in place.glob(rest) if not f"{place.at(key)}/".startswith(f"{output}/")]
+        if not keys:
+            raise InputError(f"no file matches {pattern!r}", where=place.uri,
+                             mend="correct --input or read.paths; patterns know *, ? and ** for any folders")
+        for key in keys:
+            found.setdefault(place.at(key), (place, key, key if relative else place.at(key)))
+
+    def look(entry: tuple[Store, str, str]) -> SourceFile:
+        place, key, name = entry
+        return SourceFile(place.uri, key, name, place.size(key), place.fingerprint(key))
+
+    with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
+        return tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
+
+
+def _locate(pattern: str, input: str) -> tuple[Store, str, bool]:
+    """(store, pattern below it, whether it is the input) of a pattern."""
+    standalone = "://" in pattern or pattern.startswith(("/", "~"))
+    if not standalone:
+        return store(input), pattern, True
+    parts = pattern.split("/")
+    wild = next((place for place, part in enumerate(parts) if any(mark in part for mark in "*?[")), len(parts) - 1)
+    wild = min(wild, len(parts) - 1)
+    return store("/".join(parts[:wild]) or "/"), "/".join(parts[wild:]), False
+
+
+def _must_exist(place: Store) -> None:
+    if is_remote(place.uri):
+        place.check()
+    elif not Path(place.uri).is_dir():
+        raise StorageError("there is no such folder", where=place.uri, mend="correct --input or read.paths")
+
+
+def _eval_items(config: PipelineConfig, input: str) -> tuple[EvalItem, ...]:
+    step = config.step("decontaminate")
+    if step is None:
+        return ()
+    items: set[EvalItem] = set()
+    for pattern in step.evals:
+        standalone = "://" in pattern or pattern.startswith(("/", "~"))
+        place = pattern if standalone else join(input, pattern)
+        try:
+            items.update(read_eval_items(place))
+        except FileNotFoundError:
+            raise InputError("there is no such file of evaluation items", where=place,
+                             mend="correct evals; relative paths are below --input") from None
+    return tuple(sorted(items, key=lambda item: (item.name, item.item, item.text)))
+
+
+def _tokenizer(config: PipelineConfig, input: str) -> bytes:
+    step = config.step("tokenize")
+    if step.file is None:
+        return b""
+    from tidewheel.data.tokenizer import Encoder
+
+    standalone = "://" in step.file or step.file.startswith(("/", "~"))
+    place, name = split(step.file if standalone else join(input, step.file))
+    try:
+        data = place.read(name)
+        Encoder(data)
+    except FileNotFoundError:
+        raise InputError("there is no such tokenizer file", where=place.at(name),
+                         mend="correct tokenize.file; a relative path is below --input") from None
+    except InputError as error:
+        raise InputError(error.what, where=place.at(name), mend=error.mend) from None
+    return data
+
+
+def _partitions(config: PipelineConfig, files: Sequence[SourceFile]) -> int:
+    if config.partitions != "auto":
+        return config.partitions
+    wanted = max(-(-sum(file.bytes for file in files) // PARTITION_BYTES), MIN_PARTITIONS)
+    return 1 << (wanted - 1).bit_length()

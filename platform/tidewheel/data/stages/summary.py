@@ -1,0 +1,118 @@
+"""`summary.json`: what a run did, put together from what its units counted. Deterministic but for seconds and reuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidewheel.data import verdicts
+from tidewheel.data.stage import Published, read_table
+from tidewheel.data.stages import histograms, ngrams
+from tidewheel.data.stages.execute import Finished
+from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.pack import TRAINING, VALIDATION
+from tidewheel.shards.manifest import Manifest
+
+
+@dataclass
+class Ledger:
+    """Collects the stages of one run, and insists that documents balance.
+
+    Every stage hands on, drops or puts aside exactly the documents that the stage before handed on.
+    """
+
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[str, Any] = field(default_factory=dict)
+    histograms: dict[str, Any] = field(default_factory=dict)
+    quarantine: Counter[str] = field(default_factory=Counter)
+    verdict_files: dict[str, list[str]] = field(default_factory=dict)
+
+    def stage(self, name: str, done: Finished, *, documents_in: int, documents_out: int,
+              dropped: Mapping[str, int] | None = None, quarantined: Mapping[str, int] | None = None) -> None:
+        """One line of the summary."""
+        dropped, quarantined = dict(dropped or {}), dict(quarantined or {})
+        gone = sum(dropped.values()) + sum(quarantined.values())
+        assert documents_in == documents_out + gone, (
+            f"{name}: {documents_in} documents came in, {documents_out} went on and {gone} were dropped or put aside")
+        if self.stages:
+            before = self.stages[-1]
+            assert before["documents_out"] == documents_in, f"{before['name']} and {name} do not fit together"
+        self.quarantine.update(quarantined)
+        self.stages.append({
+            "name": name, "documents_in": documents_in, "documents_out": documents_out, "dropped": dropped,
+            "edited": 0, "quarantined": sum(quarantined.values()), "units": len(done.units),
+            "units_reused": done.reused, "seconds": round(done.seconds, 3)})
+
+    def judged(self, name: str, units: Sequence[Published]) -> None:
+        """Samples, histograms and verdict files of a stage's units."""
+        found = verdicts.merge_samples([unit.summary.get("samples", {}) for unit in units])
+        if found:
+            self.samples[name] = found
+        measured = histograms.merge([unit.summary.get("histograms", {}) for unit in units])
+        for statistic, value in measured.items():
+            self.histograms[statistic if statistic not in self.histograms else f"{name}.{statistic}"] = value
+        self.verdict_files[name] = [unit.files["verdicts"].key for unit in units if "verdicts" in unit.files]
+
+    def parts(self, name: str, done: Finished) -> None:
+        """A stage over partitions; those of its units that judge count `documents_in`, `documents` and `dropped`."""
+        units = [unit for unit in done.units if "documents_in" in unit.summary]
+        self.stage(name, done, documents_in=_sum(units, "documents_in"), documents_out=_sum(units, "documents"),
+                   dropped=counts(units, "dropped"), quarantined=counts(units, "quarantined"))
+        self.judged(name, done.units)
+
+    def publish_verdicts(self, job: Job) -> None:
+        """`verdicts/<stage>/summary.json` of every stage that judged, and nothing left of earlier recipes."""
+        place = job.store
+        kept: set[str] = set()
+        for entry in self.stages:
+            name = entry["name"]
+            if name in self.verdict_files:
+                value = {key: entry[key] for key in ("name", "documents_in", "documents_out", "dropped", "edited",
+                                                     "quarantined")}
+                place.write_json(f"verdicts/{name}/summary.json", {**value, "samples": self.samples.get(name, {})})
+                kept |= {f"verdicts/{name}/summary.json", *self.verdict_files[name]}
+        for found in place.list("verdicts"):
+            if found.key not in kept:
+                place.delete(found.key)
+
+
+def counts(units: Sequence[Published], name: str) -> dict[str, int]:
+    """Sum of the counts by reason that units keep under `name`."""
+    total: Counter[str] = Counter()
+    for unit in units:
+        total.update(unit.summary.get(name, {}))
+    return dict(sorted(total.items()))
+
+
+def _sum(units: Sequence[Published], name: str) -> int:
+    return sum(unit.summary[name] for unit in units)
+
+
+def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapping[str, Manifest]) -> dict[str, Any]:
+    """Write `summary.json` and give its value."""
+    training, validation = manifests[TRAINING], manifests[VALIDATION]
+    vocabulary = training.vocabulary_size
+    tokens = training.tokens + validation.tokens
+    value = {
+        "name": job.config.name, "recipe_hash": job.config.recipe_hash(), "input": job.input,
+        "files": len(job.files), "input_bytes": sum(file.bytes for file in job.files), "partitions": job.partitions,
+        "stages": ledger.stages, "quarantine": dict(sorted(ledger.quarantine.items())),
+        "samples": ledger.samples, "histograms": ledger.histograms,
+        "tokens": training.tokens, "rows": training.rows, "documents": training.documents,
+        "utilisation": round(training.utilisation, 6), "vocabulary_size": vocabulary,
+        "sequence_length": training.sequence_length, "evaluation_sets": list(training.evaluation_sets),
+        "validation": {"tokens": validation.tokens, "rows": validation.rows, "documents": validation.documents,
+                       "utilisation": round(validation.utilisation, 6)},
+        "bytes_per_token": round(_sum(packed, "bytes") / tokens, 6) if tokens else None,
+        "ngram_entropy": ngrams.entropies(_counts(job, packed, VALIDATION, vocabulary),
+                                          _counts(job, packed, TRAINING, vocabulary)),
+    }
+    job.store.write_json("summary.json", value)
+    return value
+
+
+def _counts(job: Job, units: Sequence[Published], name: str, vocabulary: int) -> ngrams.Counts:
+    read = [[read_table(job.store, unit.files[f"{name}-{kind}"]) for unit in units] for kind in ("unigrams", "bigrams")]
+    return ngrams.merge(read[0], read[1], vocabulary)

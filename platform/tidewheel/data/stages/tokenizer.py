@@ -1,0 +1,71 @@
+"""The tokenizer: trained on a sample of what is left, or the given file. One unit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from tidewheel.data import verdicts
+from tidewheel.data.config import TokenizeStep
+from tidewheel.data.stage import Published, Unit, code_version, unit_key
+from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
+from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.partition import Part, load_documents
+from tidewheel.data.tokenizer import train_bpe
+from tidewheel.storage import Store, content_hash
+
+STAGE = "tokenizer"
+_MODULES = ("tidewheel.data.tokenizer", "tidewheel.data.verdicts", "tidewheel.data.stages.tokenizer")
+
+
+def run(job: Job, runner: Runner, parts: list[Part]) -> Finished:
+    """The unit with file `tokenizer`."""
+    step: TokenizeStep = job.config.step("tokenize")
+    if step.train is None:
+        key = unit_key(STAGE, settings="given", code="", inputs=[content_hash(job.tokenizer)])
+        given = Task(job.output, Unit(STAGE, "tokenizer.json", key))
+        return runner.complete(STAGE, [given], functools.partial(_give, job.tokenizer))
+    contents = [identity for part in parts for identity in part.content()]
+    key = unit_key(STAGE, settings=step.train.canonical(), code=code_version(*_MODULES), inputs=contents)
+    task = Task(job.output, Unit(STAGE, "tokenizer.json", key),
+                {**step.train.canonical(), "parts": [part.inputs() for part in parts]})
+    return runner.complete(STAGE, [task], lambda missing: map_units(missing, train),
+                           note=f"training, {step.train.vocabulary_size} tokens")
+
+
+def _give(data: bytes, missing: list[Task]) -> Iterator[Published]:
+    for task in missing:
+        writer = task.writer()
+        writer.file("tokenizer", data)
+        yield writer.publish({})
+
+
+def train(task: Task) -> Published:
+    """Train on the sample."""
+    counted = {"documents": 0, "bytes": 0}
+    data = train_bpe(_sample(task.store, task.inputs, counted), task.inputs["vocabulary_size"])
+    writer = task.writer()
+    writer.file("tokenizer", data)
+    return writer.publish({"sample": counted})
+
+
+def _sample(place: Store, inputs: Mapping[str, Any], counted: dict[str, int]) -> Iterator[str]:
+    """Texts in order of the hash of their id, until there are enough bytes: partitions are ranges of that hash."""
+    for part in inputs["parts"]:
+        if counted["bytes"] >= inputs["sample_bytes"]:
+            return
+        tables = list(load_documents(place, part))
+        if not tables:
+            continue
+        table = pa.concat_tables(tables)
+        order = verdicts.hash_ids(table["id"]).argsort(kind="stable")
+        for row in order.tolist():
+            if counted["bytes"] >= inputs["sample_bytes"]:
+                return
+            text = table["text"][row].as_py()
+            counted["documents"] += 1
+            counted["bytes"] += len(text.encode())
+            yield text

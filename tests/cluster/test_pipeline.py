@@ -1,0 +1,388 @@
+"""The data pipeline on a real Ray cluster: right results, nothing done twice, and bytes that only the input decides."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import random
+import shutil
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tidewheel.config import build
+from tidewheel.data import pipeline
+from tidewheel.data.config import PipelineConfig
+from tidewheel.data.tokenizer import Encoder
+from tidewheel.errors import InputError, StorageError
+from tidewheel.shards.verify import verify
+from tidewheel.storage import store
+
+pytestmark = pytest.mark.cluster
+
+#: Workers stay alive between the many short stages of these tests; by default Ray stops and starts them each time.
+KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
+STOP = ["the", "of", "and", "to", "that", "with", "have", "be"]
+ITEM = "Which lighthouse keeper painted seventeen crimson herons upon the northern harbour wall before breakfast"
+
+
+def start(num_cpus: int) -> str:
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="twp-", dir="/tmp")  # short: socket paths are limited
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR,
+             _temp_dir=folder, _system_config=KEEP_WORKERS)
+    return folder
+
+
+def stop(folder: str) -> None:
+    import ray
+
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    from tidewheel.cluster.s3_server import S3Server
+
+    with S3Server() as server:  # before Ray, so that its workers have the credentials
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(s3):
+    folder = start(2)
+    yield folder
+    stop(folder)
+
+
+def words(generator: random.Random, count: int) -> list[str]:
+    return [generator.choice(STOP) if generator.random() < 0.3 else
+            "".join(generator.choice("aeioulnrst") for _ in range(generator.randint(4, 8))) for _ in range(count)]
+
+
+def corpus() -> tuple[list[dict], dict[str, str]]:
+    """(records, what should become of each id that is not simply kept)."""
+    generator = random.Random(5)
+    records = [{"id": f"plain-{number:03d}", "text": " ".join(words(generator, generator.randint(60, 400))),
+                "source": "web", "number": number} for number in range(60)]
+    fate = {}
+
+    def add(identity, text, becomes, source="web"):
+        records.append({"id": identity, "text": text, "source": source})
+        if becomes:
+            fate[identity] = becomes
+
+    add("exact-copy", records[0]["text"].replace(" ", "  ") + "!", "exact_duplicate")  # longer, so it is the better one
+    fate["plain-000"] = fate.pop("exact-copy")
+    near = records[1]["text"].split()
+    near[len(near) // 2] = "altered"
+    add("near-copy", " ".join(near), None)
+    add("from-books", records[2]["text"], None, source="books")  # higher priority: the plain one goes
+    fate["plain-002"] = "exact_duplicate"
+    add("leaked", " ".join(words(generator, 60)) + f". {ITEM}. " + " ".join(words(generator, 60)), "contaminated")
+    add("too-short", "the of and", "gopher_too_few_words")
+    add("no-stops", "lorem ipsum dolor amet " * 30, "gopher_too_few_stop_words")
+    add("plain-005", records[5]["text"], None)  # the same record twice
+    return records, fate
+
+
+BAD = [b'{"id": "bad-1", "text": "unfinished', b'{"id": "bad-2", "body": "no text"}',
+       '{"text": "café"}'.encode("latin-1"),
+       json.dumps({"id": "plain-006", "text": "that mouse will have been with the cat " * 7}).encode()]  # id is taken
+
+
+def write(folder: Path, *, files: int = 4, seed: int = 0) -> Path:
+    """The corpus below `folder`, its lines dealt over so many files in an order that `seed` decides."""
+    lines = [json.dumps(record).encode() for record in corpus()[0]] + BAD
+    random.Random(seed).shuffle(lines)
+    (folder / "corpus").mkdir(parents=True)
+    (folder / "evals").mkdir()
+    for number in range(files):
+        data = b"".join(line + b"\n" for line in lines[number::files])
+        if number % 2:
+            (folder / "corpus" / f"{seed}-{number}.jsonl.gz").write_bytes(gzip.compress(data))
+        else:
+            (folder / "corpus" / f"{seed}-{number}.jsonl").write_bytes(data)
+    (folder / "corpus" / "empty.jsonl").write_bytes(b"")
+    (folder / "evals" / "quiz.jsonl").write_text(json.dumps({"id": "q1", "question": ITEM}) + "\n")
+    return folder
+
+
+def recipe(*overrides: str, steps: list | None = None) -> PipelineConfig:
+    return build(PipelineConfig, {
+        "name": "test", "max_bad_fraction": 0.2, "partitions": 3,
+        "read": {"paths": ["corpus/*.jsonl*"], "priority": {"books": 5}},
+        "steps": steps or [{"filter": {"gopher_quality": {}}}, "dedup_exact", {"dedup_near": {}},
+                           {"decontaminate": {"evals": ["evals/*.jsonl"]}},
+                           {"tokenize": {"train": {"vocabulary_size": 400, "sample_bytes": 20_000}}},
+                           {"pack": {"sequence_length": 64, "validation_fraction": 0.2, "rows_per_shard": 16}}]},
+        overrides)
+
+
+def shard_hashes(output) -> dict[str, list[str]]:
+    """Names and hashes of both sets, with the manifests' own bytes."""
+    place = store(output)
+    return {name: [f"{entry.key} {place.hash(entry.key)}" for entry in place.list(name)]
+            for name in ("shards", "validation")}
+
+
+def documents_of(output) -> dict[str, str]:
+    """Texts put together again from the tokens of both sets."""
+    place = store(output)
+    pieces: dict[str, dict[int, list[int]]] = defaultdict(dict)
+    for name in ("shards", "validation"):
+        encoder = Encoder(place.read(f"{name}/tokenizer.json"))
+        for shard in place.read_json(f"{name}/manifest.json")["shards"]:
+            table = pa.ipc.open_file(pa.py_buffer(place.read(f"{name}/{shard['name']}"))).read_all()
+            for row in table.to_pylist():
+                ends = [*row["segment_starts"][1:], row["length"]]
+                for first, last, identity, offset in zip(row["segment_starts"], ends, row["document_ids"],
+                                                         row["document_offsets"], strict=True):
+                    assert offset not in pieces[identity], "a piece is there twice"
+                    pieces[identity][offset] = row["tokens"][first:last]
+    texts = {}
+    for identity, found in pieces.items():
+        tokens: list[int] = []
+        for offset in sorted(found):
+            assert offset == len(tokens), "a piece is missing"
+            tokens += found[offset]
+        assert tokens[-1] == encoder.eos
+        texts[identity] = encoder.decode(tokens[:-1])
+    return texts
+
+
+def verdict_rows(output: Path) -> dict[str, dict]:
+    tables = [pq.read_table(path) for path in (output / "verdicts").rglob("*.parquet")]
+    return {row["id"]: row for table in tables for row in table.to_pylist()}
+
+
+@pytest.fixture(scope="module")
+def finished(cluster, tmp_path_factory):
+    """(output folder, summary) of an undisturbed run, not to be changed."""
+    root = tmp_path_factory.mktemp("pipeline")
+    seen: list[tuple] = []
+    summary = pipeline.run(recipe(), input=str(write(root / "in")), output=str(root / "out"),
+                           on_progress=lambda *told: seen.append(told))
+    return root, summary, seen
+
+
+def test_each_document_meets_its_fate(finished):
+    root, summary, _ = finished
+    records, fate = corpus()
+    verdicts = verdict_rows(root / "out")
+    near = {"near-copy", "plain-001"} & set(verdicts)
+    assert len(near) == 1, "one of the two alike documents goes"
+    expected = {**fate, **dict.fromkeys(near, "near_duplicate")}
+    expected["plain-005"] = "same_document"
+    assert {identity: row["reason"] for identity, row in verdicts.items()} == expected
+    assert verdicts["plain-002"]["survivor"] == "from-books"
+    assert verdicts["plain-000"]["survivor"] == "exact-copy"
+    assert verdicts[near.pop()]["score"] >= 0.75
+    assert json.loads(verdicts["leaked"]["detail"])["item"] == "q1"
+
+    texts = {record["id"]: record["text"] for record in records}
+    kept = set(texts) - set(expected) | {"plain-005"}
+    assert {identity: texts[identity] for identity in kept} == documents_of(root / "out")
+    assert summary.documents + summary.value["validation"]["documents"] == len(kept)
+
+
+def test_bad_records_are_in_quarantine_with_their_place(finished):
+    root, summary, _ = finished
+    rows = [json.loads(line) for path in (root / "out" / "quarantine").iterdir() for line in path.open()]
+    assert summary.value["quarantine"] == {"duplicate_id": 1, "empty_file": 1, "invalid_json": 1, "missing_text": 1,
+                                           "wrong_encoding": 1}
+    assert sorted(row["reason"] for row in rows) == sorted(summary.value["quarantine"])
+    for row in rows:
+        data = (root / "in" / row["file"]).read_bytes()
+        data = gzip.decompress(data) if row["file"].endswith(".gz") else data
+        if row["line"]:
+            assert data[row["offset"] :].split(b"\n")[0] == data.split(b"\n")[row["line"] - 1]
+        if row["reason"] == "wrong_encoding":
+            assert row["head"] == '{"text": "caf\\xe9"}'
+
+
+def test_the_summary_balances_and_the_sets_are_intact(finished):
+    root, summary, seen = finished
+    value = summary.value
+    assert json.loads((root / "out" / "summary.json").read_text()) == value
+    assert [stage["name"] for stage in value["stages"]] == [
+        "ingest", "filter", "partition", "dedup_exact", "dedup_near", "decontaminate", "tokenizer", "pack"]
+    for stage in value["stages"]:
+        gone = sum(stage["dropped"].values()) + stage["quarantined"]
+        assert stage["documents_in"] == stage["documents_out"] + gone
+        assert stage["units_reused"] == 0
+        if stage["dropped"]:
+            counts = json.loads((root / "out" / "verdicts" / stage["name"] / "summary.json").read_text())
+            assert counts["dropped"] == stage["dropped"]
+            assert set(value["samples"][stage["name"]]) == set(stage["dropped"])
+    assert verify(str(root / "out" / "shards")) == []
+    assert verify(str(root / "out" / "validation")) == []
+    assert value["histograms"]["words"]["threshold"] == 50
+    assert sum(value["histograms"]["words"]["counts"]) == value["stages"][1]["documents_in"]
+    entropy = value["ngram_entropy"]
+    assert 0 < entropy["bigram"] < entropy["unigram"] <= entropy["unigram_model"]
+    assert entropy["bigram_model"] > entropy["bigram"]
+    assert {entry["name"] for entry in value["evaluation_sets"]} == {"quiz"}
+    assert {told[0] for told in seen} >= {"ingest", "partition", "dedup_exact", "dedup_near", "tokenizer", "pack"}
+    assert all(done <= total for _, done, total, _ in seen)
+
+
+def test_a_second_run_does_nothing(finished, monkeypatch):
+    root, first, _ = finished
+    import ray.data
+
+    monkeypatch.setattr(ray.data, "from_arrow", None)  # no execution can start
+    before = {path: path.stat().st_mtime_ns for path in (root / "out").rglob("*.arrow")}
+    again = pipeline.run(recipe(), input=str(root / "in"), output=str(root / "out"))
+    assert {path: path.stat().st_mtime_ns for path in (root / "out").rglob("*.arrow")} == before
+    for one, other in zip(first.value["stages"], again.value["stages"], strict=True):
+        assert other["units_reused"] == other["units"]
+        assert {**one, "units_reused": 0, "seconds": 0} == {**other, "units_reused": 0, "seconds": 0}
+    assert {**first.value, "stages": []} == {**again.value, "stages": []}
+    planned = pipeline.plan(recipe(), input=str(root / "in"), output=str(root / "out"))
+    assert [(stage.units, stage.published) for stage in planned.stages] == [
+        (5, 5), (3, 3), (3, 3), (3, 3), (3, 3), (1, 1), (3, 3)]
+    planned = pipeline.plan(recipe("steps.3.decontaminate.ngram=8"), input=str(root / "in"), output=str(root / "out"))
+    assert [stage.published for stage in planned.stages] == [5, 3, 3, 3, None, None, None]
+
+
+def test_file_order_and_file_count_do_not_show(finished, tmp_path):
+    root, _, _ = finished
+    pipeline.run(recipe(), input=str(write(tmp_path / "in", files=7, seed=9)), output=str(tmp_path / "out"))
+    assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
+
+
+def test_lost_pieces_are_made_anew_and_only_they(finished, tmp_path):
+    root, _, _ = finished
+    shutil.copytree(root / "out", tmp_path / "out")
+    units = {stage: sorted((tmp_path / "out" / "stages" / stage / "units").glob("*.json"))
+             for stage in ("ingest", "partition", "dedup_exact", "dedup_near_edges", "pack")}
+    for stage in ("ingest", "partition", "dedup_exact", "dedup_near_edges"):
+        units[stage][1].unlink()
+    next((tmp_path / "out" / "shards").glob("*.arrow")).unlink()
+    (tmp_path / "out" / "shards" / "manifest.json").unlink()
+    (tmp_path / "out" / "shards" / ".tmp-123-left.arrow").write_bytes(b"half")
+    done = pipeline.run(recipe(), input=str(root / "in"), output=str(tmp_path / "out"))
+    assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
+    assert not list((tmp_path / "out").rglob(".tmp-*"))
+    redone = {entry["name"]: entry["units"] - entry["units_reused"] for entry in done.value["stages"]}
+    assert redone == {"ingest": 1, "filter": 1, "partition": 1, "dedup_exact": 1, "dedup_near": 1, "decontaminate": 0,
+                      "tokenizer": 0, "pack": 1}
+
+
+def test_workers_that_die_change_nothing(finished, tmp_path):
+    import psutil
+
+    root, _, _ = finished
+    killed = []
+
+    def kill_a_worker(stage: str, done: int, total: int, note: str) -> None:
+        mine = psutil.Process().children(recursive=True)
+        workers = [process for process in mine if process.name().startswith(("ray::Map", "ray::HashShuffle"))]
+        if workers and len(killed) < 4 and stage not in killed:
+            killed.append(stage)
+            workers[0].kill()
+
+    done = pipeline.run(recipe(), input=str(write(tmp_path / "in")), output=str(tmp_path / "out"),
+                        on_progress=kill_a_worker)
+    assert killed
+    assert done.documents
+    assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
+
+
+def test_another_recipe_keeps_what_it_shares_and_leaves_no_old_verdicts(finished, tmp_path):
+    root, _, _ = finished
+    shutil.copytree(root / "out", tmp_path / "out")
+    strict = recipe("steps.2.dedup_near.min_jaccard=1.0")
+    done = pipeline.run(strict, input=str(root / "in"), output=str(tmp_path / "out"))
+    assert done.stage("dedup_exact")["units_reused"] == 3
+    assert done.stage("dedup_near")["dropped"] == {}
+    assert "near_duplicate" not in {row["reason"] for row in verdict_rows(tmp_path / "out").values()}
+    assert verify(str(tmp_path / "out" / "shards")) == []
+    back = pipeline.run(recipe(), input=str(root / "in"), output=str(tmp_path / "out"))
+    assert "near_duplicate" in {row["reason"] for row in verdict_rows(tmp_path / "out").values()}
+    assert back.stage("pack")["units_reused"] == 3
+
+
+def test_bare_recipe_with_more_partitions_than_documents(cluster, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "one document only"}\n{"text": "one document only"}\n')
+    config = recipe("partitions=5", "read.paths=[a.jsonl]", steps=[
+        "dedup_exact", {"dedup_near": {}}, {"filter": {"gopher_quality": {"min_words": 1, "min_stop_words": 0}}},
+        {"tokenize": {"train": {"vocabulary_size": 300}}}, {"pack": {"sequence_length": 16, "validation_fraction": 0}}])
+    done = pipeline.run(config, input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+    assert done.documents == 1
+    assert list(documents_of(tmp_path / "out").values()) == ["one document only"]
+    assert done.stage("partition")["dropped"] == {"same_document": 1}
+    assert done.value["ngram_entropy"]["unigram"] is None
+
+
+def test_too_many_bad_records_name_the_worst_file(cluster, tmp_path):
+    write(tmp_path / "in")
+    (tmp_path / "in" / "corpus" / "worst.jsonl").write_bytes(b"{\n" * 30)
+    with pytest.raises(InputError) as error:
+        pipeline.run(recipe(), input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+    assert error.value.where == "corpus/worst.jsonl"
+    assert "30 of 30" in str(error.value)
+    assert not (tmp_path / "out" / "shards").exists()
+    assert not (tmp_path / "out" / "stages" / "partition").exists()
+    assert list((tmp_path / "out" / "quarantine").iterdir())
+
+
+@pytest.mark.parametrize(("stage", "file", "reader"), [
+    ("ingest", "documents", "partition"), ("partition", "keys", "dedup_exact"), ("partition", "documents", "pack")])
+def test_damage_in_a_unit_is_told_and_mended(finished, tmp_path, stage, file, reader):
+    root, _, _ = finished
+    shutil.copytree(root / "out", tmp_path / "out")
+    path = max((tmp_path / "out" / "stages" / stage / "units").glob(f"*/{file}"), key=lambda each: each.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    shutil.rmtree(tmp_path / "out" / "stages" / reader)
+    with pytest.raises(StorageError, match="delete this file and run again") as error:
+        pipeline.run(recipe(), input=str(root / "in"), output=str(tmp_path / "out"))
+    assert error.value.where == str(path)
+    path.unlink()
+    pipeline.run(recipe(), input=str(root / "in"), output=str(tmp_path / "out"))
+    assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
+
+
+def test_a_filter_that_leaves_nothing_says_so(cluster, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "too short"}\n')
+    config = recipe("read.paths=[a.jsonl]", steps=[
+        {"filter": {"gopher_quality": {}}}, "dedup_exact", {"dedup_near": {}}, {"tokenize": {"train": {}}}, "pack"])
+    with pytest.raises(InputError, match=r"no document is left \(filter dropped 1\)"):
+        pipeline.run(config, input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+
+
+def test_an_object_store_gives_the_same_bytes(finished, s3, tmp_path):
+    root, _, _ = finished
+    uri = s3.create_bucket("pipeline")
+    place = store(uri)
+    for path in sorted((root / "in").rglob("*.*")):
+        place.write(path.relative_to(root / "in").as_posix(), path.read_bytes())
+    pipeline.run(recipe(), input=uri, output=f"{uri}/out")
+    assert shard_hashes(f"{uri}/out") == shard_hashes(root / "out")
+    again = pipeline.run(recipe(), input=uri, output=f"{uri}/out")
+    assert all(entry["units_reused"] == entry["units"] for entry in again.value["stages"])
+
+
+def test_one_cpu_gives_the_same_bytes(finished, tmp_path):
+    root, _, _ = finished
+    import ray
+
+    ray.shutdown()  # the last test of the file: the shared cluster makes room
+    folder = start(1)
+    try:
+        pipeline.run(recipe(), input=str(root / "in"), output=str(tmp_path / "out"))
+    finally:
+        stop(folder)
+    assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")

@@ -1,0 +1,124 @@
+"""Durable units: keys, publication, resumption, and bytes that depend on rows alone."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from tidewheel.data import stage
+from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, lookup, published, unit_key
+from tidewheel.errors import StorageError
+from tidewheel.storage import Stamp, store
+
+TABLE = pa.table({"id": [f"d{number}" for number in range(20_000)], "value": list(range(20_000))})
+
+
+@pytest.fixture
+def unit():
+    return Unit("stage", "part-00000", unit_key("stage", settings={"a": 1}, code="c", inputs=["x"]))
+
+
+def write(tmp_path, unit, table=TABLE):
+    writer = UnitWriter(str(tmp_path), unit)
+    writer.table("rows", table)
+    writer.shared("verdicts", "verdicts/stage", ".parquet", b"verdicts")
+    return writer.publish({"documents": 3, "share": 0.1})
+
+
+def test_a_unit_is_there_only_once_published(tmp_path, unit):
+    place = store(tmp_path)
+    assert published(place, unit) is None
+    writer = UnitWriter(str(tmp_path), unit)
+    writer.table("rows", TABLE)
+    assert published(place, unit) is None, "files without a manifest are no unit"
+    writer.publish({"documents": 20_000})
+    found = published(place, unit)
+    assert found is not None
+    assert found.summary == {"documents": 20_000}
+    assert stage.read_table(place, found.files["rows"]).equals(TABLE)
+
+
+def test_publishing_again_changes_no_byte(tmp_path, unit):
+    write(tmp_path, unit)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    rechunked = pa.concat_tables([TABLE.slice(0, 7), TABLE.slice(7, 12_000), TABLE.slice(12_007)])
+    write(tmp_path, unit, rechunked)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_keys_tell_everything_apart_that_matters():
+    def key(name="s", settings=None, code="c", inputs=("x", "y")):
+        return unit_key(name, settings=settings or {"a": 1, "b": 2}, code=code, inputs=inputs)
+
+    assert key(settings={"b": 2, "a": 1}) == key()
+    others = [key("t"), key(settings={"a": 1}), key(code="d"), key(inputs=("y", "x")), key(inputs=("xy",)), key()]
+    assert len(set(others)) == 6
+    assert all(len(each) == 32 for each in others)
+
+
+def test_code_version_follows_the_source():
+    one = code_version("tidewheel.data.stage")
+    assert one == code_version("tidewheel.data.stage")
+    assert one != code_version("tidewheel.data.stage", "tidewheel.data.verdicts")
+    with pytest.raises(ModuleNotFoundError):
+        code_version("tidewheel.data.no_such_module")
+
+
+@pytest.mark.parametrize("damage", ["manifest_cut", "manifest_changed", "manifest_empty", "file_cut", "file_gone",
+                                    "shared_gone"])
+def test_what_is_damaged_counts_as_missing(tmp_path, unit, damage):
+    done = write(tmp_path, unit)
+    manifest = tmp_path / unit.manifest_key
+    rows, shared = tmp_path / done.files["rows"].key, tmp_path / done.files["verdicts"].key
+    if damage == "manifest_cut":
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+    elif damage == "manifest_changed":
+        manifest.write_text(manifest.read_text().replace('"documents": 3', '"documents": 4'))
+    elif damage == "manifest_empty":
+        manifest.write_bytes(b"")
+    elif damage == "file_cut":
+        rows.write_bytes(rows.read_bytes()[:-1])
+    elif damage == "file_gone":
+        rows.unlink()
+    else:
+        shared.unlink()
+    assert published(store(tmp_path), unit) is None
+    write(tmp_path, unit)
+    assert published(store(tmp_path), unit) is not None
+
+
+@pytest.mark.parametrize("how", [stage.read_table, lambda place, stamp: list(stage.read_batches(place, stamp))])
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.7, 0.999])
+def test_a_flipped_byte_is_found_when_the_file_is_read(tmp_path, unit, how, position):
+    stamp = write(tmp_path, unit).files["rows"]
+    path = tmp_path / stamp.key
+    data = bytearray(path.read_bytes())
+    data[int(position * len(data))] ^= 0x40
+    path.write_bytes(data)
+    assert published(store(tmp_path), unit) is not None, "lookup is cheap: it compares lengths"
+    with pytest.raises(StorageError, match="not what was written"):
+        how(store(tmp_path), stamp)
+
+
+def test_reading_batches_and_columns(tmp_path, unit):
+    stamp = write(tmp_path, unit).files["rows"]
+    assert pa.Table.from_batches(stage.read_batches(store(tmp_path), stamp)).equals(TABLE)
+    assert stage.read_table(store(tmp_path), stamp, ["value"]).equals(TABLE.select(["value"]))
+    with pytest.raises(StorageError):
+        stage.read_table(store(tmp_path), Stamp("stages/none", 1, stamp.hash))
+
+
+def test_lookup_finds_what_is_there_under_todays_name(tmp_path, unit):
+    write(tmp_path, unit)
+    renamed = Unit("stage", "other name", unit.key, 5)
+    missing = Unit("stage", "part-00001", "0" * 32)
+    found = lookup(store(tmp_path), [renamed, missing])
+    assert list(found) == [unit.key]
+    assert found[unit.key].unit == renamed
+
+
+def test_manifests_survive_the_wire(tmp_path, unit):
+    done = write(tmp_path, unit)
+    again = Published.from_json(done.to_json())
+    assert again == done
+    assert again.content() == done.content()

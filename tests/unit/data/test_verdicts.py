@@ -1,0 +1,88 @@
+"""Verdict tables, samples, and the hash of ids that partitions and splits rest on."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidewheel.data import verdicts
+
+IDS = [f"doc-{number:04d}" for number in range(500)]
+
+
+def table(ids, reason="why"):
+    return verdicts.drops(pa.array(ids, pa.string()), reason, survivors=["s"] * len(ids), scores=[0.5] * len(ids))
+
+
+def test_rows_are_sorted_and_bytes_follow_from_them():
+    one, other = table(IDS), table(IDS[::-1])
+    assert one.schema == verdicts.VERDICT_SCHEMA
+    assert verdicts.encode(one) == verdicts.encode(other)
+    assert verdicts.encode(pa.concat_tables([one.slice(0, 3), one.slice(3)])) == verdicts.encode(one)
+    assert verdicts.decode(verdicts.encode(one)).equals(one.combine_chunks())
+    assert verdicts.decode(verdicts.encode(one), ["id"]).column_names == ["id"]
+
+
+def test_without_removes_all_that_is_named():
+    documents = pa.table({"id": IDS})
+    kept = verdicts.without(documents, [pa.array(IDS[:10]), pa.chunked_array([IDS[20:30], IDS[40:50]]), pa.array(
+        [], pa.string())])
+    assert kept["id"].to_pylist() == IDS[10:20] + IDS[30:40] + IDS[50:]
+    assert verdicts.without(documents, []).equals(documents)
+
+
+@given(cuts=st.lists(st.integers(0, 500), max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_samples_do_not_depend_on_how_the_work_is_cut(cuts):
+    documents = pa.table({"id": IDS, "text": [f"text of {name} " * 40 for name in IDS]})
+    bounds = [0, *sorted(cuts), 500]
+    parts = [verdicts.samples(table(IDS[a:b]), documents) for a, b in itertools.pairwise(bounds) if b > a]
+    whole = verdicts.merge_samples([verdicts.samples(table(IDS), documents)])
+    assert verdicts.merge_samples(parts) == whole
+    assert len(whole["why"]) == verdicts.SAMPLES
+    for row in whole["why"]:
+        assert row["text"] == (f"text of {row['id']} " * 40)[:200]
+        assert row["survivor"] == "s"
+        assert "order" not in row
+
+
+def test_counts_by_reason():
+    both = pa.concat_tables([table(IDS[:3], "b"), table(IDS[3:10], "a")])
+    assert verdicts.counts(both) == {"a": 7, "b": 3}
+    assert verdicts.counts(verdicts.VERDICT_SCHEMA.empty_table()) == {}
+
+
+@given(ids=st.lists(st.text(max_size=20), max_size=50), partitions=st.integers(1, 1 << 20))
+@settings(max_examples=50, deadline=None)
+def test_partitions_are_ranges_of_the_hash(ids, partitions):
+    hashes = verdicts.hash_ids(ids)
+    assert hashes.tolist() == [xxhash.xxh3_64_intdigest(each.encode()) for each in ids]
+    found = verdicts.partition_of(hashes, partitions)
+    assert found.dtype == np.int32
+    assert found.tolist() == [(int(value) >> 32) * partitions >> 32 for value in hashes]
+    order = np.argsort(hashes)
+    assert np.all(np.diff(found[order]) >= 0)
+
+
+def test_partitions_are_even():
+    found = verdicts.partition_of(verdicts.hash_ids([f"id-{number}" for number in range(20_000)]), 16)
+    sizes = np.bincount(found, minlength=16)
+    assert sizes.min() > 0.9 * 20_000 / 16
+    assert sizes.max() < 1.1 * 20_000 / 16
+
+
+def test_the_seed_gives_another_hash():
+    assert verdicts.hash_ids(IDS, 1).tolist() != verdicts.hash_ids(IDS, 2).tolist()
+    assert verdicts.hash_ids(pa.array(IDS)).tolist() == verdicts.hash_ids(IDS).tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_small_tables(count):
+    rows = table(IDS[:count])
+    assert len(verdicts.decode(verdicts.encode(rows))) == count
