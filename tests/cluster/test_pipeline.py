@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tidewheel.cluster.session import KEEP_WORKERS
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
@@ -25,8 +26,6 @@ from tidewheel.storage import store
 
 pytestmark = pytest.mark.cluster
 
-#: Workers stay alive between the many short stages of these tests; by default Ray stops and starts them each time.
-KEEP_WORKERS = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600_000}
 STOP = ["the", "of", "and", "to", "that", "with", "have", "be"]
 ITEM = "Which lighthouse keeper painted seventeen crimson herons upon the northern harbour wall before breakfast"
 

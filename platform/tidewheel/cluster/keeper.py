@@ -16,6 +16,8 @@ import sys
 import time
 from typing import Any
 
+from tidewheel.cluster.session import KEEP_WORKERS
+
 #: A killed raylet refuses connections at once, so that three probes 0.4 s apart are enough; one that is only starved
 #: of CPU has three times 3 s before it counts as dead.
 FAST_DETECTION = {
@@ -43,7 +45,7 @@ class Keeper:
         self.head = self._node(head=True, cpus=cpus, object_store_bytes=object_store_bytes,
                                include_dashboard=bool(dashboard_port), dashboard_port=dashboard_port or None,
                                include_log_monitor=bool(dashboard_port), no_monitor=True,
-                               _system_config=FAST_DETECTION)
+                               _system_config={**FAST_DETECTION, **KEEP_WORKERS})
         return {"address": self.head.gcs_address, **self._described(self.head)}
 
     def add(self, *, cpus: float, object_store_bytes: int) -> dict[str, Any]:

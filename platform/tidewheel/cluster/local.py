@@ -175,6 +175,8 @@ def _environment() -> dict[str, str]:
     package_root = str(Path(__file__).resolve().parents[2])
     paths = [package_root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    # `python` in a job's entrypoint is the interpreter that has Tidewheel, as if its environment were activated.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     return environment

@@ -19,6 +19,10 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
+#: A small node otherwise stops its idle workers and starts new ones at each of a pipeline's short stages, which cost
+#: most of the time. For clusters that we start; nobody else's is changed.
+KEEP_WORKERS = {"num_workers_soft_limit": 6, "idle_worker_killing_time_threshold_ms": 600_000}
+
 
 @contextlib.contextmanager
 def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[str]:
@@ -44,7 +48,8 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     target = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         if target == "local":
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
+                     **quiet)
         else:
             ray.init(address=target, **quiet)
     except ConnectionError as error:
