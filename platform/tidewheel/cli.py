@@ -62,13 +62,15 @@ def data_run(
     same command again, and ends with the same bytes.
     """
     from tidewheel.config import load
-    from tidewheel.data import pipeline
     from tidewheel.data.config import PipelineConfig
 
-    settings = load(PipelineConfig, config, set_ or ())
+    settings = load(PipelineConfig, config, set_ or ())  # a wrong key is told at once, before the heavy imports
+    from tidewheel.data import pipeline
+
     if dry_run:
         _print_table("what would run", pipeline.plan(settings, input=input, output=output).rows())
         return 0
+    pipeline.check(settings, input=input, output=output)  # before a cluster is started for it
     from tidewheel.cluster.session import session
     from tidewheel.data.progress import stage_bars
     from tidewheel.report.pipeline import write_pipeline_report
@@ -103,6 +105,9 @@ def train(
 
         _print_table("what would run", plan(settings))
         return 0
+    from tidewheel.train.checks import read_manifests
+
+    read_manifests(settings)  # before a cluster is started for it
     from tidewheel.elastic.trainer import fit, fit_local
     from tidewheel.report.run import write_run_report
     from tidewheel.train.progress import training_bar

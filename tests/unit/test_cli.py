@@ -80,3 +80,15 @@ def test_malformed_override(override, capsys, tmp_path):
                                      ["checkpoint", "verify"]], ids=" ".join)
 def test_empty_folder_is_explained(command, capsys, tmp_path):
     assert str(tmp_path) in refused(capsys, *command, str(tmp_path))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address", "ray://127.0.0.1:1", "127.0.0.1:99999"])
+def test_no_cluster_at_the_address(address, capsys, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('name: x\nread: {paths: ["*.jsonl"]}\n'
+                      "steps: [{tokenize: {train: {vocabulary_size: 300}}}, {pack: {sequence_length: 16}}]\n")
+    message = refused(capsys, "data", "run", str(recipe), "--input", str(tmp_path), "--output", str(tmp_path / "out"),
+                      "--address", address)
+    assert address in message
+    assert not list((tmp_path / "out").glob("*"))

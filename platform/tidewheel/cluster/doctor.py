@@ -40,7 +40,7 @@ print(json.dumps({"version": torch.__version__, "built_for": torch.version.cuda,
 _RAY = """
 import json
 from tidewheel.errors import TidewheelError
-from tidewheel.elastic.ray_adapter import check_ray
+from tidewheel.elastic.ray_contract import check_ray
 import ray
 problem = mend = ""
 try:

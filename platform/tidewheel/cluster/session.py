@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,22 @@ QUIET = {
 #: A small node otherwise stops its idle workers and starts new ones at each of a pipeline's short stages, which cost
 #: most of the time. For clusters that we start; nobody else's is changed.
 KEEP_WORKERS = {"num_workers_soft_limit": 6, "idle_worker_killing_time_threshold_ms": 600_000}
+MEND = ("start a cluster with `ray start --head`, correct --address or RAY_ADDRESS (host:port or auto), or leave both "
+        "out to use this machine alone")
+ANSWER_SECONDS = 5.0
+
+
+def _must_answer(target: str) -> None:
+    """Fail in seconds when nothing listens at host:port; Ray itself tries on for more than ten minutes."""
+    if target in ("local", "auto"):
+        return
+    host, sep, port = target.removeprefix("ray://").rpartition(":")
+    if not sep or not host or not port.isdigit():
+        raise ClusterError("not a Ray address", where=target, mend=MEND)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"nothing answers ({error})", where=target, mend=MEND) from None
 
 
 @contextlib.contextmanager
@@ -46,19 +63,15 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     # What workers print is Ray's own noise (a lost node prints pages): what matters reaches the driver as events.
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     target = address or os.environ.get("RAY_ADDRESS") or "local"
+    _must_answer(target)
     try:
         if target == "local":
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
                      **quiet)
         else:
             ray.init(address=target, **quiet)
-    except ConnectionError as error:
-        raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target,
-                           mend="start one with `ray start --head`, correct --address or RAY_ADDRESS, or leave both "
-                                "out to use this machine alone") from None
-    except ValueError as error:
-        raise ClusterError(f"not a Ray address ({str(error).splitlines()[0]})", where=target,
-                           mend="write host:port, for example 127.0.0.1:6379, or auto") from None
+    except (ConnectionError, ValueError) as error:
+        raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target, mend=MEND) from None
     try:
         yield ray.get_runtime_context().gcs_address
     finally:

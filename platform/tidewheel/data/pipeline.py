@@ -142,6 +142,11 @@ def _stages(job: Job, runner: Runner, ledger: Ledger) -> tuple[list[Published], 
     return packed.units, file, evaluation_sets
 
 
+def check(config: PipelineConfig, *, input: str, output: str) -> None:
+    """Raise what `run` would raise before it starts, in a moment and without Ray: no such input, bucket or access."""
+    resolve(config, input=input, output=output).store.check()
+
+
 def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
     """What `run` would do, without Ray and without writing anything. Raises what `run` raises before it starts."""
     job = resolve(config, input=input, output=output)
