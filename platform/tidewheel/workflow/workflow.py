@@ -102,21 +102,24 @@ class Workflow:
             "trains": [self._resolve(train, output).canonical() for train in self.trains],
         }
 
-    def submit(self, address: str, output: str, *, input: str = ".", working_dir: str = ".") -> str:
-        """Hand the workflow to the job server at `address` ("http://head:8265"); the job's id.
+    def submit(self, address: str, output: str, *, input: str = ".") -> str:
+        """Hand the workflow to the job server at `address` ("http://head:8265"); the job's id, for `ray job logs`.
 
         The resolved workflow is written to `<output>/workflow.json`, which the cluster must be able to read.
+
+        Raises:
+            ClusterError: no job server answers there.
         """
         from ray.job_submission import JobSubmissionClient
 
+        output, input = storage.absolute(output), storage.absolute(input)  # the job runs in another folder
         target = storage.store(output)
         target.check()
         target.write_json(SPEC_KEY, self.spec(output, input))
         try:
-            client = JobSubmissionClient(address)
-            return client.submit_job(
-                entrypoint=f"python -m jobs.workflow --spec {shlex.quote(target.at(SPEC_KEY))}",
-                runtime_env={"working_dir": working_dir}, metadata={"tidewheel_workflow": self.name})
+            return JobSubmissionClient(address).submit_job(
+                entrypoint=f"python -m tidewheel.cli workflow --spec {shlex.quote(target.at(SPEC_KEY))}",
+                metadata={"tidewheel_workflow": self.name})
         except ConnectionError as error:
             raise ClusterError(f"no job server answers ({str(error).splitlines()[0]})", where=address,
                                mend="give the URL of the cluster's dashboard, for example http://head:8265") from None
