@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
 
 import tidewheel
-from tidewheel.console import console
+from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
 
 app = cyclopts.App(
@@ -68,7 +68,7 @@ def data_run(
     from tidewheel.data import pipeline
 
     if dry_run:
-        _print_table("what would run", pipeline.plan(settings, input=input, output=output).rows())
+        print_table(pipeline.plan(settings, input=input, output=output).rows(), title="what would run")
         return 0
     pipeline.check(settings, input=input, output=output)  # before a cluster is started for it
     from tidewheel.cluster.session import session
@@ -77,7 +77,7 @@ def data_run(
 
     with session(address), stage_bars() as on_progress:
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress)
-    _print_table("what each stage kept", summary.rows())
+    print_table(summary.rows(), title="what each stage kept")
     print(f"shards: {output}/shards")
     print(f"report: {write_pipeline_report(output)}")
     return 0
@@ -103,7 +103,7 @@ def train(
     if dry_run:
         from tidewheel.train.plan import plan
 
-        _print_table("what would run", plan(settings))
+        print_table(plan(settings), title="what would run")
         return 0
     from tidewheel.train.checks import read_manifests
 
@@ -164,7 +164,10 @@ def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_
     rows = [{"checkpoint": found.name, "step": found.step, "state": "complete" if found.complete else "partial",
              "MB": round(found.bytes / 1e6, 2), "world size": found.world_size}
             for found in list_checkpoints(store(run).child("checkpoints"))]
-    _print_rows(f"checkpoints of {run}", rows, as_json)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print_table(rows, title=f"checkpoints of {run}")
     return 0
 
 
@@ -276,28 +279,6 @@ def demo(
     from tidewheel.demo.run import run_demo
 
     return run_demo(output=output, storage=storage, steps=steps, disturb=disturb)
-
-
-def _print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    _print_rows(title, rows, as_json=False)
-
-
-def _print_rows(title: str, rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Rows of equal keys as a table on standard output, or as JSON."""
-    if as_json:
-        print(json.dumps(list(rows), indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for key in rows[0] if rows else ["nothing"]:
-        right = bool(rows) and isinstance(rows[0][key], int | float)
-        table.add_column(key, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-    wide = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    wide.print(table)
 
 
 def run_command(tokens: Sequence[str]) -> int:

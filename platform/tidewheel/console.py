@@ -7,12 +7,16 @@ becomes one line every few seconds.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+
+#: Columns of tables that go to a file or a pipe.
+WIDTH = 140
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -89,3 +93,17 @@ class Bars:
                 bar._say(last=True)
             else:
                 self.live.stop_task(bar._task)
+
+
+def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console | None = None) -> None:
+    """Rows of equal keys as a table; on standard output unless `to` says otherwise. Numbers stand on the right."""
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for key in rows[0] if rows else ["nothing"]:
+        right = bool(rows) and str(rows[0][key]).replace(",", "").replace(".", "").isdigit()
+        table.add_column(key, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+    target = to or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    target.print(table)

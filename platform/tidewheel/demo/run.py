@@ -10,7 +10,7 @@ from typing import Any
 
 from tidewheel import storage
 from tidewheel.config import load
-from tidewheel.console import console
+from tidewheel.console import console, print_table
 from tidewheel.data.config import PipelineConfig
 from tidewheel.demo.recipes import recipe
 from tidewheel.train.config import TrainConfig
@@ -72,7 +72,8 @@ def _corpus(uri: str) -> None:
     from tidewheel.demo.corpus import build_corpus
 
     _heading("1. Raw text from this machine's Python")
-    info = build_corpus(storage.store(uri))
+    with console.status("collecting docstrings, readmes and licences"):
+        info = build_corpus(storage.store(uri))
     sources = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sorted(info.sources.items()))
     console.print(f"{info.documents:,} documents, {info.bytes / 1e6:.1f} MB, in {len(info.files)} JSONL files")
     console.print(f"  from {sources}")
@@ -86,7 +87,10 @@ def _on_cluster(pipeline: PipelineConfig, training: TrainConfig, root: str, dist
 
     _heading(f"2. A Ray cluster on this machine: a head and {NODES} nodes")
     began = time.monotonic()
-    with LocalCluster(nodes=NODES) as cluster, session(cluster.address):
+    with contextlib.ExitStack() as stack:
+        with console.status("starting raylets"):
+            cluster = stack.enter_context(LocalCluster(nodes=NODES))
+            stack.enter_context(session(cluster.address))
         console.print(f"up at {cluster.address} after {time.monotonic() - began:.1f} s")
         _pipeline(pipeline, root)
         _training(training, cluster, disturb)
@@ -99,8 +103,7 @@ def _pipeline(config: PipelineConfig, root: str) -> None:
     _heading("3. The data pipeline: documents in, packed shards out")
     with stage_bars() as on_progress:
         summary = pipeline.run(config, input=f"{root}/raw", output=f"{root}/data", on_progress=on_progress)
-    for row in summary.rows():
-        console.print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), markup=False)
+    print_table(summary.rows(), to=console)
 
 
 def _training(config: TrainConfig, cluster: Any, disturb: bool) -> None:
