@@ -177,6 +177,8 @@ def _environment() -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     # `python` in a job's entrypoint is the interpreter that has Tidewheel, as if its environment were activated.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    # Loopback only, so no token: one that some other cluster left in the environment must not lock out our clients.
+    environment["RAY_AUTH_MODE"] = "disabled"
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     return environment
