@@ -1,0 +1,97 @@
+"""What people see: bars on a terminal, few plain lines in a log, tables that line up."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tidewheel import console as module
+from tidewheel.console import Bars, bars, print_table
+from tidewheel.data.progress import stage_bars
+from tidewheel.train.progress import LINES, describe, training_bar
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """The console of a job's log: no terminal."""
+    sink = io.StringIO()
+    monkeypatch.setattr(module, "console", Console(file=sink, highlight=False, soft_wrap=True))
+    return sink
+
+
+def test_a_log_gets_the_first_and_the_last_state(log):
+    with bars() as group, group.bar("reading", 1000, unit="files") as bar:
+        for _ in range(1000):
+            bar.advance(note="fine")
+    told = log.getvalue().splitlines()
+    assert len(told) <= 3
+    assert told[0].startswith("reading: 1/1000 files")
+    assert told[-1].startswith("reading: 1000/1000 files  fine")
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    sink = io.StringIO()
+    monkeypatch.setattr(module, "console", Console(file=sink, force_terminal=True, width=120))
+    with bars() as group, group.bar("reading", 3, unit="files") as bar:
+        bar.update(2, note="so far")
+    assert "2/3 files" in sink.getvalue()
+    assert "━" in sink.getvalue()
+
+
+def test_a_bar_that_fails_still_says_where_it_stopped(log):
+    def read() -> None:
+        with Bars(None).bar("reading", 10) as bar:
+            bar.update(4)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        read()
+    assert "reading: 4/10" in log.getvalue().splitlines()[-1]
+
+
+def test_stages_follow_each_other(log):
+    with stage_bars() as on_progress:
+        on_progress("ingest", 0, 2, "")
+        on_progress("ingest", 2, 2, "")
+        on_progress("pack", 1, 1, "done")
+    told = log.getvalue()
+    assert told.index("ingest: 2/2") < told.index("pack: 1/1")
+
+
+def test_table_lines_up_and_takes_numbers_and_text():
+    sink = io.StringIO()
+    print_table([{"stage": "ingest", "in": "2,991", "n": 5}, {"stage": "x", "in": "7", "n": 12345}], title="kept",
+                to=Console(file=sink, width=80))
+    lines = [line.rstrip() for line in sink.getvalue().splitlines()]
+    assert lines[0] == "kept"
+    assert lines[2].split() == ["ingest", "2,991", "5"]
+    assert lines[3].endswith("12,345")
+    assert len(lines[2]) == len(lines[3])
+
+
+def test_an_empty_table_says_so():
+    sink = io.StringIO()
+    print_table([], to=Console(file=sink, width=80))
+    assert "nothing" in sink.getvalue()
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_every_event_can_be_told_whatever_its_detail_lacks(kind):
+    assert describe({"kind": kind, "detail": {}})
+
+
+def test_events_are_told_in_one_short_line():
+    event = {"kind": "failure", "detail": {"error": "x" * 1000 + "\nsecond line"}}
+    assert len(describe(event)) < 250
+    assert describe({"kind": "brand_new", "detail": {}}) == "brand new"
+
+
+def test_the_training_bar_tells_events_and_speed(log, monkeypatch):
+    monkeypatch.setattr("tidewheel.train.progress.console", module.console)
+    with training_bar(10) as on_progress:
+        on_progress({"step": 3, "loss": 2.5, "tokens_per_second": 1234.5, "world_size": 1,
+                     "events": [{"kind": "node_lost", "detail": {"host": "10.0.0.7"}}]})
+    assert "node 10.0.0.7 is gone" in log.getvalue()
+    assert "3/10 steps  loss 2.500, 1,234 tokens/s, 1 worker" in log.getvalue()

@@ -1,0 +1,32 @@
+"""The dry run of a training: what would happen, and nothing does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.train.helpers import config, write_shards
+from tidewheel.errors import ConfigError, ShardError
+from tidewheel.train.plan import plan
+
+
+def test_the_plan_says_what_would_run_and_writes_nothing(tmp_path):
+    manifest = write_shards(tmp_path / "shards")
+    rows = {row["what"]: row["value"] for row in plan(config(tmp_path))}
+    assert f"{manifest.rows:,} sequences" in rows["shards"]
+    assert rows["workers"].startswith("any of [1, 2]")
+    assert "1.07 epochs" in rows["tokens"]  # 8 steps of 8 sequences over 60
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_exists_would_be_resumed(tmp_path):
+    write_shards(tmp_path / "shards")
+    (tmp_path / "runs/run").mkdir(parents=True)
+    (tmp_path / "runs/run/run.json").write_text("{}")
+    assert "would be resumed" in {row["what"]: row["value"] for row in plan(config(tmp_path))}["run"]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(ShardError, match="shard set"):
+        plan(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"data\.uri"):
+        plan(config(tmp_path, "run", "data.uri="))
