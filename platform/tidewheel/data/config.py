@@ -10,7 +10,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tidewheel.config import Config
+from tidewheel.data.fineweb import FineWeb
 from tidewheel.data.quality import GopherQuality
+from tidewheel.data.repetition import GopherRepetition
 
 
 class ReadConfig(Config):
@@ -29,10 +31,14 @@ class ReadConfig(Config):
 
 
 class FilterStep(Config):
-    """Rules that look at one document alone. Several in one step apply in the order of the fields here."""
+    """Rules that look at one document alone. Several in one step apply in the order of the fields here (FineWeb's)."""
 
+    gopher_repetition: GopherRepetition | None = None
+    """The repetition rules of Gopher: duplicate lines and paragraphs, frequent and repeated n-grams."""
     gopher_quality: GopherQuality | None = None
     """The quality rules of Gopher (Rae et al. 2021, table A1)."""
+    fineweb: FineWeb | None = None
+    """FineWeb's own rules: ends of lines, short and repeated lines, lists."""
 
     @model_validator(mode="before")
     @classmethod

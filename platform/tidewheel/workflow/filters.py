@@ -14,7 +14,19 @@ class Filter:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+def gopher_repetition(**settings: Any) -> Filter:
+    """Duplicate lines and paragraphs, frequent and repeated n-grams, with the thresholds of Rae et al. 2021 (table A1).
+    Keywords override single thresholds; `tidewheel.data.repetition.GopherRepetition` lists them."""
+    return Filter("gopher_repetition", settings)
+
+
 def gopher_quality(**settings: Any) -> Filter:
     """Word counts, word lengths, symbols, bullets, ellipses and stop words, with the thresholds of Rae et al. 2021
     (table A1). Keywords override single thresholds; `tidewheel.data.quality.GopherQuality` lists them."""
     return Filter("gopher_quality", settings)
+
+
+def fineweb(**settings: Any) -> Filter:
+    """Ends of lines, short and repeated lines, and lists, with the thresholds of FineWeb.
+    Keywords override single thresholds; `tidewheel.data.fineweb.FineWeb` lists them."""
+    return Filter("fineweb", settings)
