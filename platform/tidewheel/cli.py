@@ -155,6 +155,48 @@ def verify(uri: Annotated[str, Parameter(help="A shard set: the folder that hold
     return 0
 
 
+@shards_app.command
+def trace(
+    uri: Annotated[str | None, Parameter(help="A shard set; with --run, where the run's set is now.")] = None,
+    *,
+    row: Annotated[int | None, Parameter(help="Row of the set, from 0; with --token.")] = None,
+    token: Annotated[int | None, Parameter(help="Token of the row, from 0: where it came from.")] = None,
+    document: Annotated[str | None, Parameter(help="Id of a document: rows that hold it, or why it was dropped; "
+                                                   "with --run also the steps that used it.")] = None,
+    run: Annotated[str | None, Parameter(help="URI of a run.")] = None,
+    step: Annotated[int | None, Parameter(help="Step of the run, from 1: what it read.")] = None,
+    batch_row: Annotated[int | None, Parameter(help="Sequence of the step's global batch, from 0.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Lineage both ways: from a token or a step to documents and files, from a document to rows and steps."""
+    from tidewheel.shards import trace as of_set
+
+    given = {name for name, value in (("uri", uri), ("row", row), ("token", token), ("document", document),
+                                      ("run", run), ("step", step), ("batch_row", batch_row)) if value is not None}
+    if run is not None and step is not None and given <= {"uri", "run", "step", "batch_row", "token"}:
+        from tidewheel.train import trace as of_run
+
+        found = of_run.trace_step(run, step, batch_row=batch_row, token=token, uri=uri)
+        lines = of_run.step_lines(found)
+    elif run is not None and document is not None and given <= {"uri", "run", "document"}:
+        from tidewheel.train import trace as of_run
+
+        found = of_run.trace_document_steps(run, document, uri=uri)
+        lines = of_run.document_step_lines(found)
+    elif uri is not None and document is not None and given == {"uri", "document"}:
+        found = of_set.trace_document(uri, document)
+        lines = of_set.document_lines(found)
+    elif uri is not None and row is not None and token is not None and given == {"uri", "row", "token"}:
+        found = of_set.trace_token(uri, row, token)
+        lines = of_set.token_lines(found)
+    else:
+        raise ShardError("these options do not say what to trace", where="tidewheel shards trace",
+                         mend="give SET --row N --token N, SET --document ID, --run RUN --step N [--batch-row N "
+                              "[--token N]], or --run RUN --document ID")
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    return 0
+
+
 @checkpoint_app.command(name="list")
 def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_json: AsJson = False) -> int:
     """The checkpoints of a run, oldest first; partial ones are marked."""
@@ -290,6 +332,9 @@ def run_command(tokens: Sequence[str]) -> int:
         console.print(f"[red]error:[/] {error}", markup=True)
         console.print("  mend: `tidewheel --help`, or --help behind a command, shows what there is", markup=False)
         return 2
+    except BrokenPipeError:  # the reader of our output, `head` for one, has seen enough
+        sys.stdout = None  # type: ignore[assignment]  # or Python would flush it once more at exit, and complain
+        return 0
     except KeyboardInterrupt:
         console.print("interrupted; give the same command again to go on from what is committed")
         return 130

@@ -10,8 +10,9 @@ import pytest
 from tidewheel.cli import run_command
 
 COMMANDS = [
-    [], ["data"], ["data", "run"], ["shards"], ["shards", "inspect"], ["shards", "verify"], ["train"],
-    ["checkpoint"], ["checkpoint", "list"], ["checkpoint", "verify"], ["report"], ["audit"], ["doctor"], ["demo"],
+    [], ["data"], ["data", "run"], ["shards"], ["shards", "inspect"], ["shards", "verify"], ["shards", "trace"],
+    ["train"], ["checkpoint"], ["checkpoint", "list"], ["checkpoint", "verify"], ["report"], ["audit"], ["doctor"],
+    ["demo"],
 ]
 
 

@@ -1,0 +1,87 @@
+"""Lineage of a run: from a step to documents and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.shards.helpers import write_set
+from tidewheel import storage
+from tidewheel.errors import ShardError, StorageError
+from tidewheel.shards.digest import sequence_digest
+from tidewheel.shards.order import Order, batch_ids
+from tidewheel.shards.reader import ShardSet
+from tidewheel.train import trace
+
+SIZE = 4
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Nine recorded steps of 4 over 15 rows: more than two epochs; step 3 twice."""
+    manifest = write_set(tmp_path / "shards")
+    place = storage.store(tmp_path / "run")
+    place.write_json("run.json", {
+        "config": {"batch": {"global_sequences": SIZE}, "data": {"seed": 5}},
+        "data": {"shards": {"uri": str(tmp_path / "shards"), "hash": manifest.hash}}})
+    order = Order([shard.rows for shard in manifest.shards], 5)
+    lines = [{"step": step, "digest": sequence_digest(batch_ids(order, manifest, (step - 1) * SIZE, SIZE))}
+             for step in (1, 2, 3, 3, 4, 5, 6, 7, 8, 9)]
+    place.write("batches.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    return tmp_path
+
+
+def test_step_to_documents(run):
+    found = trace.trace_step(str(run / "run"), 4)
+    assert found["as_recorded"]
+    assert len(found["sequences"]) == SIZE
+    for sequence in found["sequences"]:
+        assert sequence["segments"][0]["document"] == f"d{sequence['row']}-0"
+    one = trace.trace_step(str(run / "run"), 4, batch_row=3, token=0)
+    assert one["sequences"] == [found["sequences"][3]]
+    assert one["token"]["segment"] == one["sequences"][0]["segments"][0]
+    assert trace.step_lines(one)[0].endswith("as recorded")
+
+
+def test_document_to_steps_is_the_inverse(run):
+    rows = ShardSet.open(str(run / "shards")).manifest.rows
+    uses = {(use["step"], use["batch_row"], row) for row in range(rows)
+            for use in trace.trace_document_steps(str(run / "run"), f"d{row}-0")["steps"]}
+    forward = {(step, sequence["batch_row"], sequence["row"]) for step in range(1, 10)
+               for sequence in trace.trace_step(str(run / "run"), step)["sequences"]}
+    assert uses == forward
+    assert len(forward) == 9 * SIZE
+
+
+def test_in_small_chunks_the_same(run, monkeypatch):
+    whole = trace.trace_document_steps(str(run / "run"), "d3-0")
+    monkeypatch.setattr(trace, "_POSITIONS", 5)
+    assert trace.trace_document_steps(str(run / "run"), "d3-0") == whole
+    assert whole["recorded_steps"] == 9
+    assert {use["epoch"] for use in whole["steps"]} >= {0, 1}
+    assert "read in" in "\n".join(trace.document_step_lines(whole))
+
+
+def test_a_changed_digest_is_told(run):
+    (run / "run/batches.jsonl").write_text('{"step": 1, "digest": "other"}\n')
+    found = trace.trace_step(str(run / "run"), 1)
+    assert not found["as_recorded"]
+    assert "NOT" in trace.step_lines(found)[0]
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    ({"step": 10}, "step 10 has no record"), ({"step": 0}, "step 0"), ({"step": 1, "batch_row": 4}, "no row 4"),
+    ({"step": 1, "token": 4}, "without its row"), ({"step": 1, "batch_row": 0, "token": 99}, "no token 99")])
+def test_no_such_place(run, arguments, told):
+    with pytest.raises(ShardError, match=told) as error:
+        trace.trace_step(str(run / "run"), **arguments)
+    assert error.value.mend
+
+
+def test_another_set_and_no_run(run):
+    write_set(run / "other", rows=(15,))
+    with pytest.raises(ShardError, match="not the shard set"):
+        trace.trace_step(str(run / "run"), 1, uri=str(run / "other"))
+    with pytest.raises(StorageError, match=r"no run\.json"):
+        trace.trace_step(str(run / "nowhere"), 1)
