@@ -35,6 +35,7 @@ def place(tmp_path_factory):
 def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[str]:
     """`ray job submit --working-dir . -- COMMAND`, as the README has it."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= cluster.client_environment
     return subprocess.run(
         [str(BIN / "ray"), "job", "submit", "--address", cluster.dashboard_url, "--working-dir", ".", "--", *command],
         cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,

@@ -54,6 +54,7 @@ class LocalCluster:
     Attributes:
         address: "127.0.0.2:PORT", for `ray.init`.
         dashboard_url: "http://127.0.0.1:PORT", or "".
+        client_environment: variables that other programs need to be let in, `ray job submit` for one.
 
     Raises:
         ClusterError: on entering, when Ray's processes do not start.
@@ -70,6 +71,7 @@ class LocalCluster:
         self._lock = threading.RLock()
         self.address = ""
         self.dashboard_url = ""
+        self.client_environment: dict[str, str] = {}
 
     def __enter__(self) -> LocalCluster:
         atexit.register(self.close)
@@ -81,6 +83,8 @@ class LocalCluster:
             port = _free_port() if self._dashboard else 0
             head = self._ask("start", cpus=self._head_cpus, object_store_bytes=self._store_bytes, dashboard_port=port)
             self.address = head["address"]
+            # The cluster asks for a token exactly if this process, its first client, would show one.
+            self.client_environment = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
             self.dashboard_url = f"http://{LOOPBACK}:{port}" if port else ""
             for _ in range(self._count):
                 self.add_node()
@@ -177,8 +181,6 @@ def _environment() -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     # `python` in a job's entrypoint is the interpreter that has Tidewheel, as if its environment were activated.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    # Loopback only, so no token: one that some other cluster left in the environment must not lock out our clients.
-    environment["RAY_AUTH_MODE"] = "disabled"
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     return environment
