@@ -15,10 +15,11 @@ help:  ## what can be made
 demo: $(STAMP)  ## raw text to a trained model, with a node killed on the way (ARGS="--storage s3" for an object store)
 	$(BIN)/tidewheel demo $(ARGS)
 
-test: $(STAMP)  ## lint, types and the whole test suite, two files at a time: real Ray clusters, a real S3-protocol server, real kills
+test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile tests/unit
+	$(PYTEST) tests/cluster tests/chaos
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
-import tempfile
 
 import pyarrow.parquet as pq
 import pytest
 
-from tidewheel.cluster.session import KEEP_WORKERS
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
@@ -24,18 +21,6 @@ pytestmark = pytest.mark.cluster
 
 WORDS = ["harbour", "winter", "committee", "opened", "because", "the", "storm", "before", "again", "of", "painted"]
 NOTICE = "We use cookies to make this site better for everybody who visits it."
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    import ray
-
-    folder = tempfile.mkdtemp(prefix="tws-", dir="/tmp")  # short: socket paths are limited
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder,
-             _system_config=KEEP_WORKERS)
-    yield folder
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sentence(generator):

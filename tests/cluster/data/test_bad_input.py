@@ -10,7 +10,6 @@ import pytest
 from tests.unit.train.helpers import write_shards
 from tidewheel.cli import run_command
 from tidewheel.cluster.s3_server import S3Server
-from tidewheel.cluster.session import session
 
 pytestmark = pytest.mark.cluster
 RECIPE = """
@@ -32,12 +31,6 @@ def recipe(tmp_path):
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def ray_here():
-    with session(cpus=2) as address:
-        yield address
-
-
 def refused(capsys, *command: str) -> str:
     assert run_command(command) == 2
     told = capsys.readouterr()
@@ -56,7 +49,7 @@ def good(number: int) -> bytes:
     return json.dumps({"id": f"d{number}", "text": f"document number {number} has words of its own"}).encode()
 
 
-def test_more_bad_records_than_allowed_stop_the_run(recipe, tmp_path, capsys, ray_here):
+def test_more_bad_records_than_allowed_stop_the_run(recipe, tmp_path, capsys, cluster):
     source = lines(tmp_path / "in", *(good(n) for n in range(6)), b"{not json", b'{"id": "x"}',
                    b'{"id": "y", "text": "\xff\xfe"}')
     output = tmp_path / "out"
@@ -65,7 +58,7 @@ def test_more_bad_records_than_allowed_stop_the_run(recipe, tmp_path, capsys, ra
     assert not (output / "shards").exists()
 
 
-def test_a_few_bad_records_are_put_aside_with_place_and_reason(recipe, tmp_path, capsys, ray_here):
+def test_a_few_bad_records_are_put_aside_with_place_and_reason(recipe, tmp_path, capsys, cluster):
     source = lines(tmp_path / "in", *(good(n) for n in range(60)), b"{not json", b'{"id": "x"}',
                    b'{"id": "y", "text": "\xff\xfe"}')
     (tmp_path / "in" / "empty.jsonl").write_bytes(b"")
@@ -97,7 +90,7 @@ def test_wrong_credentials(recipe, capsys):
     assert "AWS_ACCESS_KEY_ID" in told
 
 
-def test_more_workers_than_cpus(tmp_path, capsys, ray_here):
+def test_more_workers_than_cpus(tmp_path, capsys, cluster):
     write_shards(tmp_path / "shards")
     path = tmp_path / "train.yaml"
     path.write_text(f"run: {{id: r, uri: {tmp_path}/runs}}\ndata: {{uri: {tmp_path}/shards}}\nsteps: 2\n"

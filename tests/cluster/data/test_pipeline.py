@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import random
 import shutil
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tidewheel.cluster.session import KEEP_WORKERS
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
@@ -28,37 +25,6 @@ pytestmark = pytest.mark.cluster
 
 STOP = ["the", "of", "and", "to", "that", "with", "have", "be"]
 ITEM = "Which lighthouse keeper painted seventeen crimson herons upon the northern harbour wall before breakfast"
-
-
-def start(num_cpus: int) -> str:
-    import ray
-
-    folder = tempfile.mkdtemp(prefix="twp-", dir="/tmp")  # short: socket paths are limited
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR,
-             _temp_dir=folder, _system_config=KEEP_WORKERS)
-    return folder
-
-
-def stop(folder: str) -> None:
-    import ray
-
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def s3():
-    from tidewheel.cluster.s3_server import S3Server
-
-    with S3Server() as server:  # before Ray, so that its workers have the credentials
-        yield server
-
-
-@pytest.fixture(scope="module")
-def cluster(s3):
-    folder = start(2)
-    yield folder
-    stop(folder)
 
 
 def words(generator: random.Random, count: int) -> list[str]:
@@ -454,18 +420,3 @@ def test_an_object_store_gives_the_same_bytes(finished, s3, tmp_path):
     assert shard_hashes(f"{uri}/out") == shard_hashes(root / "out")
     again = pipeline.run(recipe(), input=uri, output=f"{uri}/out")
     assert all(entry["units_reused"] == entry["units"] for entry in again.value["stages"])
-
-
-@pytest.mark.parametrize("cpus", [1, 4])
-def test_any_number_of_cpus_and_any_file_order_give_the_same_bytes(finished, tmp_path, cpus):
-    root, _, _ = finished
-    import ray
-
-    ray.shutdown()  # the last test of the file: the shared cluster makes room
-    folder = start(cpus)
-    try:
-        pipeline.run(recipe(), input=str(write(tmp_path / "in", files=3 + cpus, seed=cpus)),
-                     output=str(tmp_path / "out"))
-    finally:
-        stop(folder)
-    assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")

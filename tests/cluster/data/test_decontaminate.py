@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.cluster.test_pipeline import documents_of, start, stop, words
+from tests.cluster.data.test_pipeline import documents_of, words
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
@@ -21,13 +21,6 @@ ITEMS = {
     "q1": "Which of the planets beyond the belt has the faintest ring and was first drawn by a clockmaker from Bremen?",
     "q2": "How many crates of oranges did the second train unload at the lighthouse before the ferry left for Birch?",
 }
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    folder = start(2)
-    yield folder
-    stop(folder)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_pipeline import shard_hashes, start, stop
+from tests.cluster.data.test_pipeline import shard_hashes
 from tests.unit.data.tokenize.test_chat import CHATML, SPECIAL, TEXTS, TOKENS
 from tidewheel.config import build
 from tidewheel.data import pipeline
@@ -22,13 +22,6 @@ from tidewheel.shards.verify import verify
 
 pytestmark = pytest.mark.cluster
 ITEM = "Which lighthouse keeper painted seventeen crimson herons upon the northern harbour wall before breakfast"
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    folder = start(2)
-    yield folder
-    stop(folder)
 
 
 def conversation(number: int) -> dict:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.cluster.test_pipeline import documents_of, shard_hashes, start, stop, words
+from tests.cluster.data.test_pipeline import documents_of, shard_hashes, words
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import FilterStep, PipelineConfig
@@ -19,13 +19,6 @@ from tidewheel.storage import store
 
 pytestmark = pytest.mark.cluster
 MAIL = "somebody@host.org"
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    folder = start(2)
-    yield folder
-    stop(folder)
 
 
 def records() -> list[dict]:
