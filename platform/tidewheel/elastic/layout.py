@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from tidewheel.train.parallel.legal import legal_sizes, sizes
 
-def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | None = None) -> tuple[int, ...]:
-    """Worker counts from `min_workers` to `max_workers` that divide `virtual_ranks`, ascending.
-
-    A count that divides gives every worker the same number of virtual ranks, and so the same micro-batches and
-    the same global batch whatever the count.
-    """
-    most = virtual_ranks if max_workers is None else min(max_workers, virtual_ranks)
-    return tuple(size for size in range(max(1, min_workers), most + 1) if virtual_ranks % size == 0)
+__all__ = ["largest_fit", "legal_sizes", "sizes", "slots"]
 
 
 def largest_fit(sizes: Iterable[int], slots: int) -> int:

@@ -19,6 +19,7 @@ from tidewheel.errors import ClusterError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.train import checks
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import legal
 from tidewheel.train.record import TrainResult, read_result
 
 if TYPE_CHECKING:
@@ -141,20 +142,18 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
     from tidewheel.elastic import nodes
 
     elastic = config.elastic
-    sizes = layout.legal_sizes(config.batch.virtual_ranks, elastic.min_workers, elastic.max_workers)
-    if not sizes:
-        raise ClusterError(f"no number of workers from {elastic.min_workers} to {elastic.max_workers} divides "
-                           f"batch.virtual_ranks {config.batch.virtual_ranks}", where="elastic",
-                           mend="choose virtual_ranks as a multiple of the numbers of workers you want")
+    sizes = layout.sizes(config)
     offers = [(node.cpus, node.gpus) for node in nodes.usable()]
     places = layout.slots(offers, elastic.cpus_per_worker, elastic.gpus_per_worker)
     if places < sizes[0] and not nodes.can_grow():
         needs = f"{elastic.cpus_per_worker:g} CPUs" + (
             f" and {elastic.gpus_per_worker:g} GPUs" if elastic.gpus_per_worker else "")
         has = ", ".join(f"{cpus:g} CPUs" + (f" {gpus:g} GPUs" if gpus else "") for cpus, gpus in offers) or "no nodes"
-        raise ClusterError(f"{sizes[0]} worker(s) of {needs} each do not fit: the cluster's {len(offers)} node(s) "
-                           f"({has}) have room for {places}", where="elastic.min_workers",
-                           mend="lower elastic.min_workers or cpus_per_worker, or add nodes")
+        mesh = f" for {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""
+        raise ClusterError(f"{sizes[0]} worker(s) of {needs} each{mesh} do not fit: the cluster's {len(offers)} "
+                           f"node(s) ({has}) have room for {places}", where="elastic.min_workers",
+                           mend="lower elastic.min_workers or cpus_per_worker, "
+                           + ("make the mesh smaller, " if mesh else "") + "or add nodes")
     return sizes
 
 

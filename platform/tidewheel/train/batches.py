@@ -1,7 +1,8 @@
 """Which rows a rank reads for a step, and the record of what it read.
 
 Global batch of step s (counted from 1) is positions [(s-1) G, s G) of the order. It is cut into V slices for V
-virtual ranks; rank r of N runs the virtual ranks [r V/N, (r+1) V/N), each in micro-batches of the same shape.
+virtual ranks; data rank r of N runs the virtual ranks [r V/N, (r+1) V/N), each in micro-batches of the same shape.
+Ranks that share a copy of the model (tensor, context, pipeline) have one data rank and read the same rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tidewheel.shards.reader import Rows
 from tidewheel.shards.source import Source
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import BatchConfig
+from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.step import MicroBatch
 
 
@@ -35,10 +37,10 @@ class RankBatch:
 class BatchReader:
     """This rank's part of each global batch, read ahead by a thread."""
 
-    def __init__(self, loader: Loader, config: BatchConfig, rank: int, world_size: int, *, device: torch.device,
+    def __init__(self, loader: Loader, config: BatchConfig, data_rank: int, data_size: int, *, device: torch.device,
                  steps: int, ahead: int) -> None:
         self._loader, self._config, self._device = loader, config, device
-        self._rank, self._world_size, self._steps, self._ahead = rank, world_size, steps, ahead
+        self._rank, self._size, self._steps, self._ahead = data_rank, data_size, steps, ahead
         self._pending: dict[int, Future[RankBatch]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
@@ -55,7 +57,7 @@ class BatchReader:
         self._loader.close()
 
     def _load(self, step: int) -> RankBatch:
-        per_rank = self._config.global_sequences // self._world_size
+        per_rank = self._config.global_sequences // self._size
         per_virtual = self._config.global_sequences // self._config.virtual_ranks
         first = (step - 1) * self._config.global_sequences + self._rank * per_rank
         rows = self._loader.batch(np.arange(first, first + per_rank, dtype=np.int64))
@@ -83,13 +85,15 @@ def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
 
 
 class BatchDigest:
-    """Digest of the ids all ranks loaded for a step, in order of position.
+    """Digest of the ids all data ranks loaded for a step, in order of position.
 
     Ids travel as one int64 each, shard index << 32 | row, and are spelled out again on rank 0. Shards are numbered
     through all domains.
     """
 
-    def __init__(self, source: Source, collectives: Collectives) -> None:
+    def __init__(self, source: Source, collectives: Collectives, mesh: Mesh) -> None:
+        # of the ranks that read the same rows only the first sends them
+        self._sends, self._group = mesh.leads, mesh.group(*DATA)
         self._names = [domain.prefix + shard.name for domain in source.domains for shard in domain.manifest.shards]
         self._index = {name: index for index, name in enumerate(self._names)}
         self._collectives = collectives
@@ -97,7 +101,7 @@ class BatchDigest:
     def of(self, ids: Sequence[str]) -> str | None:
         """Called by all ranks with what each loaded; the digest on rank 0, None elsewhere."""
         packed = torch.tensor([self._pack(sequence) for sequence in ids], dtype=torch.int64)
-        gathered = self._collectives.gather(packed)
+        gathered = self._collectives.gather(packed, self._group) if self._sends else None
         if gathered is None:
             return None
         return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in gathered.tolist()])

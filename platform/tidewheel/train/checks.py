@@ -7,6 +7,7 @@ from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import store
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import legal
 
 
 def read_data(config: TrainConfig) -> tuple[Source, Manifest | None]:
@@ -54,6 +55,7 @@ def _fits(config: TrainConfig, manifest: Manifest) -> None:
         raise ConfigError(
             f"model.vocabulary_size {vocabulary} is smaller than the shard set's {manifest.vocabulary_size}",
             where=config.data.place, mend="leave model.vocabulary_size out: it is taken from the shard set")
+    legal.check_data(config, vocabulary or manifest.vocabulary_size, manifest.sequence_length)
 
 
 def _lasts(config: TrainConfig, source: Source) -> None:
@@ -67,14 +69,6 @@ def _lasts(config: TrainConfig, source: Source) -> None:
         f"{most:g} times at most; {config.steps:,} steps need {wanted:,} ({wanted * length:,} tokens)",
         where="data.mixture", mend=f"raise max_repetitions, add data, or train "
         f"{source.end // config.batch.global_sequences:,} steps")
-
-
-def world_size(config: TrainConfig, size: int) -> None:
-    """Raise ConfigError unless `size` workers can share the virtual ranks evenly."""
-    if config.batch.virtual_ranks % size:
-        raise ConfigError(f"{size} workers cannot share {config.batch.virtual_ranks} virtual ranks evenly",
-                          where="batch.virtual_ranks",
-                          mend="make it a multiple of every number of workers the run may have, such as 12 or 60")
 
 
 IDENTITY = ("model", "global_sequences", "virtual_ranks", "data_seed", "shards")

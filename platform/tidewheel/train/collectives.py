@@ -15,25 +15,33 @@ class Collectives:
 
     def __init__(self, runtime: Runtime) -> None:
         self.rank, self.world_size = runtime.rank, runtime.world_size
-        self.group: Any = runtime.process_group
         self.device = torch.device(runtime.device)
         if self.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(f"world size {self.world_size} without torch.distributed: initialise it first")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over ranks of a fp64 vector, the same on every rank."""
-        total = values.to(self.device, torch.float64)
+        """Element-wise sum over ranks of a fp64 tensor, the same on every rank; in place if it is on the device."""
+        total = self.to_device(values)
         if self.world_size > 1:
-            dist.all_reduce(total, group=self.group)
-        return total.cpu()
+            dist.all_reduce(total)
+        return total
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Rank 0: the int64 vectors of all ranks (of equal length) one after the other; others: None."""
-        if self.world_size == 1:
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor on the training device; the host does not wait for the copy."""
+        if self.device.type == "cuda" and values.device.type == "cpu":
+            return values.pin_memory().to(self.device, non_blocking=True)
+        return values.to(self.device)
+
+    def gather(self, values: torch.Tensor, group: Any = None) -> torch.Tensor | None:
+        """First rank of `group`: the int64 vectors (of equal length) of its ranks one after the other; others: None.
+
+        Without a group this rank is alone, and has its own.
+        """
+        if group is None:
             return values.cpu()
-        mine = values.to(self.device, torch.int64)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)] if self.rank == 0 else None
-        dist.gather(mine, parts, group=self.group, group_dst=0)
+        mine, first = values.to(self.device, torch.int64), dist.get_rank(group) == 0
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if first else None
+        dist.gather(mine, parts, group=group, group_dst=0)
         return torch.cat(parts).cpu() if parts is not None else None
 
     def from_first(self, value: int) -> int:
@@ -41,5 +49,5 @@ class Collectives:
         if self.world_size == 1:
             return value
         box = torch.tensor([value], device=self.device, dtype=torch.int64)
-        dist.broadcast(box, group=self.group, group_src=0)
+        dist.broadcast(box, src=0)
         return int(box.item())

@@ -11,6 +11,7 @@ from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import ModelConfig
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.train.parallel.config import ParallelConfig
 
 
 class RunConfig(Config):
@@ -103,9 +104,9 @@ class BatchConfig(Config):
                 f"{self.virtual_ranks} x {self.micro_sequences} = {unit}; nearest that is: {nearest}")
         return self
 
-    def micro_batches(self, world_size: int) -> int:
-        """Micro-batches per step and worker."""
-        return self.global_sequences // self.micro_sequences // world_size
+    def micro_batches(self, data_size: int) -> int:
+        """Micro-batches per step and data rank."""
+        return self.global_sequences // self.micro_sequences // data_size
 
 
 class EvaluationConfig(Config):
@@ -180,6 +181,8 @@ class TrainConfig(Config):
     """Learning rate over time."""
     batch: BatchConfig = BatchConfig()
     """How much each step sees."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the model is spread over the workers."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=0, ge=0)
@@ -195,15 +198,17 @@ class TrainConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        virtual, least, most = self.batch.virtual_ranks, self.elastic.min_workers, self.elastic.max_workers
-        if not any(virtual % size == 0 for size in range(least, most + 1)):
-            raise ValueError(f"no number of workers from {least} to {most} divides batch.virtual_ranks {virtual}")
+        from tidewheel.train.parallel import legal
+
+        if (reason := legal.reason_against(self)) is not None:
+            raise ValueError(reason)
         return self
 
     def recipe_hash(self) -> str:
-        """Hash of what decides the result: not where the run writes, nor the cluster, nor how often it saves."""
+        """Hash of what decides the result: not where the run writes, nor the cluster and layout, nor how often it
+        saves."""
         values = self.canonical()
-        for group in ("run", "checkpoint", "elastic"):
+        for group in ("run", "checkpoint", "elastic", "parallel"):
             values.pop(group)
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:

@@ -18,7 +18,6 @@ import torch
 from tidewheel import storage
 from tidewheel.errors import ConfigError
 from tidewheel.jsonlog import JsonLog
-from tidewheel.models.decoder import Decoder
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.reader import ShardSet
@@ -27,6 +26,7 @@ from tidewheel.train import checks, evaluate, optimizer, parallel
 from tidewheel.train.batches import BatchDigest, BatchReader, RankBatch
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.record import RunRecord, TrainResult, peak_flops, read_result
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.schedule import learning_rate
@@ -45,7 +45,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
     finished = read_result(place)
     if finished is not None and finished.steps == config.steps:
         return finished
-    checks.world_size(config, runtime.world_size)
+    legal.check_world(config, runtime.world_size)
     source, validation = checks.read_data(config)  # before anything is written
     timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
     with contextlib.ExitStack() as stack:
@@ -89,7 +89,7 @@ class Loop:
     collectives: Collectives
     source: Source
     validation: ShardSet | None
-    model: Decoder
+    model: ParallelModel
     optimizer: torch.optim.Optimizer
     reader: BatchReader
     digest: BatchDigest
@@ -104,19 +104,19 @@ class Loop:
             torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
         collectives = Collectives(runtime)
         vocabulary = config.model.vocabulary_size or source.manifest.vocabulary_size
-        model = parallel.build(config.model, vocabulary, runtime)
+        model = parallel.build(config, vocabulary, runtime)
         adamw = optimizer.build(model, config.optimizer)
         cache = Path(config.data.cache) if config.data.cache else None
-        reader = BatchReader(Loader(SourceReader(source, cache), prefetch=0), config.batch, runtime.rank,
-                             runtime.world_size, device=device, steps=config.steps, ahead=config.data.prefetch)
+        reader = BatchReader(Loader(SourceReader(source, cache), prefetch=0), config.batch, model.mesh.data_rank,
+                             model.mesh.data_size, device=device, steps=config.steps, ahead=config.data.prefetch)
         loop = cls(
             config=config, runtime=runtime, timeline=timeline, record=RunRecord(storage.store(config.run_uri)),
             collectives=collectives, source=source,
             validation=ShardSet.open(config.data.validation, cache) if validation else None, model=model,
-            optimizer=adamw, digest=BatchDigest(source, collectives), progress=Progress(), reader=reader)
+            optimizer=adamw, digest=BatchDigest(source, collectives, model.mesh), progress=Progress(), reader=reader)
         if runtime.rank == 0:
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            loop.record.write_run(config, source, validation, parameters=parameters, vocabulary_size=vocabulary)
+            loop.record.write_run(config, source, validation, parameters=model.num_parameters,
+                                  vocabulary_size=vocabulary)
         return loop
 
     def resume(self) -> None:
@@ -131,6 +131,7 @@ class Loop:
             progress.tokens = int(extra["tokens"])
             progress.loss = extra["loss"]
             optimizer.set_steps(self.optimizer, progress.step)
+            self.model.refresh()
         progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
         self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,

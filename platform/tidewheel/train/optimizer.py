@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from tidewheel.train.config import OptimizerConfig
+from tidewheel.train.parallel import ParallelModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build(model: ParallelModel, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only, its moments allocated at zero.
 
     The foreach variant, not the fused one: on CPU the fused kernel rounds the tail of a vector differently from its
@@ -30,7 +30,7 @@ def build(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     return optimizer
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The tensors of a checkpoint: {"model": {name: parameter}, "optimizer": {"name.exp_avg": moment, ...}}."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     moments = {f"{name}.{moment}": optimizer.state[parameter][moment]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tidewheel import storage
 from tidewheel.errors import ConfigError
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import legal
 
 if TYPE_CHECKING:
     from tidewheel.shards.source import Source
@@ -31,8 +32,6 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     step_tokens = batch.global_sequences * length
     sequences = config.steps * batch.global_sequences
     flops = config.model.flops_per_token(vocabulary, length) * step_tokens * config.steps
-    sizes = [size for size in range(config.elastic.min_workers, config.elastic.max_workers + 1)
-             if batch.virtual_ranks % size == 0]
     run = storage.store(config.run_uri)
     values: dict[str, Any] = {
         "run": config.run_uri + (" (exists: would be resumed)" if run.exists("run.json") else ""),
@@ -43,8 +42,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "steps": f"{config.steps:,} of {batch.global_sequences} sequences ({step_tokens:,} tokens) each",
         "tokens": f"{config.steps * step_tokens:,}, {sequences / rows:.2f} epochs",
         "compute": f"{flops:.3g} FLOPs",
-        "workers": f"any of {sizes}, {config.elastic.cpus_per_worker:g} CPUs and {config.elastic.gpus_per_worker:g} "
-                   "GPUs each; the batches are the same for all of them",
+        "workers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "
+                   f"{config.elastic.gpus_per_worker:g} GPUs each; the batches are the same for all of them",
         "checkpoints": f"every {config.checkpoint.every_steps} steps, newest {config.checkpoint.keep_last} kept",
         "recipe": config.recipe_hash(),
     }

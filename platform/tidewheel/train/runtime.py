@@ -82,7 +82,5 @@ class Runtime:
     """How often the run was restarted or resized before; 0 the first time."""
     checkpoints: Checkpointer = field(default_factory=NoCheckpoints)
     control: Control = field(default_factory=NoControl)
-    process_group: Any = None
-    """The group of all ranks; default: torch.distributed's default group."""
     node: str = field(default_factory=socket.gethostname)
     """Name of the node, for the ledger."""

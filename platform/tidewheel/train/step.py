@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from tidewheel.train.collectives import Collectives
-from tidewheel.train.parallel import local, synchronise_gradients
+from tidewheel.train.parallel import ParallelModel, local
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,12 @@ class StepResult:
     stop: bool
     """Rank 0 asked for a planned stop."""
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> StepResult:
+        """From the numbers of all fields, in their order."""
+        loss, norm, tokens, targets, stop = values
+        return cls(loss, norm, int(tokens), int(targets), bool(stop))
+
 
 def native_bf16(device: torch.device) -> bool:
     """Whether bf16 products are fast here. A CPU without AVX512-BF16 or AMX emulates them, slower than fp32."""
@@ -57,7 +62,7 @@ def precision_context(device: torch.device, precision: str) -> AbstractContextMa
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch],
+def train_step(model: ParallelModel, optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0, precision: str = "fp32",
                stop: bool = False) -> StepResult:
     """Forward, backward, clip, update.
@@ -66,33 +71,56 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
     targets, once. Losses travel as one entry per virtual rank (disjoint, so the sum is exact and its order fixed),
     together with the counts, the squared gradient norm and rank 0's wish to stop: one small all-reduce per step.
     """
-    optimizer.zero_grad(set_to_none=True)
-    report, losses = torch.zeros(virtual_ranks + 4, dtype=torch.float64), []
-    for number, micro in enumerate(micro_batches):
-        synchronise_gradients(model, number == len(micro_batches) - 1)
-        with precision_context(micro.tokens.device, precision):
-            loss = model(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
-        loss.backward()
-        losses.append(loss.detach())
-        report[virtual_ranks] += micro.num_targets
-        report[virtual_ranks + 1] += micro.num_tokens
-    for micro, value in zip(micro_batches, torch.stack(losses).tolist()):
-        report[micro.virtual_rank] += value
-    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    report[virtual_ranks + 2] = squared_norm(gradients)
-    report[virtual_ranks + 3] = float(stop)
-    report = collectives.sum(report)
+    model.zero_grad()
+    losses = model.forward_backward(micro_batches, precision_context(collectives.device, precision))
+    gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
+    counts, owners = _counts(model, micro_batches, virtual_ranks, stop)
+    report = collectives.to_device(counts)
+    report[:virtual_ranks] += collectives.to_device(owners) @ losses.double()
+    report[virtual_ranks + 2] = squared_norm(model, gradients).to(report.device)
+    collectives.sum(report)
 
-    targets = max(1, int(report[virtual_ranks]))
-    norm = float(report[virtual_ranks + 2].sqrt()) / targets
-    scale = clip_norm / norm if 0 < clip_norm < norm else 1.0
-    torch._foreach_mul_(gradients, scale / targets)
+    targets, tokens, squares, stopped = report[virtual_ranks:].unbind()
+    targets = targets.clamp(min=1)
+    loss, norm = report[:virtual_ranks].sum() / targets, squares.sqrt() / targets
+    scale = torch.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else torch.ones_like(norm)
+    if gradients:
+        first = gradients[0][1]
+        torch._foreach_mul_([g for _, g in gradients], (scale / targets).to(first.device, first.dtype))
     optimizer.step()
-    return StepResult(loss=float(report[:virtual_ranks].sum()) / targets, gradient_norm=norm, targets=targets,
-                      tokens=int(report[virtual_ranks + 1]), stop=bool(report[virtual_ranks + 3]))
+    model.refresh()
+    return StepResult.of(torch.stack([loss, norm, tokens, targets, stopped]).tolist())
 
 
-def squared_norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Sum of squares over all elements, each tensor in its own precision, tensors added in fp64."""
-    norms = torch._foreach_norm([t for t in tensors if t.numel()])
-    return float(torch.stack([n.double() for n in norms]).square().sum()) if norms else 0.0
+def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_ranks: int,
+            stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the host knows of a step: the report with the counts of this data rank, once; and which micro-batch's loss
+    belongs to which virtual rank, [virtual_ranks, micro-batches] of 0 and 1. Both fp64 on CPU."""
+    report = torch.zeros(virtual_ranks + 4, dtype=torch.float64)
+    owners = torch.zeros(virtual_ranks, len(micro_batches), dtype=torch.float64)
+    for number, micro in enumerate(micro_batches):
+        owners[micro.virtual_rank, number] = 1
+    if model.mesh.leads:
+        report[virtual_ranks] = sum(micro.num_targets for micro in micro_batches)
+        report[virtual_ranks + 1] = sum(micro.num_tokens for micro in micro_batches)
+    report[virtual_ranks + 3] = float(stop)
+    return report, owners
+
+
+def squared_norm(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """This rank's share of the squared norm of the whole gradient: shares of all ranks add up to it, on every mesh.
+
+    Args:
+        gradients: pairs of a parameter and the local part of its gradient.
+
+    Returns:
+        fp64 scalar: the sum of squares of each tensor, in its own precision, over the ranks that hold the same;
+        tensors added in fp64.
+    """
+    alike: dict[int, list[torch.Tensor]] = {}
+    for parameter, gradient in gradients:
+        if gradient.numel():
+            alike.setdefault(model.replicas(parameter), []).append(gradient)
+    shares = [torch.stack([norm.double() for norm in torch._foreach_norm(held)]).square().sum() / replicas
+              for replicas, held in alike.items()]
+    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)

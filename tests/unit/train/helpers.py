@@ -38,28 +38,28 @@ def write_tokenizer(place: storage.Store) -> dict[str, Any]:
 
 
 def write_shards(uri: str | Path, *, shards: int = 3, rows: int = 20, seed: int = 0, loss_mask: bool = False,
-                 **changes: Any) -> Manifest:
+                 length: int = LENGTH, **changes: Any) -> Manifest:
     """A shard set of random rows, each with two documents and some with padding; tokens follow a simple rule."""
     place, random = storage.store(uri), np.random.default_rng(seed)
     infos, count = [], 0
     for _ in range(shards):
-        tokens = (random.integers(2, 28, (rows, 1)) + np.arange(LENGTH)[None] * 3) % 26 + 2
-        lengths = np.where(random.random(rows) < 0.3, LENGTH - 3, LENGTH).astype(np.int32)
-        tokens[np.arange(LENGTH)[None] >= lengths[:, None]] = 1
+        tokens = (random.integers(2, 28, (rows, 1)) + np.arange(length)[None] * 3) % 26 + 2
+        lengths = np.where(random.random(rows) < 0.3, length - 3, length).astype(np.int32)
+        tokens[np.arange(length)[None] >= lengths[:, None]] = 1
         starts = [[0, int(random.integers(3, 9))] for _ in range(rows)]
         ids = [[f"doc{count + 2 * row}", f"doc{count + 2 * row + 1}"] for row in range(rows)]
         count += 2 * rows
         flat = pa.array(tokens.astype(np.uint16).ravel(), pa.uint16())
-        columns = [pa.FixedSizeListArray.from_arrays(flat, LENGTH), pa.array(lengths), pa.array(starts),
+        columns = [pa.FixedSizeListArray.from_arrays(flat, length), pa.array(lengths), pa.array(starts),
                    pa.array(ids), pa.array([[0, 0]] * rows)]
         if loss_mask:  # tokens below 12 are to be learnt
             marked = (tokens < 12) & (tokens > 1)
-            columns.append(pa.FixedSizeListArray.from_arrays(pa.array(marked.astype(np.uint8).ravel()), LENGTH))
-        schema = shard_schema(LENGTH, "uint16", loss_mask)
+            columns.append(pa.FixedSizeListArray.from_arrays(pa.array(marked.astype(np.uint8).ravel()), length))
+        schema = shard_schema(length, "uint16", loss_mask)
         table = pa.table([column.cast(field.type) for column, field in zip(columns, schema)], schema=schema)
         infos.append(write_shard(place, table))
     fields: dict[str, Any] = {
-        "sequence_length": LENGTH, "token_dtype": "uint16", "vocabulary_size": VOCABULARY,
+        "sequence_length": length, "token_dtype": "uint16", "vocabulary_size": VOCABULARY,
         "tokenizer": write_tokenizer(place), "recipe_hash": "test", "evaluation_sets": (), "documents": count,
         "shards": tuple(infos), "loss_mask": loss_mask, **changes}
     manifest = Manifest(**fields)

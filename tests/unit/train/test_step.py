@@ -7,7 +7,7 @@ from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import next_tokens
 from tidewheel.train import optimizer, parallel
 from tidewheel.train.collectives import Collectives
-from tidewheel.train.config import OptimizerConfig, ScheduleConfig
+from tidewheel.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.schedule import learning_rate
 from tidewheel.train.step import MicroBatch, StepResult, train_step
@@ -35,7 +35,7 @@ def micro(parts: list[torch.Tensor], begin: int, end: int, virtual_rank: int) ->
 
 
 def fresh(config: OptimizerConfig = OptimizerConfig()):  # noqa: B008
-    model = parallel.build(MODEL, VOCABULARY, Runtime())
+    model = parallel.build(TrainConfig(model=MODEL), VOCABULARY, Runtime())
     parallel.init_weights(model, 3)
     return model, optimizer.build(model, config), Collectives(Runtime())
 
@@ -65,7 +65,7 @@ def test_the_gradient_is_that_of_the_mean_loss_per_target():
     batch = micro(parts, 0, 4, 0)
     stepped, result = step([batch])
     model, _, _ = fresh()
-    logits = model(batch.tokens, batch.positions, batch.segment_ids)
+    logits = model.parts[0](batch.tokens, batch.positions, batch.segment_ids)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)

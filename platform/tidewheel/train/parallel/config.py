@@ -1,0 +1,53 @@
+"""How a model is spread over the workers. Nothing here imports torch, and nothing here decides the result."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from tidewheel.config import Config
+
+
+class ParallelConfig(Config):
+    """The layout: tensor x pipeline x context workers hold one copy of the model, data parallel takes the rest.
+
+    The sizes are of the innermost to the outermost dimension of the mesh tensor, context, shard, replicate, pipeline:
+    ranks of one tensor group are neighbours, and so on one node.
+    """
+
+    data: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
+    """What data-parallel workers share out. ddp: nothing; zero1: optimizer state; zero2: gradients too, and parameters
+    between steps (FSDP2 that keeps them from forward to backward); zero3: parameters always (FSDP2). As in ZeRO,
+    https://arxiv.org/abs/1910.02054. auto: zero2 below 100 M parameters, zero3 from there on."""
+    replicate: int = Field(default=1, ge=1)
+    """zero2 and zero3: so many copies of the model, each sharded over 1/replicate of the data-parallel workers (HSDP).
+    ddp and zero1 have a copy per worker: leave it at 1."""
+    tensor: int = Field(default=1, ge=1)
+    """Workers that share each layer, with sequence and loss parallel."""
+    pipeline: int = Field(default=1, ge=1)
+    """Workers in a row that each hold some of the layers."""
+    context: int = Field(default=1, ge=1)
+    """Workers that share each sequence."""
+    offload: bool = False
+    """zero2 and zero3: parameters, gradients and optimizer state stay in host memory (FSDP2's CPU offload)."""
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> ParallelConfig:
+        if self.replicate > 1 and not self.fully_sharded:
+            raise ValueError(f"replicate {self.replicate} is for zero2 and zero3, but data is {self.data}, which has a "
+                             "copy per worker; nearest that is legal: replicate 1, or data zero3")
+        if self.offload and not self.fully_sharded:
+            raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest that is legal: zero2")
+        return self
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether FSDP2 shards the parameters."""
+        return self.data in ("auto", "zero2", "zero3")
+
+    @property
+    def unit(self) -> int:
+        """Workers that hold one copy of the model between them, before data parallelism."""
+        return self.tensor * self.pipeline * self.context

@@ -1,0 +1,133 @@
+"""What cannot be, said before any process starts: the reason, and the nearest that can. No torch, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.config import ModelConfig
+from tidewheel.train.parallel.config import ParallelConfig
+
+if TYPE_CHECKING:
+    from tidewheel.train.config import TrainConfig
+
+
+NOT_BUILT = ("tensor", "pipeline", "context")
+
+
+def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | None = None, *, unit: int = 1,
+                replicate: int = 1) -> tuple[int, ...]:
+    """Worker counts from `min_workers` to `max_workers` that a run may have, ascending.
+
+    A count is `unit` (tensor x pipeline x context) times a data-parallel size that divides `virtual_ranks`: then
+    every data rank has the same number of virtual ranks, and so the same micro-batches and the same global batch
+    whatever the count. With `replicate` copies of the model the data-parallel size is a multiple of it.
+    """
+    most = virtual_ranks * unit if max_workers is None else min(max_workers, virtual_ranks * unit)
+    data = range(replicate, most // unit + 1, replicate)
+    return tuple(size * unit for size in data if size * unit >= min_workers and virtual_ranks % size == 0)
+
+
+def sizes(config: TrainConfig) -> tuple[int, ...]:
+    """Legal numbers of workers of a run."""
+    return legal_sizes(config.batch.virtual_ranks, config.elastic.min_workers, config.elastic.max_workers,
+                       unit=config.parallel.unit, replicate=config.parallel.replicate)
+
+
+def reason_against(config: TrainConfig) -> str | None:
+    """Why the configuration alone cannot be, or None; what is known later has checks of its own below."""
+    for name in NOT_BUILT:
+        if getattr(config.parallel, name) > 1:
+            return f"parallel.{name} is not built yet; nearest that is legal: 1"
+    return _workers(config) or shape(config.parallel, config.model, config.model.vocabulary_size)
+
+
+def _workers(config: TrainConfig) -> str | None:
+    if sizes(config):
+        return None
+    parallel, elastic, virtual = config.parallel, config.elastic, config.batch.virtual_ranks
+    least, most = elastic.min_workers, elastic.max_workers
+    if parallel.unit == parallel.replicate == 1:
+        return f"no number of workers from {least} to {most} divides batch.virtual_ranks {virtual}"
+    possible = legal_sizes(virtual, unit=parallel.unit, replicate=parallel.replicate)
+    if not possible:
+        return (f"parallel.replicate {parallel.replicate} does not divide batch.virtual_ranks {virtual}; nearest that "
+                f"does: {nearest(parallel.replicate, divisors(virtual))}")
+    copies = f" and is a multiple of replicate {parallel.replicate}" if parallel.replicate > 1 else ""
+    return (f"no number of workers from {least} to {most} (elastic.min_workers, max_workers) fits "
+            f"{describe(parallel)}: it must be {parallel.unit} times a number that divides batch.virtual_ranks "
+            f"{virtual}{copies}; nearest that is: {nearest(most, possible)}")
+
+
+def shape(parallel: ParallelConfig, model: ModelConfig, vocabulary_size: int | None) -> str | None:
+    """Why the model cannot be cut like that, or None."""
+    tensor = parallel.tensor
+    shared = [("key and value heads", model.kv_heads), ("query heads", model.num_heads),
+              ("model.ffn_dim", model.ffn_width), ("the vocabulary", vocabulary_size or tensor)]
+    for what, number in shared:
+        if number % tensor:
+            most = divisors(*(number for _, number in shared if number != tensor))
+            return (f"parallel.tensor {tensor} does not divide {what}, {number}; nearest that does: "
+                    f"{nearest(tensor, most)}")
+    if parallel.pipeline > model.num_layers:
+        return (f"parallel.pipeline {parallel.pipeline} is more than the {model.num_layers} layers of the model; "
+                f"nearest that is legal: {model.num_layers}")
+    return None
+
+
+def check_data(config: TrainConfig, vocabulary_size: int, sequence_length: int) -> None:
+    """Raise ConfigError unless the mesh fits the padded vocabulary and the length of the sequences."""
+    reason = shape(config.parallel, config.model, vocabulary_size) or length(config.parallel, sequence_length)
+    if reason is not None:
+        raise ConfigError(reason, where="parallel", mend="change it, or pack the data differently")
+
+
+def length(parallel: ParallelConfig, sequence_length: int) -> str | None:
+    """Why sequences of that length cannot be cut like that, or None."""
+    halves = 2 * parallel.context  # each context rank has an early and a late piece, so that causal work is even
+    if parallel.context > 1 and sequence_length % halves:
+        legal = [d for d in range(1, sequence_length + 1) if d == 1 or sequence_length % (2 * d) == 0]
+        return (f"parallel.context {parallel.context} needs sequences of a multiple of {halves} tokens, they have "
+                f"{sequence_length}; nearest that is legal: {nearest(parallel.context, legal)}")
+    if sequence_length // parallel.context % parallel.tensor:
+        legal = divisors(sequence_length // parallel.context)
+        return (f"parallel.tensor {parallel.tensor} does not divide the {sequence_length // parallel.context} tokens "
+                f"of a rank's sequence; nearest that does: {nearest(parallel.tensor, legal)}")
+    return None
+
+
+def check_world(config: TrainConfig, world_size: int) -> None:
+    """Raise ConfigError unless `world_size` workers can hold the mesh and share the virtual ranks evenly."""
+    parallel, virtual = config.parallel, config.batch.virtual_ranks
+    possible = legal_sizes(virtual, unit=parallel.unit, replicate=parallel.replicate)
+    if world_size in possible:
+        return
+    near = nearest(world_size, possible)
+    if world_size % parallel.unit:
+        raise ConfigError(f"{world_size} worker(s) cannot hold {describe(parallel)}; nearest number that can: {near}",
+                          where="parallel", mend=f"start {near} workers, or make the mesh smaller")
+    data = world_size // parallel.unit
+    if virtual % data:
+        raise ConfigError(f"{data} workers cannot share {virtual} virtual ranks evenly", where="batch.virtual_ranks",
+                          mend="make it a multiple of every number of workers the run may have, such as 12 or 60")
+    raise ConfigError(f"{data} data-parallel workers are no multiple of parallel.replicate {parallel.replicate}; "
+                      f"nearest number of workers that is legal: {near}", where="parallel.replicate",
+                      mend=f"start {near} workers, or change replicate")
+
+
+def describe(parallel: ParallelConfig) -> str:
+    """"a mesh of tensor 2 x pipeline 2"."""
+    parts = [f"{name} {getattr(parallel, name)}" for name in ("tensor", "pipeline", "context", "replicate")
+             if getattr(parallel, name) > 1]
+    return "a mesh of " + (" x ".join(parts) or "data-parallel workers")
+
+
+def divisors(*numbers: int) -> list[int]:
+    """What divides all of `numbers`, ascending."""
+    return [d for d in range(1, min(numbers) + 1) if all(number % d == 0 for number in numbers)]
+
+
+def nearest(value: int, legal: Iterable[int]) -> int:
+    """The one of `legal` that is closest to `value`, the smaller of two; 1 when there is none."""
+    return min(legal, key=lambda candidate: (abs(candidate - value), candidate), default=1)

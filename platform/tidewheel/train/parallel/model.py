@@ -1,0 +1,173 @@
+"""The model on this rank: cut, compiled and sharded as configured, with initial weights that know no world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.config import ModelConfig
+from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import legal
+from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, local
+from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
+from tidewheel.train.runtime import Runtime
+
+if TYPE_CHECKING:
+    from tidewheel.train.step import MicroBatch
+
+__all__ = ["KEEP_PARAMETERS", "ParallelModel", "build", "init_weights", "local", "spread"]
+
+KEEP_PARAMETERS = 100_000_000
+"""`data: auto` is zero2 for a smaller model: one all-gather less per step, and memory to spare."""
+
+
+class ParallelModel:
+    """One rank's share of the model; every rank of the run has one and all call its methods together.
+
+    Args:
+        parts: this rank's decoder, or its pipeline stages' pieces of it.
+        data: the data parallelism of each part.
+        mesh: the ranks.
+        config: of the whole model.
+        vocabulary_size: rows of the embedding.
+        num_parameters: of the whole model.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], data: Sequence[Alone], mesh: Mesh, config: ModelConfig,
+                 vocabulary_size: int, num_parameters: int) -> None:
+        self.parts, self.data, self.mesh = list(parts), list(data), mesh
+        self.config, self.vocabulary_size, self.num_parameters = config, vocabulary_size, num_parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer updates and a checkpoint holds: tensors or DTensors, under their names in a `Decoder`."""
+        for data in self.data:
+            yield from data.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """`named_parameters` without the names."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sharded parameters are; with offload that is the host."""
+        return next(self.parts[0].parameters()).device
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for data in self.data:
+            data.zero_grad()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
+                         scale: torch.Tensor | float | None = None) -> torch.Tensor:
+        """Forward and backward passes of a step's micro-batches.
+
+        Args:
+            micro_batches: this data rank's, of one shape.
+            context: entered around each forward pass; reusable (autocast).
+            scale: the backward pass is of loss x scale.
+
+        Returns:
+            [len(micro_batches)] fp32 on the training device: the SUM of the token losses of each, unscaled. Zero on
+            ranks that must not report; the sum over all ranks is the loss. After it gradients are the SUM over the
+            micro-batches of all data ranks.
+        """
+        (part,), (data,), losses = self.parts, self.data, []
+        for number, micro in enumerate(micro_batches):
+            data.begin(last=number == len(micro_batches) - 1)
+            with context:
+                loss = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+            (loss if scale is None else loss * scale).backward()
+            losses.append(loss.detach())
+        data.finish()
+        return self._reported(torch.stack(losses))
+
+    @torch.no_grad()
+    def evaluate(self, micro: MicroBatch, context: AbstractContextManager[None] | None = None) -> torch.Tensor:
+        """The SUM of token losses, fp32 scalar, zero on ranks that must not report; call `reshard` after the last."""
+        with context or nullcontext():
+            loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+        return self._reported(loss)
+
+    def _reported(self, losses: torch.Tensor) -> torch.Tensor:
+        """Every tensor-parallel rank has the loss: the first one tells it."""
+        return losses if self.mesh.coordinate("tensor") == 0 else torch.zeros_like(losses)
+
+    def replicas(self, parameter: torch.Tensor) -> int:
+        """How many ranks hold the same values as this rank's part of `parameter`, this one included."""
+        holders = self.mesh.world_size // self.mesh.size("pipeline")
+        if isinstance(parameter, DTensor):
+            for dim, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    holders //= parameter.device_mesh.size(dim)
+        return holders
+
+    def refresh(self) -> None:
+        """The values of `named_parameters` were changed: let the forward pass see it."""
+        for data in self.data:
+            data.refresh()
+
+    def reshard(self) -> None:
+        """Give up what an evaluation has gathered."""
+        for data in self.data:
+            data.reshard()
+
+
+def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> ParallelModel:
+    """The model on this rank, fp32, its values not yet set; all ranks call it together.
+
+    Raises:
+        ConfigError: the mesh does not fit the ranks or the model.
+    """
+    legal.check_world(config, runtime.world_size)
+    mesh = Mesh.build(config.parallel, runtime)
+    with torch.device("meta"):
+        decoder = Decoder(config.model, vocabulary_size)
+    number = sum(parameter.numel() for parameter in decoder.parameters())
+    data = spread(decoder, config, mesh, torch.device(runtime.device), number)
+    return ParallelModel([decoder], [data], mesh, config.model, vocabulary_size, number)
+
+
+def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int) -> Alone:
+    """Apply what the configuration asks for to one part of the model, from the inside out, and give it memory.
+
+    Args:
+        part: a decoder or a pipeline stage of one, on the meta device.
+        num_parameters: of the whole model.
+    """
+    # The order matters, as in torchtitan: tensor and context parallelism change layers, activation checkpointing and
+    # compilation wrap what they left, data parallelism comes last and sees only parameters.
+    parallel = config.parallel
+    group = mesh.of(*GRADIENTS)
+    if parallel.fully_sharded and (shards := mesh.shard_mesh()) is not None:
+        large = parallel.data == "zero3" or (parallel.data == "auto" and num_parameters > KEEP_PARAMETERS)
+        data: Alone = FullyShard(part, shards, reshard_after_forward=large, offload=parallel.offload)
+        part.to_empty(device="cpu" if parallel.offload else device)
+        return data
+    if parallel.offload:
+        raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",
+                          where="parallel.offload", mend="leave it out, or start more workers")
+    part.to_empty(device=device)
+    if group is None:
+        return Alone(part)
+    return ShardedOptimizer(part, group) if parallel.data == "zero1" else Replicated(part, group)
+
+
+@torch.no_grad()
+def init_weights(model: ParallelModel, seed: int) -> None:
+    """Set every parameter to its initial value, whole on CPU one at a time, each rank keeping its shard."""
+    for name, parameter in model.named_parameters():
+        value = init_parameter(name, parameter.shape, model.config, seed)
+        if isinstance(parameter, DTensor):
+            shard = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements,
+                                      src_data_rank=None)  # every rank has the value: nothing to send
+            parameter.to_local().copy_(shard.to_local())
+        else:
+            parameter.copy_(value)
+    model.refresh()

@@ -1,0 +1,188 @@
+"""Every layout against the plain single-process run: the same losses and the same parameters.
+
+    python -m tests.benchmarks.equivalence [--steps 20] [--only TEXT] [--list]
+
+Each row is a whole training run of the debug model in fp32 on CPU (gloo, up to 4 processes) from the same shards,
+through the loop, the loader and the checkpoints that users have; its last checkpoint is then loaded into a single
+process. `loss` is the worst relative difference of a step's loss, `parameter` the worst difference of an element, both
+beside the single process that trains the same recipe; `validation` is of the final validation loss, relative. Exit code
+1 when a bound is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.ranks import on_ranks
+from tests.unit.train.helpers import write_shards
+from tidewheel import jsonlog, storage
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.config import build
+from tidewheel.console import print_table
+from tidewheel.train import optimizer, parallel
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.loop import train
+from tidewheel.train.record import read_result
+from tidewheel.train.runtime import Runtime
+
+LOSS_BOUND, PARAMETER_BOUND = 1e-5, 1e-4
+LENGTH, SEQUENCES = 32, 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: so many ranks with a layout, and what the single process shares with them."""
+
+    name: str
+    ranks: int
+    layout: tuple[str, ...]
+    """Settings that must not change the result."""
+    recipe: tuple[str, ...] = ()
+    """Settings that may; the single process has them too."""
+
+    @property
+    def key(self) -> str:
+        """A name for a folder."""
+        return "".join(c if c.isalnum() else "-" for c in self.name)
+
+
+DEEP = ("model.num_layers=4",)
+ROWS: list[Row] = [
+    Row("single process, again", 1, ()),
+    Row("DDP, 2 ranks", 2, ("parallel.data=ddp",)),
+    Row("DDP, 4 ranks", 4, ("parallel.data=ddp",)),
+    Row("ZeRO-1, 2 ranks", 2, ("parallel.data=zero1",)),
+    Row("ZeRO-1, 4 ranks", 4, ("parallel.data=zero1",)),
+    Row("ZeRO-2, 2 ranks", 2, ("parallel.data=zero2",)),
+    Row("ZeRO-2, 4 ranks", 4, ("parallel.data=zero2",)),
+    Row("ZeRO-3, 2 ranks", 2, ("parallel.data=zero3",)),
+    Row("ZeRO-3, 4 ranks", 4, ("parallel.data=zero3",)),
+    Row("HSDP 2 x 2", 4, ("parallel.data=zero3", "parallel.replicate=2")),
+    Row("ZeRO-3, offloaded, 2 ranks", 2, ("parallel.data=zero3", "parallel.offload=true")),
+    Row("ZeRO-3, no accumulation, 4 ranks", 4, ("parallel.data=zero3",), ("batch.micro_sequences=4",)),
+    Row("DDP, 8 micro-batches, 2 ranks", 2, ("parallel.data=ddp",), ("batch.micro_sequences=1",)),
+    Row("ZeRO-3, untied embeddings, 4 ranks", 4, ("parallel.data=zero3",), ("model.tie_embeddings=false",)),
+    Row("ZeRO-1, 4 layers, 4 ranks", 4, ("parallel.data=zero1",), DEEP),
+]
+"""Add rows here; ranks 1, 2 and 4. A layout that is refused by the configuration is an error, not a missing row."""
+
+
+def settings(folder: Path, name: str, steps: int, overrides: Sequence[str]) -> TrainConfig:
+    """The configuration of a run: what the rows have in common, with `overrides`."""
+    values: dict[str, Any] = {
+        "run": {"id": name, "uri": str(folder / "runs")}, "steps": steps, "seed": 1,
+        "data": {"uri": str(folder / "shards"), "validation": str(folder / "validation"), "seed": 7},
+        "model": {"preset": "debug"}, "optimizer": {"learning_rate": 3e-3, "clip_norm": 0.5},
+        "schedule": {"warmup_steps": 3}, "evaluation": {"sample_tokens": 0},
+        "batch": {"global_sequences": SEQUENCES, "micro_sequences": 2, "virtual_ranks": 4},
+        "checkpoint": {"every_steps": 0, "asynchronous": False}, "elastic": {"min_workers": 1, "max_workers": 4}}
+    return build(TrainConfig, values, overrides)
+
+
+def prepare(folder: Path) -> None:
+    """Write the shards that all rows read."""
+    write_shards(folder / "shards", rows=40, length=LENGTH)
+    write_shards(folder / "validation", shards=1, rows=11, seed=1, length=LENGTH)
+
+
+def checkpoints(config: TrainConfig) -> CheckpointManager:
+    """Of a run, written at once."""
+    return CheckpointManager(storage.store(config.run_uri).child("checkpoints"), asynchronous=False)
+
+
+def train_all(configs: Sequence[TrainConfig]) -> None:
+    """Train one after the other; called on every rank."""
+    distributed = torch.distributed.is_initialized()
+    rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    for config in configs:
+        began = time.time()
+        train(config, Runtime(rank, ranks, checkpoints=checkpoints(config)))
+        if rank == 0:
+            storage.store(config.run_uri).write_json("seconds.json", time.time() - began)
+
+
+def run(folder: Path, rows: Sequence[Row], steps: int) -> list[dict[str, Any]]:
+    """Train the rows and their references; what differs, one line each."""
+    prepare(folder)
+    references = {row.recipe: settings(folder, f"reference-{number}", steps, row.recipe)
+                  for number, row in enumerate(rows)}
+    train_all(list(references.values()))
+    configs = {row.name: settings(folder, row.key, steps, (*row.recipe, *row.layout)) for row in rows}
+    for ranks in sorted({row.ranks for row in rows}):
+        wanted = [configs[row.name] for row in rows if row.ranks == ranks]
+        if ranks == 1:
+            train_all(wanted)
+        else:
+            on_ranks(ranks, train_all, wanted)
+    return [compare(row, configs[row.name], references[row.recipe]) for row in rows]
+
+
+def compare(row: Row, config: TrainConfig, reference: TrainConfig) -> dict[str, Any]:
+    """Worst differences of a row from its reference."""
+    ours, theirs = losses(config), losses(reference)
+    assert ours.keys() == theirs.keys(), f"{row.name}: {len(ours)} steps, not {len(theirs)}"
+    loss = max(abs(ours[step] - value) / abs(value) for step, value in theirs.items())
+    expected = weights(reference, reference)
+    parameter = max(float((value - expected[name]).abs().max()) for name, value in weights(config, reference).items())
+    validation = abs(validation_loss(config) / validation_loss(reference) - 1)
+    seconds = storage.store(config.run_uri).read_json("seconds.json")
+    return {"layout": row.name, "ranks": row.ranks, "loss": f"{loss:.1e}", "parameter": f"{parameter:.1e}",
+            "validation": f"{validation:.1e}", "seconds": round(seconds, 1),
+            "within": max(loss, validation) <= LOSS_BOUND and parameter <= PARAMETER_BOUND}
+
+
+def losses(config: TrainConfig) -> dict[int, float]:
+    """Loss of each step."""
+    lines = jsonlog.read(storage.store(config.run_uri), "metrics.jsonl")
+    return {int(line["step"]): float(line["loss"]) for line in lines if "loss" in line}
+
+
+def validation_loss(config: TrainConfig) -> float:
+    """Of the finished run."""
+    result = read_result(storage.store(config.run_uri))
+    assert result is not None
+    assert result.validation_loss is not None
+    return result.validation_loss
+
+
+def weights(config: TrainConfig, single: TrainConfig) -> dict[str, torch.Tensor]:
+    """The last checkpoint of `config` in one process, which has the layout of `single`."""
+    vocabulary = int(storage.store(config.run_uri).read_json("run.json")["vocabulary_size"])
+    model = parallel.build(single, vocabulary, Runtime())
+    state = optimizer.state(model, optimizer.build(model, single.optimizer))
+    assert checkpoints(config).load_latest(state) is not None
+    return state["model"]
+
+
+def main() -> int:
+    """Run the rows and print the table."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--only", default="", help="rows whose name contains this")
+    arguments.add_argument("--list", action="store_true", help="print the names of the rows")
+    chosen = arguments.parse_args()
+    rows = [row for row in ROWS if chosen.only.lower() in row.name.lower()]
+    if chosen.list:
+        print("\n".join(row.name for row in rows))
+        return 0
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="tidewheel-equivalence-") as folder:
+        table = run(Path(folder), rows, chosen.steps)
+    print_table(table, title=f"{chosen.steps} steps beside the single process: losses within {LOSS_BOUND:g} relative, "
+                             f"parameters within {PARAMETER_BOUND:g}")
+    broken = [line["layout"] for line in table if not line["within"]]
+    print(f"{len(table) - len(broken)} of {len(table)} within the bounds" + (f"; not: {broken}" if broken else ""))
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""A short version of `python -m tests.benchmarks.equivalence`: a few steps, one start of four processes."""
+
+
+import pytest
+
+from tests.benchmarks.equivalence import ROWS, run
+
+STEPS = 4
+SHORT = [row for row in ROWS if row.ranks == 4]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return {line["layout"]: line for line in run(tmp_path_factory.mktemp("equivalence"), SHORT, STEPS)}
+
+
+@pytest.mark.parametrize("name", [row.name for row in SHORT])
+def test_the_layout_does_not_change_the_run(table: dict[str, dict], name: str):
+    assert table[name]["within"], table[name]

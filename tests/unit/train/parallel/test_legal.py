@@ -1,0 +1,86 @@
+"""What cannot be is refused with the reason and the nearest that can, before anything starts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidewheel.config import build
+from tidewheel.errors import ConfigError
+from tidewheel.models.config import ModelConfig
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import legal
+from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.parallel.mesh import mesh_sizes
+
+MODEL = ModelConfig(dim=64, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=192)
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, {"elastic": {"max_workers": 16}}, overrides)
+    return str(error.value)
+
+
+@given(virtual=st.integers(1, 64), unit=st.integers(1, 8), replicate=st.integers(1, 4), least=st.integers(1, 16),
+       most=st.integers(1, 64))
+def test_legal_sizes_are_all_that_share_the_work_evenly(virtual, unit, replicate, least, most):
+    sizes = legal.legal_sizes(virtual, least, most, unit=unit, replicate=replicate)
+    possible = [size for size in range(least, most + 1) if size % unit == 0 and virtual % (size // unit) == 0
+                and size // unit % replicate == 0]
+    assert list(sizes) == possible
+
+
+@given(st.sampled_from(["ddp", "zero1", "zero2", "zero3", "auto"]), st.sampled_from([1, 2, 4]),
+       st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.integers(1, 8))
+def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size):
+    fully = data in ("zero2", "zero3", "auto")
+    config = ParallelConfig(data=data, replicate=replicate if fully else 1, tensor=tensor, pipeline=pipeline,
+                            context=context)
+    world = config.unit * config.replicate * size
+    sizes = mesh_sizes(config, world)
+    total = 1
+    for number in sizes.values():
+        total *= number
+    assert total == world
+    assert sizes["replicate"] == (config.replicate if fully else size)
+
+
+@pytest.mark.parametrize(("overrides", "says"), [
+    (["parallel.data=ddp", "parallel.replicate=2"], "nearest that is legal: replicate 1, or data zero3"),
+    (["parallel.data=zero1", "parallel.offload=true"], "nearest that is legal: zero2"),
+    (["parallel.tensors=2"], "did you mean 'tensor'"),
+    (["parallel.replicate=3", "batch.virtual_ranks=4"], "replicate 3 does not divide batch.virtual_ranks 4; nearest"),
+    (["parallel.replicate=4", "elastic.max_workers=2"], "nearest that is: 4"),
+    (["elastic.min_workers=3", "elastic.max_workers=3"], "divides batch.virtual_ranks 4"),
+])
+def test_a_configuration_is_refused(overrides: list[str], says: str):
+    assert says in refused(*overrides)
+
+
+@pytest.mark.parametrize(("parallel", "says"), [
+    ({"tensor": 8}, "does not divide key and value heads, 4; nearest that does: 4"),
+    ({"tensor": 3}, "does not divide key and value heads, 4; nearest that does: 2"),
+    ({"pipeline": 5}, "more than the 4 layers of the model; nearest that is legal: 4"),
+])
+def test_a_cut_that_the_model_does_not_allow(parallel: dict[str, int], says: str):
+    assert says in (legal.shape(ParallelConfig(**parallel), MODEL, 128) or "")
+
+
+def test_a_vocabulary_that_does_not_divide():
+    assert "the vocabulary, 129; nearest that does: 1" in (legal.shape(ParallelConfig(tensor=2), MODEL, 129) or "")
+    assert legal.shape(ParallelConfig(tensor=2), MODEL, 128) is None
+
+
+@pytest.mark.parametrize(("parallel", "world", "says"), [
+    ({"replicate": 2}, 1, "1 data-parallel workers are no multiple of parallel.replicate 2; nearest"),
+    ({}, 3, "3 workers cannot share 4 virtual ranks"),
+])
+def test_a_world_that_cannot_hold_the_mesh(parallel: dict[str, int], world: int, says: str):
+    config = TrainConfig.model_validate({"elastic": {"max_workers": 4}, "parallel": parallel})
+    with pytest.raises(ConfigError, match=says):
+        legal.check_world(config, world)
+
+
+def test_the_layout_is_no_part_of_the_recipe():
+    plain, spread = TrainConfig(), TrainConfig.model_validate({"parallel": {"data": "zero3"}})
+    assert plain.recipe_hash() == spread.recipe_hash()

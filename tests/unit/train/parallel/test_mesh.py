@@ -1,0 +1,96 @@
+"""Places of ranks on the mesh, beside a brute-force numbering, and what data parallelism makes of them."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.ranks import on_ranks
+from tidewheel.models.config import ModelConfig
+from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.parallel.data_parallel import _place, _shares
+from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh
+from tidewheel.train.parallel.model import ParallelModel
+from tidewheel.train.runtime import Runtime
+
+
+@given(st.tuples(*[st.integers(1, 3) for _ in DIMS]))
+def test_every_rank_has_its_place(numbers):
+    sizes = dict(zip(DIMS, numbers))
+    places = itertools.product(*(range(size) for size in numbers))
+    data: dict[int, list[int]] = {}
+    for rank, place in enumerate(places):
+        mesh = Mesh(sizes, rank, None)
+        assert tuple(mesh.coordinate(name) for name in DIMS) == place
+        if mesh.leads:
+            data.setdefault(mesh.data_rank, []).append(rank)
+    assert mesh.world_size == math.prod(numbers)
+    assert list(data) == list(range(mesh.data_size)), "leaders in order of rank have the data ranks in order"
+    assert all(len(ranks) == 1 for ranks in data.values())
+
+
+@given(rows=st.integers(0, 9), ranks=st.integers(1, 5))
+def test_rows_are_cut_as_torch_chunks(rows, ranks):
+    tensor = torch.arange(rows * 2).view(rows, 2)
+    shares = _shares(tensor, ranks)
+    assert len(shares) == ranks
+    assert torch.equal(torch.cat(shares), tensor)
+    assert [len(share) for share in shares] == sorted((len(share) for share in shares), reverse=True)
+
+
+def meshes() -> None:
+    rank = torch.distributed.get_rank()
+    for parallel in ({"data": "ddp"}, {"data": "zero3"}, {"data": "zero3", "replicate": 2},
+                     {"data": "zero3", "context": 2}, {"data": "ddp", "context": 2, "tensor": 2},
+                     {"data": "zero3", "replicate": 2, "context": 2}, {"pipeline": 2, "tensor": 2}):
+        mesh = Mesh.build(ParallelConfig.model_validate(parallel), Runtime(rank, 4))
+        wide = {name: size for name, size in mesh.sizes.items() if size > 1}
+        assert mesh.device_mesh is not None
+        coordinate = mesh.device_mesh.get_coordinate()
+        assert coordinate is not None
+        assert dict(zip(wide, coordinate)) == {name: mesh.coordinate(name) for name in wide}
+        group = mesh.group(*GRADIENTS)
+        others = [other for other in range(4) if all(Mesh(mesh.sizes, other, None).coordinate(name)
+                  == mesh.coordinate(name) for name in ("pipeline", "tensor"))]
+        assert others == ([rank] if group is None else torch.distributed.get_process_group_ranks(group))
+        replicas(mesh)
+
+
+def replicas(mesh: Mesh) -> None:
+    """Each rank's share of a squared sum, with what `replicas` says, adds up to the whole."""
+    whole = torch.arange(10.0)
+    model = ParallelModel([], [], mesh, ModelConfig(), 128, 10)
+    tensor = whole
+    if (shards := mesh.shard_mesh()) is not None:
+        tensor = distribute_tensor(whole, shards, [Replicate()] * (shards.ndim - 1) + [Shard(0)])
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    share = part.square().sum() / model.replicas(tensor)
+    torch.distributed.all_reduce(share)
+    assert share == pytest.approx(float(whole.square().sum()) * mesh.size("pipeline"))
+
+
+def rows_of_what_is_cut_already() -> None:
+    """Each tensor-parallel rank's part cut further by rows is a DTensor that still knows the whole tensor."""
+    mesh = Mesh.build(ParallelConfig(data="zero1", tensor=2), Runtime(torch.distributed.get_rank(), 4))
+    data, tensor = mesh.of("replicate"), mesh.of("tensor")
+    assert data is not None
+    assert tensor is not None
+    for placement in (Shard(0), Shard(1), Replicate()):
+        whole = torch.arange(48.0).view(12, 4)
+        cut = distribute_tensor(whole, tensor, [placement])
+        rows = _place(cut, data)
+        assert rows.to_local().untyped_storage().data_ptr() == cut.to_local().untyped_storage().data_ptr()
+        assert torch.equal(rows.full_tensor(), whole), placement
+
+
+def everything_about_meshes() -> None:
+    meshes()
+    rows_of_what_is_cut_already()
+
+
+def test_meshes_of_four_ranks():
+    on_ranks(4, everything_about_meshes)
