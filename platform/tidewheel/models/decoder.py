@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tidewheel.models.attention import document_attention, document_mask
-from tidewheel.models.config import ModelConfig
-
-IGNORED = -100
-"""Target of a position that has nothing to predict."""
+from tidewheel.models.attention import DocumentMask, choose_kernel, document_attention, document_mask
+from tidewheel.models.config import LossConfig, ModelConfig
+from tidewheel.models.loss import IGNORED, TokenLoss
+from tidewheel.models.rope import RopeTable, apply_rope, rope_table
 
 
 class RMSNorm(nn.Module):
@@ -31,20 +30,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.epsilon).to(x.dtype)
-
-
-def rope_table(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for `positions` [B, L]: two fp32 tensors [B, 1, L, head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[:, None, :, None].float() * theta**-exponents
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn the pairs (x[i], x[i + E/2]) of each head by their angle; x is [B, H, L, E]. Computed in fp32."""
-    cos, sin = rope
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -60,10 +45,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_epsilon) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BLD: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BLD: torch.Tensor, rope: RopeTable, mask: DocumentMask) -> torch.Tensor:
         q_BHLE = apply_rope(self.q_norm(self._heads(self.wq(x_BLD))), rope)
         k_BKLE = apply_rope(self.k_norm(self._heads(self.wk(x_BLD))), rope)
         v_BKLE = self._heads(self.wv(x_BLD))
+        if mask.keys is not None:
+            k_BKLE, v_BKLE = mask.keys(self, k_BKLE, v_BKLE)
         out_BHLE = document_attention(q_BHLE, k_BKLE, v_BKLE, mask)
         return self.wo(out_BHLE.transpose(1, 2).flatten(2))
 
@@ -94,7 +81,7 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_epsilon)
         self.ffn = FeedForward(config.dim, config.ffn_width)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: RopeTable, mask: DocumentMask) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rope, mask)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -103,15 +90,18 @@ class Decoder(nn.Module):
     """Tokens to logits, or to a loss when targets are given.
 
     Parameters are left unset (the module may be built on the meta device): call `init_parameter` for each.
+    A piece of a decoder, a stage of a pipeline, has fewer blocks, and None for what it lacks: without `embedding` it
+    is given the residual stream in the place of tokens, without `norm` it returns it.
     """
 
-    def __init__(self, config: ModelConfig, vocabulary_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocabulary_size: int, loss: LossConfig | None = None) -> None:
         super().__init__()
         self.config, self.vocabulary_size = config, vocabulary_size
-        self.embedding = nn.Embedding(vocabulary_size, config.dim)
+        self.embedding: nn.Embedding | None = nn.Embedding(vocabulary_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.dim, config.norm_epsilon)
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_epsilon)
         self.output = None if config.tie_embeddings else nn.Linear(config.dim, vocabulary_size, bias=False)
+        self.token_loss = TokenLoss(loss or LossConfig())
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
                 targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,17 +116,41 @@ class Decoder(nn.Module):
         Returns:
             [B, L, V] logits; with targets the SUM over positions of the cross-entropy in nats, fp32, a scalar.
         """
-        rope = rope_table(positions, self.config.head_width, self.config.rope_theta)
-        mask = document_mask(segment_ids)
-        x_BLD = self.embedding(tokens)
+        x_BLD = tokens if self.embedding is None else self.embedding(tokens)
+        rope, mask = self.rope(positions), self.mask(segment_ids, x_BLD)
         for block in self.blocks:
             x_BLD = block(x_BLD, rope, mask)
+        return x_BLD if self.norm is None else self.head(x_BLD, targets)
+
+    def rope(self, positions: torch.Tensor) -> RopeTable:
+        """Angles of `positions` [B, L], for all blocks."""
+        return rope_table(positions, self.config.head_width, self.config.rope_theta, self.config.rope_scaling)
+
+    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor) -> DocumentMask:
+        """Who sees whom, for all blocks; `x` is what the first of them gets.
+
+        Context parallelism and a cache of keys set a function of their own in its place, whose mask has `keys`.
+        """
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return document_mask(segment_ids, choose_kernel(self.config.attention, x.device, dtype))
+
+    def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """What the last block made, to logits, or to the loss; see `forward`."""
+        assert self.norm is not None
         x_BLD = self.norm(x_BLD)
-        logits_BLV = F.linear(x_BLD, self.embedding.weight) if self.output is None else self.output(x_BLD)
-        if targets is None:
-            return logits_BLV
-        return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED,
-                               reduction="sum")
+        return self.logits(x_BLD) if targets is None else self.token_loss(x_BLD, self.logits, self.weight, targets)
+
+    def logits(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """Normalised hidden states to [B, L, V] logits."""
+        return F.linear(x_BLD, self.weight) if self.output is None else self.output(x_BLD)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The output matrix [V, D]."""
+        matrix = self.embedding if self.output is None else self.output
+        assert matrix is not None
+        return matrix.weight
 
 
 def next_tokens(tokens: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:

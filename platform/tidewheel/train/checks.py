@@ -76,7 +76,7 @@ IDENTITY = ("model", "global_sequences", "virtual_ranks", "data_seed", "shards")
 
 def identity(config: TrainConfig, source: Source) -> dict[str, object]:
     """What a checkpoint must share with the run that continues from it, lest order or shapes change midway."""
-    return {"model": config.model.canonical(), "global_sequences": config.batch.global_sequences,
+    return {"model": config.model.shape(), "global_sequences": config.batch.global_sequences,
             "virtual_ranks": config.batch.virtual_ranks, "data_seed": config.data.seed, "shards": source.hash}
 
 

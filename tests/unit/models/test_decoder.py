@@ -115,6 +115,17 @@ def test_the_count_of_parameters_matches_the_model():
         assert matrices == config.matmul_parameters(1024), preset
 
 
+@pytest.mark.parametrize(("preset", "vocabulary", "parameters"), [
+    ("1b", 128_256, 1_498_482_688), ("llama3_1b", 128_256, 1_235_814_400), ("llama3_8b", 128_256, 8_030_261_248),
+    ("8b", 128_256, 8_030_261_248), ("llama3_70b", 128_256, 70_553_706_496),
+    ("qwen3_0.6b", 151_936, 596_049_920), ("qwen3_1.7b", 151_936, 1_720_574_976), ("qwen3_8b", 151_936, 8_190_735_360)])
+def test_presets_have_the_published_number_of_parameters(preset: str, vocabulary: int, parameters: int):
+    """As counted on the model cards; without the shared matrix where embeddings are tied."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.model_validate({"preset": preset}), vocabulary)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
 def test_flops_follow_the_published_anchor():
     """Llama-3.2-1B at 4096 with a vocabulary of 128,256: 9.0255e9 FLOPs a token, from its published shape:
     6 x 1,235,814,400 + 12 x 16 layers x 2048 x 4096."""

@@ -1,0 +1,132 @@
+"""The loss in chunks against the whole one: values, gradients, z-loss, and what is never in memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tidewheel.models.config import LossConfig, ModelConfig
+from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.loss import IGNORED, WHOLE_BYTES, chunk_rows, cross_entropy, linear_cross_entropy
+
+N, D, V = 37, 16, 50
+
+
+def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[::5] = IGNORED
+    return x, weight, targets
+
+
+def value_and_gradients(loss: torch.Tensor, *leaves: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss * scale, leaves)]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 36, 64])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_chunks_give_what_the_whole_gives(rows: int, z_loss: float):
+    x, weight, targets = inputs()
+    whole = value_and_gradients(cross_entropy(x @ weight.T, targets, z_loss), x, weight, scale=3.0)
+    chunked = value_and_gradients(linear_cross_entropy(x, weight, targets, rows=rows, z_loss=z_loss), x, weight,
+                                  scale=3.0)
+    for ours, expected in zip(chunked, whole):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_z_loss_is_the_square_of_the_normaliser_and_is_not_reported():
+    x, weight, targets = inputs()
+    logits = x @ weight.T
+    known = targets != IGNORED
+    plain = F.cross_entropy(logits[known], targets[known], reduction="sum")
+    expected = torch.autograd.grad(plain + 0.01 * logits.logsumexp(-1)[known].square().sum(), (x, weight))
+    loss = cross_entropy(x @ weight.T, targets, 0.01)
+    torch.testing.assert_close(loss.detach(), plain.detach())
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_sixteen_bits_keep_the_softmax_in_fp32(dtype: torch.dtype, tolerance: float):
+    x, weight, targets = inputs(dtype)
+    exact = value_and_gradients(cross_entropy(x.float() @ weight.float().T, targets), x, weight)
+    found = value_and_gradients(linear_cross_entropy(x, weight, targets, rows=8), x, weight)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], exact[0], rtol=tolerance, atol=tolerance)
+    for ours, expected in zip(found[1:], exact[1:]):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.float(), expected.float(), rtol=tolerance, atol=10 * tolerance)
+
+
+def test_under_autocast_the_gradient_of_the_weight_is_added_up_in_fp32():
+    x, weight, targets = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets, rows=4)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert gradient.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = cross_entropy(F.linear(x, weight), targets)
+    torch.testing.assert_close(loss, whole, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(gradient, torch.autograd.grad(whole, weight)[0], rtol=0.05, atol=0.1)
+
+
+def test_fp16_gradients_survive_with_a_loss_scale():
+    """Of hidden states this small the weight's gradient lies below fp16's least number, until the loss is scaled."""
+    x, weight, targets = inputs(torch.float16)
+    small = (x.detach() * 1e-4).requires_grad_()
+    exact = torch.autograd.grad(cross_entropy(small.float() @ weight.float().T, targets), weight)[0].float() * 2.0**12
+    (found,) = torch.autograd.grad(linear_cross_entropy(small, weight, targets, rows=8) * 2.0**12, weight)
+    assert ((found.float() - exact).norm() / exact.norm()).item() < 0.01
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        out = function(*arguments, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_whole_logits_never_exist(tied: bool):
+    """A decoder with a vocabulary far above its width: nothing is as large as the logits of two chunks."""
+    config = ModelConfig(dim=16, num_layers=1, num_heads=2, ffn_dim=32, tie_embeddings=tied)
+    vocabulary, tokens = 512, torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
+    positions, segments = torch.arange(64).expand(2, 64), torch.zeros(2, 64, dtype=torch.int64)
+    found = {}
+    for chunk in (0, 16):
+        model = Decoder(config, vocabulary, LossConfig(chunk_tokens=chunk))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(init_parameter(name, parameter.shape, config, 0))
+        with Largest() as largest:
+            loss = model(tokens, positions, segments, tokens)
+            loss.backward()
+        found[chunk] = largest.elements, loss.detach(), model.embedding.weight.grad
+    assert found[0][0] >= 128 * vocabulary
+    assert found[16][0] <= 2 * 16 * vocabulary
+    torch.testing.assert_close(found[16][1], found[0][1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[16][2], found[0][2], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_without_gradients_only_the_value_is_computed():
+    x, weight, targets = inputs()
+    torch.testing.assert_close(linear_cross_entropy(x, weight, targets, rows=8), cross_entropy(x @ weight.T, targets))
+
+
+def test_small_logits_stay_whole_and_chunks_are_even():
+    assert chunk_rows(2048, 4096, None) == 2048
+    assert chunk_rows(2048, 4096, 0) == 2048
+    assert chunk_rows(100, 50, 40) == 34, "three chunks, not two and a rest"
+    assert WHOLE_BYTES < 32768 * 128_256 * 4
+    assert chunk_rows(32768, 128_256, None) == 4096
