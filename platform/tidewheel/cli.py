@@ -323,6 +323,46 @@ def checkpoint_verify(
     return 0
 
 
+@checkpoint_app.command(name="export")
+def checkpoint_export(
+    source: Annotated[str, Parameter(help="URI of a run (its newest intact checkpoint), or of one checkpoint, "
+                                          "RUN/checkpoints/step_00000100.")],
+    out: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write.")],
+    *,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(help="Of the weights written.")] = "float32",
+    tokenizer: Annotated[str, Parameter(help="A tokenizer.json; by default that of the run's shard set.")] = "",
+) -> int:
+    """Write a checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained loads."""
+    from tidewheel.checkpoint.exchange import export
+
+    done = export(source, out, dtype=dtype, tokenizer=tokenizer)
+    beside = "with its tokenizer" if done.tokenizer else "without a tokenizer: give one with --tokenizer"
+    print(f"{done.place}: {done.parameters:,} parameters, vocabulary {done.vocabulary_size:,}, {beside}")
+    return 0
+
+
+@checkpoint_app.command(name="import")
+def checkpoint_import(
+    folder: Annotated[str, Parameter(help="A Llama or Qwen 3 model as save_pretrained writes it, in safetensors.")],
+    uri: Annotated[str, Parameter(help="Where the checkpoint goes, a new folder or s3://bucket/prefix.")],
+    *,
+    vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to so many tokens, that of the shard "
+                                                          "set to train on.")] = None,
+) -> int:
+    """Turn a Hugging Face model into a checkpoint that training can start from, and print the settings for it."""
+    import yaml
+
+    from tidewheel.checkpoint.exchange import import_
+    from tidewheel.models.config import ModelConfig
+
+    done = import_(folder, uri, vocabulary_size=vocabulary_size)
+    print(f"# {done.parameters:,} parameters")
+    model = {**done.config.shape(), "vocabulary_size": done.vocabulary_size}
+    changed = {name: value for name, value in model.items() if value != ModelConfig.model_fields[name].default}
+    print(yaml.safe_dump({"model": {**changed, "init_from": done.place}}, sort_keys=False), end="")
+    return 0
+
+
 @app.command
 def report(
     uri: Annotated[str, Parameter(help="URI of a run, or of what a pipeline wrote.")],

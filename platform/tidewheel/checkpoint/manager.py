@@ -14,12 +14,13 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tidewheel import storage
 from tidewheel.checkpoint.dcp import Reader, StagedPlanner, Writer, load_planner
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, TensorEntry, step_name
 from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.retention import collect
 from tidewheel.checkpoint.staging import Stage, dtype_name, flatten
-from tidewheel.checkpoint.verify import list_checkpoints, parse_text, verify_files
+from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
 from tidewheel.storage import Stamp, Store
 
@@ -171,6 +172,26 @@ class CheckpointManager:
                                   "the run anew")
         return None
 
+    def load_from(self, uri: str, state: dict[str, Any]) -> None:
+        """Fill the tensors of `state` in place from another run's checkpoint, each in its own dtype; called by all
+        ranks. It may hold more than `state`.
+
+        Args:
+            uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it does not fit.
+        """
+        peers, flat = self._peers, flatten(state)
+        folder, name = peers.from_first(lambda: _place(uri))
+        other = CheckpointManager(storage.store(folder), process_group=self._process_group)
+        manifest, problems = other._inspect(peers, name, "")
+        if manifest is None or problems:
+            raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
+                                  mend="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
+                                  "are intact")
+        other._load(peers, name, manifest, flat, convert=True)
+
     def _inspect(self, peers: Peers, name: str, problem: str) -> tuple[CheckpointManifest | None, list[str]]:
         """The manifest, and what is wrong with the checkpoint; the same on all ranks."""
         if problem:
@@ -181,12 +202,14 @@ class CheckpointManager:
         mine = verify_files(self._store, name, manifest.files[peers.rank::peers.size])
         return manifest, [line for lines in peers.all(mine) for line in lines]
 
-    def _load(self, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor]) -> None:
+    def _load(self, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
+              convert: bool = False) -> None:
         where = self._store.at(name)
-        misfits = [line for lines in peers.all(_misfits(manifest, flat)) for line in lines]
+        misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
         if misfits:
             raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
-                                  mend="continue with the model and precision the run was started with")
+                                  mend="give the model the shape it has there" if convert else
+                                  "continue with the model and precision the run was started with")
         reader = Reader(self._store, name, manifest, persist=self._retry)
         try:
             torch_checkpoint.load(dict(flat), storage_reader=reader, planner=load_planner(),
@@ -200,14 +223,19 @@ class CheckpointManager:
             self._on_event(kind, detail)
 
 
-def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor]) -> list[str]:
-    """What of the state the checkpoint does not have in the same shape and dtype."""
+def _place(uri: str) -> tuple[str, str]:
+    _, place, name = locate(uri)
+    return place.uri, name
+
+
+def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], convert: bool) -> list[str]:
+    """What of the state the checkpoint does not have in the same shape and, unless it is converted, dtype."""
     lines = []
     for name, tensor in flat.items():
         entry = manifest.tensors.get(name)
         if entry is None:
             lines.append(f"{name} is not in the checkpoint")
-        elif entry.shape != tuple(tensor.shape) or entry.dtype != dtype_name(tensor):
+        elif entry.shape != tuple(tensor.shape) or not (convert or entry.dtype == dtype_name(tensor)):
             lines.append(f"{name} is {entry.dtype} {list(entry.shape)} in the checkpoint, "
                          f"{dtype_name(tensor)} {list(tensor.shape)} in the run")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tidewheel import storage
 from tidewheel.checkpoint.manifest import KEY, NAME, CheckpointManifest, parse_manifest, read_manifest
 from tidewheel.errors import CheckpointError, StorageError
 from tidewheel.storage import Stamp, Store
@@ -69,6 +70,30 @@ def _missing(manifest: CheckpointManifest, sizes: dict[str, int]) -> list[str]:
         elif size != file.bytes:
             problems.append(f"{file.key}: {size} bytes, expected {file.bytes}")
     return problems
+
+
+def locate(uri: str) -> tuple[Store, Store, str]:
+    """The run, its `checkpoints` folder and one checkpoint's name, of a run's URI or RUN/checkpoints/step_00000100.
+
+    Of a run it is the newest complete checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    above, _, name = storage.absolute(uri).rstrip("/").rpartition("/")
+    if NAME.fullmatch(name):
+        place = storage.store(above)
+        if not place.list(name):
+            raise CheckpointError(f"there is no checkpoint {name!r}", where=above,
+                                  mend="`tidewheel checkpoint list RUN` shows those there are")
+        return storage.store(above.rpartition("/")[0]), place, name
+    run = storage.store(uri)
+    place = run.child("checkpoints")
+    complete = [info.name for info in list_checkpoints(place) if info.complete]
+    if not complete:
+        raise CheckpointError("there is no complete checkpoint", where=run.uri,
+                              mend="give the URI of a run that has saved one, or of a checkpoint in it")
+    return run, place, complete[-1]
 
 
 def verify_checkpoint(store: Store, name: str) -> list[str]:

@@ -16,6 +16,9 @@ class Checkpointer(Protocol):
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill the tensors in place from the newest intact checkpoint; its `extra`, or None when there is none."""
 
+    def load_from(self, uri: str, state: dict[str, Any]) -> None:
+        """Fill the tensors in place from a checkpoint of another run."""
+
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Begin to save; returns once the tensors may change again."""
 
@@ -44,6 +47,9 @@ class NoCheckpoints:
 
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return None
+
+    def load_from(self, uri: str, state: dict[str, Any]) -> None:
+        raise NotImplementedError("reading another run's checkpoint takes a checkpoint.CheckpointManager")
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         return
