@@ -28,9 +28,10 @@ from tidewheel import jsonlog, storage
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.config import build
 from tidewheel.console import print_table
-from tidewheel.train import optimizer, parallel
+from tidewheel.train import parallel
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
+from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.record import read_result
 from tidewheel.train.runtime import Runtime
 
@@ -158,7 +159,7 @@ def weights(config: TrainConfig, single: TrainConfig) -> dict[str, torch.Tensor]
     """The last checkpoint of `config` in one process, which has the layout of `single`."""
     vocabulary = int(storage.store(config.run_uri).read_json("run.json")["vocabulary_size"])
     model = parallel.build(single, vocabulary, Runtime())
-    state = optimizer.state(model, optimizer.build(model, single.optimizer))
+    state = training_state(model, build_optimizer(model, single.optimizer))
     assert checkpoints(config).load_latest(state) is not None
     return state["model"]
 

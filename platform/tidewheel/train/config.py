@@ -11,6 +11,7 @@ from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import ModelConfig
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.train.optim.config import OptimizerConfig, ScheduleConfig
 from tidewheel.train.parallel.config import ParallelConfig
 
 
@@ -49,39 +50,6 @@ class DataConfig(Config):
     def place(self) -> str:
         """What messages about the data name: the URI, or that it is a mixture."""
         return self.uri or ("data.mixture" if self.mixture else "data.uri")
-
-
-class OptimizerConfig(Config):
-    """AdamW with decoupled weight decay; none on norms and embeddings."""
-
-    learning_rate: float = Field(default=3e-3, gt=0)
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay of matrices, times the learning rate."""
-    clip_norm: float = Field(default=1.0, ge=0)
-    """The gradient is scaled down to this norm; 0: never."""
-
-    @pydantic.field_validator("betas")
-    @classmethod
-    def _in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("betas must be in [0, 1)")
-        return value
-
-
-class ScheduleConfig(Config):
-    """Learning rate over steps: linear warm-up, then decay over the rest of the run."""
-
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
-    """Form of the decay."""
-    warmup_steps: int = Field(default=20, ge=0)
-    """Steps of linear warm-up; at most half of the run."""
-    final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Share of the peak learning rate that is left at the last step."""
 
 
 class BatchConfig(Config):

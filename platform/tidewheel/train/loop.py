@@ -22,14 +22,16 @@ from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.source import Source, SourceReader
-from tidewheel.train import checks, evaluate, optimizer, parallel
+from tidewheel.train import checks, evaluate, parallel
 from tidewheel.train.batches import BatchDigest, BatchReader, RankBatch
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.optim.optimizer import Optimizer
+from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.record import RunRecord, TrainResult, peak_flops, read_result
 from tidewheel.train.runtime import Runtime
-from tidewheel.train.schedule import learning_rate
 from tidewheel.train.step import StepResult, train_step
 from tidewheel.train.timeline import Timeline
 
@@ -90,7 +92,7 @@ class Loop:
     source: Source
     validation: ShardSet | None
     model: ParallelModel
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     reader: BatchReader
     digest: BatchDigest
     progress: Progress
@@ -105,7 +107,6 @@ class Loop:
         collectives = Collectives(runtime)
         vocabulary = config.model.vocabulary_size or source.manifest.vocabulary_size
         model = parallel.build(config, vocabulary, runtime)
-        adamw = optimizer.build(model, config.optimizer)
         cache = Path(config.data.cache) if config.data.cache else None
         reader = BatchReader(Loader(SourceReader(source, cache), prefetch=0), config.batch, model.mesh.data_rank,
                              model.mesh.data_size, device=device, steps=config.steps, ahead=config.data.prefetch)
@@ -113,7 +114,8 @@ class Loop:
             config=config, runtime=runtime, timeline=timeline, record=RunRecord(storage.store(config.run_uri)),
             collectives=collectives, source=source,
             validation=ShardSet.open(config.data.validation, cache) if validation else None, model=model,
-            optimizer=adamw, digest=BatchDigest(source, collectives, model.mesh), progress=Progress(), reader=reader)
+            optimizer=build_optimizer(model, config.optimizer), digest=BatchDigest(source, collectives, model.mesh),
+            progress=Progress(), reader=reader)
         if runtime.rank == 0:
             loop.record.write_run(config, source, validation, parameters=model.num_parameters,
                                   vocabulary_size=vocabulary)
@@ -122,15 +124,16 @@ class Loop:
     def resume(self) -> None:
         """Take model, optimizer and position from the newest intact checkpoint, or start at step 0."""
         progress = self.progress
-        extra = self.runtime.checkpoints.load_latest(optimizer.state(self.model, self.optimizer))
+        extra = self.runtime.checkpoints.load_latest(training_state(self.model, self.optimizer))
         if extra is None:
             parallel.init_weights(self.model, self.config.seed)
+            self.optimizer.started()
         else:
             checks.continues(extra["identity"], self.config, self.source)
             progress.step = progress.saved = int(extra["step"])
             progress.tokens = int(extra["tokens"])
             progress.loss = extra["loss"]
-            optimizer.set_steps(self.optimizer, progress.step)
+            self.optimizer.restored()
             self.model.refresh()
         progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
@@ -155,8 +158,7 @@ class Loop:
     def _step(self, step: int, batch: RankBatch) -> StepResult:
         config = self.config
         rate = learning_rate(step, config.steps, config.optimizer.learning_rate, config.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self.optimizer.set_learning_rate(rate)
         stop = self.runtime.rank == 0 and self.runtime.control.poll()
         result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, stop=stop,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
@@ -171,12 +173,11 @@ class Loop:
         if self.runtime.rank != 0:
             return
         config, progress, batch = self.config, self.progress, self.config.batch
-        rate = self.optimizer.param_groups[0]["lr"]
         speed = result.tokens / max(seconds, 1e-9)
         line = {"time": time.time(), "generation": self.runtime.generation, "step": progress.step,
                 "tokens": progress.tokens, "loss": result.loss, "gradient_norm": result.gradient_norm,
-                "learning_rate": rate, "tokens_per_second": speed, "world_size": self.runtime.world_size,
-                "step_seconds": seconds, "data_wait_seconds": waited}
+                "learning_rate": self.optimizer.learning_rate, "tokens_per_second": speed,
+                "world_size": self.runtime.world_size, "step_seconds": seconds, "data_wait_seconds": waited}
         mfu = self._mfu(speed)
         self.record.metrics.append(line if mfu is None else {**line, "mfu": mfu})
         self.record.batches.append({
@@ -224,7 +225,7 @@ class Loop:
             "loss": self.progress.loss, "recipe_hash": config.recipe_hash(),
             "identity": checks.identity(config, self.source), "seed": config.seed,
             "schedule": {**config.schedule.canonical(), "steps": config.steps}}
-        self.runtime.checkpoints.save(step, optimizer.state(self.model, self.optimizer), extra)
+        self.runtime.checkpoints.save(step, training_state(self.model, self.optimizer), extra)
         self.progress.saved = step
         seconds = self.timeline.spent("save_stall")
         self._event("save", step=step, stall_seconds=round(seconds, 4))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel.train.collectives import Collectives
+from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.parallel import ParallelModel, local
 
 
@@ -62,7 +63,7 @@ def precision_context(device: torch.device, precision: str) -> AbstractContextMa
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def train_step(model: ParallelModel, optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch],
+def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0, precision: str = "fp32",
                stop: bool = False) -> StepResult:
     """Forward, backward, clip, update.

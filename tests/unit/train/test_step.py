@@ -5,11 +5,12 @@ import torch
 
 from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import next_tokens
-from tidewheel.train import optimizer, parallel
+from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
-from tidewheel.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.optim.config import OptimizerConfig
 from tidewheel.train.runtime import Runtime
-from tidewheel.train.schedule import learning_rate
 from tidewheel.train.step import MicroBatch, StepResult, train_step
 
 VOCABULARY, LENGTH = 32, 16
@@ -37,7 +38,7 @@ def micro(parts: list[torch.Tensor], begin: int, end: int, virtual_rank: int) ->
 def fresh(config: OptimizerConfig = OptimizerConfig()):  # noqa: B008
     model = parallel.build(TrainConfig(model=MODEL), VOCABULARY, Runtime())
     parallel.init_weights(model, 3)
-    return model, optimizer.build(model, config), Collectives(Runtime())
+    return model, build_optimizer(model, config), Collectives(Runtime())
 
 
 def step(batches: list[MicroBatch], clip_norm: float = 0.0, steps: int = 1):
@@ -91,29 +92,11 @@ def test_a_tiny_batch_is_learned_by_heart():
     assert result.loss < 0.05
 
 
-def test_only_matrices_outside_the_embedding_decay():
-    model, adamw, _ = fresh(OptimizerConfig(weight_decay=0.1))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed = {names[id(p)] for group in adamw.param_groups if group["weight_decay"] for p in group["params"]}
-    assert decayed == {name for name in names.values() if "norm" not in name and "embedding" not in name}
-
-
-def test_the_learning_rate_rises_and_falls():
-    config = ScheduleConfig(kind="cosine", warmup_steps=10, final_fraction=0.1)
-    rates = [learning_rate(step, 100, 2.0, config) for step in range(1, 101)]
-    assert rates[0] == pytest.approx(0.2)
-    assert rates[9] == max(rates) == 2.0
-    assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5), rel=1e-6), "half-way down"
-    assert rates[-1] == pytest.approx(0.2)
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    short = [learning_rate(step, 4, 1.0, config) for step in range(1, 5)]
-    assert max(short) == 1.0, "a run shorter than its warm-up still reaches its peak"
-
-
 def test_the_state_names_every_tensor_once():
     model, adamw, _ = fresh()
-    state = optimizer.state(model, adamw)
+    state = training_state(model, adamw)
     names = [name for name, _ in model.named_parameters()]
     assert list(state["model"]) == names
-    assert set(state["optimizer"]) == {f"{name}.{moment}" for name in names for moment in optimizer.MOMENTS}
+    assert set(state["optimizer"]) == {"step", *(f"{name}.{moment}" for name in names
+                                                 for moment in ("exp_avg", "exp_avg_sq"))}
     assert all(isinstance(t, torch.Tensor) for group in state.values() for t in group.values())

@@ -12,9 +12,10 @@ from tests.ranks import on_ranks
 from tests.unit.train.test_step import MODEL, VOCABULARY, micro, rows
 from tidewheel import storage
 from tidewheel.checkpoint.manager import CheckpointManager
-from tidewheel.train import optimizer, parallel
+from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.parallel.data_parallel import Replicated
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import train_step
@@ -29,7 +30,7 @@ def opened(layout: dict[str, Any], seed: int):
                                          "elastic": {"max_workers": 4}})
     model = parallel.build(config, VOCABULARY, Runtime(dist.get_rank(), dist.get_world_size()))
     parallel.init_weights(model, seed)
-    return model, optimizer.build(model, config.optimizer)
+    return model, build_optimizer(model, config.optimizer)
 
 
 def step(model, adamw, seed: int) -> None:
@@ -52,12 +53,12 @@ def every_layout(folder: Path) -> None:
     for number, (name, layout) in enumerate(LAYOUTS.items()):
         model, adamw = opened(layout, seed=number)
         step(model, adamw, seed=number)
-        state = optimizer.state(model, adamw)
+        state = training_state(model, adamw)
         saved[name] = whole(state)
         manager(folder, name).save(1, state, {"step": 1})
     for layout in LAYOUTS.values():
         model, adamw = opened(layout, seed=99)
-        state = optimizer.state(model, adamw)
+        state = training_state(model, adamw)
         for name, expected in saved.items():
             assert manager(folder, name).load_latest(state) == {"step": 1}
             model.refresh()
@@ -74,4 +75,4 @@ def test_every_layout_loads_every_other(tmp_path: Path):
     last = CheckpointManager(storage.store(tmp_path / "zero1"), asynchronous=False)
     config = TrainConfig(model=MODEL)
     model = parallel.build(config, VOCABULARY, Runtime())
-    assert last.load_latest(optimizer.state(model, optimizer.build(model, config.optimizer))) == {"step": 1}
+    assert last.load_latest(training_state(model, build_optimizer(model, config.optimizer))) == {"step": 1}

@@ -1,0 +1,1 @@
+"""Optimizers by configuration, and the learning rate over the run."""

@@ -1,0 +1,108 @@
+"""Muon for matrices that are spread over ranks: one rank puts each together, orthogonalises it and cuts it again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` whose parameters may be DTensors; the update is that of the whole matrix.
+
+    The momentum is element-wise and stays where the shards are. The orthogonalisation needs whole matrices. When a
+    single mesh dimension cuts them by rows, N matrices of one shape are exchanged at a time, so that each of its N
+    ranks works on one: two all-to-alls of a matrix's size. Otherwise (tensor parallel) every rank gathers every
+    matrix.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of the parameters that have a gradient."""
+        if not any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"]):
+            super().step(closure)
+            return
+        assert closure is None
+        for group in self.param_groups:
+            held = [parameter for parameter in group["params"] if parameter.grad is not None]
+            updates = [self._momentum(parameter, group) for parameter in held]
+            function = partial(_zeropower_via_newtonschulz, ns_coefficients=group["ns_coefficients"],
+                               ns_steps=group["ns_steps"], eps=group["eps"])
+            for parameter, update in zip(held, _orthogonalised(updates, function)):
+                rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+                weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-rate)
+
+    def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """The update before orthogonalisation, placed like the parameter."""
+        if "momentum_buffer" not in self.state[parameter]:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
+        assert gradient is not None
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+Orthogonalise = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) -> list[torch.Tensor]:
+    """This rank's part of function(whole matrix) for each update."""
+    results: dict[int, torch.Tensor] = {}
+    exchanged: dict[tuple[DeviceMesh, int, torch.Size], list[int]] = defaultdict(list)
+    for number, update in enumerate(updates):
+        dimension = _rows_over(update)
+        if not isinstance(update, DTensor):
+            results[number] = function(update)
+        elif dimension is not None:
+            exchanged[update.device_mesh, dimension, update.shape].append(number)
+        else:
+            whole = function(update.full_tensor())
+            results[number] = distribute_tensor(whole, update.device_mesh, update.placements,
+                                                src_data_rank=None).to_local()
+    for (mesh, dimension, _), numbers in exchanged.items():
+        size = mesh.size(dimension)
+        for first in range(0, len(numbers), size):
+            some = numbers[first:first + size]
+            parts = _exchange([updates[number] for number in some], mesh, dimension, function)
+            results.update(zip(some, parts))
+    return [results[number] for number in range(len(updates))]
+
+
+def _rows_over(update: torch.Tensor) -> int | None:
+    """The one mesh dimension that cuts the matrix, if it does so by rows."""
+    if not isinstance(update, DTensor):
+        return None
+    cuts = [number for number, placement in enumerate(update.placements) if not placement.is_replicate()]
+    plain = len(cuts) == 1 and type(update.placements[cuts[0]]) is Shard and update.placements[cuts[0]].is_shard(0)
+    return cuts[0] if plain else None
+
+
+def _exchange(updates: Sequence[torch.Tensor], mesh: DeviceMesh, dimension: int, function: Orthogonalise,
+              ) -> list[torch.Tensor]:
+    """At most as many matrices of one shape as there are ranks: rank i computes function(matrix i).
+
+    Rows are padded to the same number on every rank, because an all-to-all moves equal parts.
+    """
+    group, size, rank = mesh.get_group(dimension), mesh.size(dimension), mesh.get_local_rank(dimension)
+    rows, columns = updates[0].shape
+    chunk = -(-rows // size)
+    mine = [update.to_local() for update in updates if isinstance(update, DTensor)]
+    send = mine[0].new_zeros(size, chunk, columns, device=mesh.device_type)
+    for place, part in zip(send, mine):
+        place[:len(part)].copy_(part)
+    received = torch.empty_like(send)
+    dist.all_to_all_single(received, send, group=group)
+    back = torch.zeros_like(send)
+    if rank < len(updates):  # torch cuts like chunk(): all padding is at the end
+        back.view(-1, columns)[:rows].copy_(function(received.view(-1, columns)[:rows]))
+    dist.all_to_all_single(received, back, group=group)
+    return [received[number, :len(part)].to(part.device) for number, part in enumerate(mine)]

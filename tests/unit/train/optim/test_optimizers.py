@@ -1,0 +1,165 @@
+"""Each optimizer against its source, and its state saved and restored."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pydantic
+import pytest
+import torch
+from torch import nn
+
+from tidewheel.config import build
+from tidewheel.models.config import ModelConfig
+from tidewheel.models.decoder import Decoder
+from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.optim.config import OptimizerConfig
+
+KINDS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
+SHAPES = {"embedding.weight": (10, 256), "blocks.0.attention.wq.weight": (12, 256), "blocks.0.attention.bias": (12,),
+          "blocks.0.ffn_norm.weight": (256,), "output.weight": (10, 256)}
+
+
+@dataclass
+class Weights:
+    """A few parameters under the names of a decoder's."""
+
+    seed: int = 0
+    held: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        self.held = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+    def named_parameters(self):
+        return self.held.items()
+
+    def gradients(self, step: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 + step)
+        return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+    def take(self, optimizer, steps: range, rate: float = 1e-2) -> None:
+        for step in steps:
+            for name, gradient in self.gradients(step).items():
+                self.held[name].grad = gradient
+            optimizer.set_learning_rate(rate)
+            optimizer.step()
+
+
+def made(kind: str, **settings):
+    weights = Weights()
+    return weights, build_optimizer(weights, OptimizerConfig(kind=kind, **settings))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restored_optimizer_goes_on_bit_for_bit(kind: str):
+    whole, optimizer = made(kind)
+    whole.take(optimizer, range(10))
+    first, optimizer = made(kind)
+    first.take(optimizer, range(5))
+    saved = {group: {name: tensor.clone() for name, tensor in tensors.items()}
+             for group, tensors in training_state(first, optimizer).items()}
+    second, optimizer = made(kind)
+    for group, tensors in training_state(second, optimizer).items():
+        assert set(tensors) == set(saved[group]), "the state is whole before the first step"
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[group][name])
+    optimizer.restored()
+    second.take(optimizer, range(5, 10))
+    for name, expected in whole.held.items():
+        assert torch.equal(second.held[name], expected), name
+
+
+def by_hand(weights: Weights, rule: type[torch.optim.Optimizer], *, chosen=lambda name: True, **settings):
+    """torch's optimizer over the chosen parameters, weight decay off for embedding, norm and bias."""
+    decayed = [p for name, p in weights.held.items() if chosen(name) and p.ndim > 1 and "embedding" not in name]
+    others = [p for name, p in weights.held.items() if chosen(name) and (p.ndim == 1 or "embedding" in name)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return rule([group for group in groups if group["params"]], lr=1e-2, **settings)
+
+
+def hidden(name: str) -> bool:
+    return name == "blocks.0.attention.wq.weight"
+
+
+ORACLES = {
+    "adamw": lambda w: [by_hand(w, torch.optim.AdamW, betas=(0.9, 0.95))],
+    "adafactor": lambda w: [by_hand(w, torch.optim.Adafactor)],
+    "muon": lambda w: [by_hand(w, torch.optim.Muon, chosen=hidden, adjust_lr_fn="match_rms_adamw"),
+                       by_hand(w, torch.optim.AdamW, chosen=lambda name: not hidden(name), betas=(0.9, 0.95))]}
+
+
+@pytest.mark.parametrize("kind", ORACLES)
+def test_it_is_torchs(kind: str):
+    ours, optimizer = made(kind)
+    ours.take(optimizer, range(5))
+    theirs = Weights()
+    parts = ORACLES[kind](theirs)
+    for step in range(5):
+        for name, gradient in theirs.gradients(step).items():
+            theirs.held[name].grad = gradient
+        for part in parts:
+            part.step()
+    for name, expected in theirs.held.items():
+        torch.testing.assert_close(ours.held[name], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_lion_is_the_papers():
+    """Algorithm 2 of https://arxiv.org/abs/2302.06675 in numpy, with the defaults of the kind."""
+    weights, optimizer = made("lion")
+    expected = {name: p.detach().double().numpy().copy() for name, p in weights.held.items()}
+    momentum = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    weights.take(optimizer, range(4), rate=1e-2)
+    for step in range(4):
+        for name, gradient in weights.gradients(step).items():
+            g, m = gradient.double().numpy(), momentum[name]
+            decay = 1.0 if name.endswith(("wq.weight", "output.weight")) else 0.0
+            expected[name] -= 1e-2 * (np.sign(0.9 * m + 0.1 * g) + decay * expected[name])
+            momentum[name] = 0.99 * m + 0.01 * g
+    for name, value in expected.items():
+        np.testing.assert_allclose(weights.held[name].detach().numpy(), value, rtol=1e-4, atol=1e-5)
+
+
+def test_eight_bits_follow_adamw_closely_and_are_eight_bits():
+    exact, optimizer = made("adamw")
+    exact.take(optimizer, range(20), rate=1e-3)
+    small, optimizer = made("adamw8bit")
+    small.take(optimizer, range(20), rate=1e-3)
+    for name, expected in exact.held.items():
+        moved = (expected - Weights().held[name]).norm()
+        assert (small.held[name] - expected).norm() < 0.05 * moved, name
+    state = training_state(small, optimizer)["optimizer"]
+    name = "blocks.0.attention.wq.weight"
+    assert (state[f"{name}.exp_avg.codes"].dtype, state[f"{name}.exp_avg.codes"].shape) == (torch.uint8, (12, 256))
+    assert state[f"{name}.exp_avg_sq.scale"].shape == (12, 1)
+    assert state["blocks.0.ffn_norm.weight.exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_matrices_outside_the_embedding_decay(kind: str):
+    model = Decoder(ModelConfig(dim=16, num_layers=1, num_heads=2, ffn_dim=32), 32)
+    optimizer = build_optimizer(model, OptimizerConfig(kind=kind, weight_decay=0.1))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group for part in optimizer.parts for group in part.param_groups]
+    decayed = [names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]]
+    assert sorted(decayed) == sorted(name for name in names.values() if "norm" not in name and "embedding" not in name)
+    assert sorted(names[id(p)] for group in groups for p in group["params"]) == sorted(names.values()), "each once"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_update_leaves_no_trace(kind: str):
+    plain, optimizer = made(kind)
+    plain.take(optimizer, range(2))
+    skipping, optimizer = made(kind)
+    skipping.take(optimizer, range(1))
+    optimizer.step(skip=torch.tensor(1.0))
+    skipping.take(optimizer, range(1, 2))
+    for name, expected in plain.held.items():
+        assert torch.equal(skipping.held[name], expected), name
+
+
+def test_kinds_have_defaults_of_their_own():
+    assert OptimizerConfig().learning_rate == 3e-3
+    lion = build(OptimizerConfig, {"kind": "lion", "weight_decay": 0.5})
+    assert (lion.learning_rate, lion.betas, lion.weight_decay) == (3e-4, (0.9, 0.99), 0.5)
+    with pytest.raises(pydantic.ValidationError, match="lion"):
+        OptimizerConfig(kind="lyon")

@@ -1,0 +1,114 @@
+"""Optimizers whose parameters are spread over ranks do what they do in one process; checkpoints fit any layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.ranks import on_ranks
+from tests.unit.train.optim.test_optimizers import KINDS, Weights, made
+from tidewheel import storage
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.errors import ConfigError
+from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.optim.config import OptimizerConfig
+
+RANKS, STEPS = 4, 3
+LAYOUTS = {
+    "rows": ((RANKS,), [Shard(0)]), "replicas": ((2, 2), [Replicate(), Shard(0)]),
+    "rows and columns": ((2, 2), [Shard(0), Shard(1)])}
+EXACT = {"adamw", "lion", "adamw8bit"}
+"""Element-wise or by row: the same bits however they are cut."""
+
+
+class Spread(Weights):
+    """The same parameters as DTensors; vectors are cut by rows or not at all."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        sizes, self.placements = LAYOUTS[layout]
+        self.mesh = init_device_mesh("cpu", sizes)
+        self.held = {name: nn.Parameter(self.cut(value.detach())) for name, value in self.held.items()}
+
+    def cut(self, value: torch.Tensor) -> DTensor:
+        placements = [Replicate() if p == Shard(1) and value.ndim == 1 else p for p in self.placements]
+        return distribute_tensor(value, self.mesh, placements, src_data_rank=None)
+
+    def gradients(self, step: int) -> dict[str, torch.Tensor]:
+        return {name: self.cut(gradient) for name, gradient in super().gradients(step).items()}
+
+
+CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if layout == "rows" or kind not in EXACT]
+
+
+def manager(folder: str) -> CheckpointManager:
+    return CheckpointManager(storage.store(folder), asynchronous=False)
+
+
+def apart(spread: Weights, kind: str) -> float:
+    """The largest difference of a weight from the single process's."""
+    whole, optimizer = made(kind)
+    whole.take(optimizer, range(STEPS))
+    return max((value.full_tensor() - whole.held[name]).abs().max().item() for name, value in spread.held.items())
+
+
+def a_rank(folder: str) -> None:
+    """Every case; one checkpoint of them all before the last step, from which the other half of the tests goes on."""
+    runs = {}
+    for kind, layout in CASES:
+        spread = Spread(layout)
+        optimizer = build_optimizer(spread, OptimizerConfig(kind=kind))
+        spread.take(optimizer, range(STEPS - 1))
+        runs[f"{kind} {layout}"] = (kind, spread, optimizer)
+    manager(folder).save(1, {name: training_state(spread, optimizer) for name, (_, spread, optimizer) in runs.items()},
+                         {})
+    found = {}
+    for name, (kind, spread, optimizer) in runs.items():
+        spread.take(optimizer, range(STEPS - 1, STEPS))
+        found[name] = [apart(spread, kind)]
+    for kind, layout in CASES:
+        other = Spread("rows")
+        runs[f"{kind} {layout}"] = (kind, other, build_optimizer(other, OptimizerConfig(kind=kind)))
+    manager(folder).load_latest({name: training_state(spread, optimizer)
+                                 for name, (_, spread, optimizer) in runs.items()})
+    for name, (kind, spread, optimizer) in runs.items():
+        optimizer.restored()
+        spread.take(optimizer, range(STEPS - 1, STEPS))
+        found[name].append(apart(spread, kind))
+    with pytest.raises(ConfigError, match="cut into columns of 128"):
+        build_optimizer(Spread("rows and columns"), OptimizerConfig(kind="adamw8bit"))
+    if torch.distributed.get_rank() == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    on_ranks(RANKS, a_rank, str(folder))
+    return folder, json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_it_equals_the_single_process(found, kind: str, layout: str):
+    straight, resumed = found[1][f"{kind} {layout}"]
+    bound = 0.0 if kind in EXACT else 2e-5
+    assert straight <= bound
+    assert resumed <= bound, "saved in this layout, continued with rows on four ranks"
+
+
+def test_one_process_continues_what_four_ranks_saved(found):
+    runs = {f"{kind} {layout}": (kind, *made(kind)) for kind, layout in CASES}
+    manager(str(found[0])).load_latest({name: training_state(weights, optimizer)
+                                        for name, (_, weights, optimizer) in runs.items()})
+    for name, (kind, weights, optimizer) in runs.items():
+        optimizer.restored()
+        weights.take(optimizer, range(STEPS - 1, STEPS))
+        whole, other = made(kind)
+        whole.take(other, range(STEPS))
+        for part, expected in whole.held.items():
+            bound = 0.0 if kind in EXACT else 2e-5
+            torch.testing.assert_close(weights.held[part], expected, rtol=0, atol=bound, msg=f"{name} {part}")
