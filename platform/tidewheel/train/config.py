@@ -155,8 +155,16 @@ class TrainConfig(Config):
     """Optimizer steps of the whole run."""
     seed: int = Field(default=0, ge=0)
     """Seed of the initial weights and the text sample."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Matrix products in this type; weights, moments, norms and reductions stay fp32."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Matrix products in this type; weights, moments, norms, loss and reductions stay fp32. fp16 scales the loss
+    dynamically; fp8 (blocks' linear layers, the rest bf16) needs an NVIDIA GPU, Ada, Hopper or later."""
+    parameters: Literal["fp32", "bf16"] = "fp32"
+    """Type in which the model's weights and their gradients are kept; with bf16 the optimizer has fp32 master weights:
+    2 + 2 + 12 bytes a parameter with AdamW, not 4 + 4 + 8."""
+    compile: bool = False
+    """torch.compile each block."""
+    compile_cache: str = ""
+    """Local folder for compiled code, so that the next start on this machine is quick; default: torch's own."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Validation loss and text sample."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -164,8 +172,17 @@ class TrainConfig(Config):
     elastic: ElasticConfig = ElasticConfig()
     """Number of workers."""
 
+    @pydantic.field_validator("compile_cache")
+    @classmethod
+    def _local(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError("compiled code is unpickled when it is used, so it stays on local disk: give a folder")
+        return value
+
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
+        if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
+            raise ValueError(f"parameters bf16 with precision {self.precision}: nearest that is legal: precision bf16")
         from tidewheel.train.parallel import legal
 
         if (reason := legal.reason_against(self)) is not None:
@@ -176,7 +193,7 @@ class TrainConfig(Config):
         """Hash of what decides the result: not where the run writes, nor the cluster and layout, nor how often it
         saves."""
         values = self.canonical()
-        for group in ("run", "checkpoint", "elastic", "parallel"):
+        for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache"):
             values.pop(group)
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:

@@ -17,7 +17,7 @@ from tidewheel.train.batches import micro_batch
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import ParallelModel
-from tidewheel.train.step import precision_context
+from tidewheel.train.precision import precision_context
 
 
 @torch.no_grad()

@@ -25,11 +25,13 @@ from tidewheel.shards.source import Source, SourceReader
 from tidewheel.train import checks, evaluate, parallel
 from tidewheel.train.batches import BatchDigest, BatchReader, RankBatch
 from tidewheel.train.collectives import Collectives
+from tidewheel.train.compile import use_cache
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.parallel import ParallelModel, legal
+from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, peak_flops, read_result
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import StepResult, train_step
@@ -48,6 +50,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
     if finished is not None and finished.steps == config.steps:
         return finished
     legal.check_world(config, runtime.world_size)
+    check_precision(torch.device(runtime.device), config.precision)
     source, validation = checks.read_data(config)  # before anything is written
     timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
     with contextlib.ExitStack() as stack:
@@ -96,6 +99,7 @@ class Loop:
     reader: BatchReader
     digest: BatchDigest
     progress: Progress
+    loss_scale: LossScale | None
 
     @classmethod
     def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source,
@@ -104,6 +108,8 @@ class Loop:
         device = torch.device(runtime.device)
         if device.type == "cpu":
             torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
+        if config.compile:
+            use_cache(config.compile_cache)
         collectives = Collectives(runtime)
         vocabulary = config.model.vocabulary_size or source.manifest.vocabulary_size
         model = parallel.build(config, vocabulary, runtime)
@@ -115,7 +121,7 @@ class Loop:
             collectives=collectives, source=source,
             validation=ShardSet.open(config.data.validation, cache) if validation else None, model=model,
             optimizer=build_optimizer(model, config.optimizer), digest=BatchDigest(source, collectives, model.mesh),
-            progress=Progress(), reader=reader)
+            progress=Progress(), reader=reader, loss_scale=LossScale() if config.precision == "fp16" else None)
         if runtime.rank == 0:
             loop.record.write_run(config, source, validation, parameters=model.num_parameters,
                                   vocabulary_size=vocabulary)
@@ -133,6 +139,8 @@ class Loop:
             progress.step = progress.saved = int(extra["step"])
             progress.tokens = int(extra["tokens"])
             progress.loss = extra["loss"]
+            if self.loss_scale is not None and extra.get("loss_scale"):
+                self.loss_scale.restore(extra["loss_scale"])
             self.optimizer.restored()
             self.model.refresh()
         progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
@@ -162,7 +170,13 @@ class Loop:
         stop = self.runtime.rank == 0 and self.runtime.control.poll()
         result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, stop=stop,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
-                            precision=config.precision)
+                            precision=config.precision, loss_scale=self.loss_scale)
+        if self.loss_scale is not None:
+            finite = math.isfinite(result.gradient_norm)
+            self.loss_scale.update(finite)
+            if not finite and math.isfinite(result.loss):  # the scale was too large: this update was left out
+                self._event("overflow", step=step, loss_scale=self.loss_scale.scale)
+                return result
         if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
             raise ConfigError(f"the loss is {result.loss}, the gradient norm {result.gradient_norm} at step {step}",
                               where=config.run_uri, mend="lower optimizer.learning_rate or raise "
@@ -224,7 +238,8 @@ class Loop:
             "step": step, "position": step * batch.global_sequences, "tokens": self.progress.tokens,
             "loss": self.progress.loss, "recipe_hash": config.recipe_hash(),
             "identity": checks.identity(config, self.source), "seed": config.seed,
-            "schedule": {**config.schedule.canonical(), "steps": config.steps}}
+            "schedule": {**config.schedule.canonical(), "steps": config.steps},
+            "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None}
         self.runtime.checkpoints.save(step, training_state(self.model, self.optimizer), extra)
         self.progress.saved = step
         seconds = self.timeline.spent("save_stall")

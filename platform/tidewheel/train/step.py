@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.parallel import ParallelModel, local
+from tidewheel.train.precision import LossScale, Precision, precision_context
 
 
 @dataclass(frozen=True)
@@ -50,22 +50,9 @@ class StepResult:
         return cls(loss, norm, int(tokens), int(targets), bool(stop))
 
 
-def native_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are fast here. A CPU without AVX512-BF16 or AMX emulates them, slower than fp32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    able = torch.cpu.get_capabilities()
-    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
-
-
-def precision_context(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """Autocast for the configured precision."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-
-
 def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequence[MicroBatch],
-               collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0, precision: str = "fp32",
-               stop: bool = False) -> StepResult:
+               collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
+               precision: Precision = "fp32", loss_scale: LossScale | None = None, stop: bool = False) -> StepResult:
     """Forward, backward, clip, update.
 
     Gradients are of the SUM of token losses; after the last micro-batch they are divided by the global number of
@@ -73,7 +60,10 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
     together with the counts, the squared gradient norm and rank 0's wish to stop: one small all-reduce per step.
     """
     model.zero_grad()
-    losses = model.forward_backward(micro_batches, precision_context(collectives.device, precision))
+    tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
+    scaled = 1.0 if loss_scale is None else loss_scale.of_sums(tokens_at_most)
+    losses = model.forward_backward(micro_batches, precision_context(collectives.device, precision),
+                                    scale=None if loss_scale is None else scaled)
     gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
     counts, owners = _counts(model, micro_batches, virtual_ranks, stop)
     report = collectives.to_device(counts)
@@ -83,12 +73,12 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
 
     targets, tokens, squares, stopped = report[virtual_ranks:].unbind()
     targets = targets.clamp(min=1)
-    loss, norm = report[:virtual_ranks].sum() / targets, squares.sqrt() / targets
+    loss, norm = report[:virtual_ranks].sum() / targets, squares.sqrt() / (targets * scaled)
     scale = torch.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else torch.ones_like(norm)
     if gradients:
         first = gradients[0][1]
-        torch._foreach_mul_([g for _, g in gradients], (scale / targets).to(first.device, first.dtype))
-    optimizer.step()
+        torch._foreach_mul_([g for _, g in gradients], (scale / (targets * scaled)).to(first.device, first.dtype))
+    optimizer.step(skip=norm.isfinite().logical_not() if loss_scale is not None else None)
     model.refresh()
     return StepResult.of(torch.stack([loss, norm, tokens, targets, stopped]).tolist())
 

@@ -151,7 +151,7 @@ class FullyShard(Alone):
         mesh: one dimension, or (replicate, shard).
         reshard_after_forward: ZeRO-3; False keeps gathered parameters from forward to backward (ZeRO-2).
         offload: what is sharded lies in host memory.
-        precision: types of gathered parameters and of the reduction.
+        precision: types of the blocks' gathered parameters and of the reduction; the rest is gathered as it is.
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool = False,
@@ -162,7 +162,7 @@ class FullyShard(Alone):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy,
                         mp_policy=precision or MixedPrecisionPolicy())
         fully_shard(part, mesh=mesh, reshard_after_forward=False, offload_policy=policy,
-                    mp_policy=precision or MixedPrecisionPolicy())
+                    mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         for unit in self._units():  # gloo has no PREMUL_SUM, which other divide factors need
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)

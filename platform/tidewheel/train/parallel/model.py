@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
-from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, local
+from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, blocks, local
 from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
+from tidewheel.train.precision import convert_linears, sharded_precision
 from tidewheel.train.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ class ParallelModel:
 
 
 def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> ParallelModel:
-    """The model on this rank, fp32, its values not yet set; all ranks call it together.
+    """The model on this rank, its values not yet set; all ranks call it together.
 
     Raises:
         ConfigError: the mesh does not fit the ranks or the model.
@@ -129,6 +131,8 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     mesh = Mesh.build(config.parallel, runtime)
     with torch.device("meta"):
         decoder = Decoder(config.model, vocabulary_size)
+    if config.parameters == "bf16":
+        decoder.to(torch.bfloat16)
     number = sum(parameter.numel() for parameter in decoder.parameters())
     data = spread(decoder, config, mesh, torch.device(runtime.device), number)
     return ParallelModel([decoder], [data], mesh, config.model, vocabulary_size, number)
@@ -144,10 +148,14 @@ def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.devic
     # The order matters, as in torchtitan: tensor and context parallelism change layers, activation checkpointing and
     # compilation wrap what they left, data parallelism comes last and sees only parameters.
     parallel = config.parallel
+    convert_linears(part, config.precision)
+    if config.compile:
+        compile_blocks(blocks(part))
     group = mesh.of(*GRADIENTS)
     if parallel.fully_sharded and (shards := mesh.shard_mesh()) is not None:
         large = parallel.data == "zero3" or (parallel.data == "auto" and num_parameters > KEEP_PARAMETERS)
-        data: Alone = FullyShard(part, shards, reshard_after_forward=large, offload=parallel.offload)
+        data: Alone = FullyShard(part, shards, reshard_after_forward=large, offload=parallel.offload,
+                                precision=sharded_precision(config.precision, device))
         part.to_empty(device="cpu" if parallel.offload else device)
         return data
     if parallel.offload:

@@ -1,0 +1,111 @@
+"""The number types of a step: matrix products in less than fp32, everything that sums over much in fp32.
+
+Weights, moments, norms, softmax, loss and reductions over ranks are fp32 in all of them; `autocast` lowers the matrix
+products. fp16 has few exponents, so its gradients are scaled (`LossScale`); fp8 quantises the operands of the blocks'
+matrix products just before them (torchao), the rest of it is bf16.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tidewheel.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+
+FP8_MULTIPLE = 16
+"""Both sides of a matrix must be multiples of this for the fp8 kernels."""
+
+
+def native_fp8(device: torch.device) -> bool:
+    """Whether there are fp8 matrix products: NVIDIA compute capability 8.9 (Ada, Hopper) and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
+    """What each forward pass runs in; may be entered again and again."""
+    if precision == "fp32":
+        return torch.autocast(device.type, torch.bfloat16, enabled=False)
+    return torch.autocast(device.type, AUTOCAST[precision])
+
+
+def check_precision(device: torch.device, precision: Precision) -> None:
+    """Raise ConfigError when `device` cannot compute in `precision`."""
+    if precision != "fp8" or native_fp8(device):
+        return
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type.upper()}"
+    raise ConfigError(f"fp8 needs a GPU with fp8 matrix products (NVIDIA Ada, Hopper or later), this is {what}",
+                      where="precision", mend="set precision: bf16")
+
+
+def convert_linears(model: nn.Module, precision: Precision) -> None:
+    """Make the blocks' linear layers compute in fp8, in place, before anything is sharded; other precisions: nothing.
+
+    Rowwise scales, as torchtitan recommends: each row of an operand has its own, rounded to a power of two. The
+    output projection stays bf16: its products feed the loss.
+    """
+    if precision != "fp8":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"),
+                               module_filter_fn=_fp8_able)
+
+
+def sharded_precision(precision: Precision, device: torch.device) -> MixedPrecisionPolicy:
+    """How FSDP2 gathers a block's weights and reduces their gradients.
+
+    On CUDA weights travel in the type of the matrix products, half the bytes of fp32; that rounds the norms' weights
+    too, the one thing by which such a run differs from autocast alone. Gradients are summed in fp32.
+    """
+    low = AUTOCAST.get(precision) if device.type == "cuda" else None
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _fp8_able(module: nn.Module, name: str) -> bool:
+    return (isinstance(module, nn.Linear) and name.startswith("blocks.")
+            and module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0)
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16 (section 3.2 of https://arxiv.org/abs/1710.03740; the numbers are torch's
+    GradScaler's): gradients are of loss x scale, so that small ones do not vanish. An update whose gradients overflow
+    is left out and the scale halved; after `growth_interval` good updates in a row it is doubled.
+
+    It is host arithmetic on figures that all ranks share, so all ranks agree; `state` belongs to the checkpoint.
+    """
+
+    scale: float = 2.0**16
+    """Of the gradient of the mean loss."""
+    good: int = 0
+    """Updates since the scale last changed."""
+    growth_interval: int = 2000
+
+    def of_sums(self, tokens: int) -> float:
+        """The scale for a SUM of token losses over about so many tokens; a power of two, so that it divides out."""
+        return self.scale / 2.0 ** max(0, tokens - 1).bit_length()
+
+    def update(self, finite: bool) -> None:
+        """After each update: whether its gradients were finite."""
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 2.0**-14)
+        elif self.good == self.growth_interval:
+            self.scale, self.good = self.scale * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"scale": self.scale, "good": self.good}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.scale, self.good = float(state["scale"]), int(state["good"])

@@ -1,0 +1,57 @@
+"""torch.compile per block: the same losses, one compilation for all blocks, a cache that is on disk."""
+
+import functools
+import os
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils.checkpoint import checkpoint
+
+from tidewheel.models.config import ModelConfig
+from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.train.compile import compile_blocks, use_cache
+
+MODEL = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32)
+
+
+def losses(model: Decoder, steps: int = 2) -> list[float]:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(init_parameter(name, parameter.shape, MODEL, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    tokens = torch.arange(32).reshape(2, 16) % 24
+    segments, positions = torch.zeros_like(tokens), torch.arange(16).expand(2, 16)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(tokens, positions, segments, next_tokens(tokens, segments))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_one_graph_serves_all_blocks_and_gives_the_same_losses(checkpointed: bool):
+    torch._dynamo.reset()
+    expected = losses(Decoder(MODEL, 24))
+    model, counter = Decoder(MODEL, 24), CompileCounterWithBackend("aot_eager")
+    names = [name for name, _ in model.named_parameters()]
+    if checkpointed:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    compile_blocks(model.blocks, backend=counter)
+    assert losses(model) == pytest.approx(expected, rel=1e-5)
+    assert counter.frame_count == 1, "compiled once, not once for each block"
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_the_cache_is_where_it_was_asked_for(tmp_path, monkeypatch):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    use_cache("")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+    use_cache(str(tmp_path / "cache"))
+    assert cache_dir() == str(tmp_path / "cache")

@@ -1,0 +1,95 @@
+"""Number types: what stays fp32 under autocast, what fp8 converts and where it is refused, the loss scale of fp16."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.config import ModelConfig
+from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.train import precision
+from tidewheel.train.precision import LossScale
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(dim=32, num_layers=2, num_heads=2, ffn_dim=48)
+
+
+def decoder() -> Decoder:
+    model = Decoder(MODEL, 64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(init_parameter(name, parameter.shape, MODEL, 0))
+    return model
+
+
+class Types(TorchDispatchMode):
+    """Remembers the floating types that every operation was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        found = {t.dtype for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()}
+        self.seen.setdefault(func.overloadpacket.__name__, set()).update(found)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "low"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_products_are_low_and_sums_are_fp32(name: precision.Precision, low: torch.dtype):
+    model, tokens = decoder(), torch.arange(32).reshape(2, 16)
+    segments, positions = torch.zeros_like(tokens), torch.arange(16).expand(2, 16)
+    with Types() as types:
+        with precision.precision_context(CPU, name):
+            loss = model(tokens, positions, segments, next_tokens(tokens, segments))
+        loss.backward()
+    assert loss.dtype == torch.float32
+    assert low in types.seen["mm"]
+    reductions = [op for op in types.seen if any(part in op for part in ("softmax", "nll_loss", "rms_norm", "rsqrt",
+                                                                         "logsumexp", "exp"))
+                  and op not in ("expand", "_unsafe_view")]
+    assert any("softmax" in op or "exp" in op for op in reductions), sorted(types.seen)
+    for op in reductions:
+        assert types.seen[op] <= {torch.float32}, (op, types.seen[op])
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_fp32_is_left_alone_inside_another_autocast():
+    with torch.autocast("cpu", torch.bfloat16), precision.precision_context(CPU, "fp32"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_fp8_is_refused_by_name_where_there_is_none():
+    with pytest.raises(ConfigError, match=r"fp8 needs a GPU with fp8 matrix products.*this is a CPU"):
+        precision.check_precision(CPU, "fp8")
+    for name in ("fp32", "bf16", "fp16"):
+        precision.check_precision(CPU, name)
+
+
+def test_fp8_converts_the_blocks_matrices_and_keeps_their_names():
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(dim=32, num_layers=1, num_heads=2, ffn_dim=40), 64)
+    names = [name for name, _ in model.named_parameters()]
+    precision.convert_linears(model, "fp8")
+    assert [name for name, _ in model.named_parameters()] == names
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    assert kinds["blocks.0.attention.wq"] == kinds["blocks.0.attention.wo"] == "Float8Linear"
+    assert kinds["blocks.0.ffn.w1"] == "Linear", "40 rows are no multiple of 16"
+    assert kinds["output"] == "Linear"
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
+def test_the_loss_scale_equals_torchs(finite: list[bool], interval: int):
+    """GradScaler on the same overflows."""
+    ours = LossScale(scale=2.0**16, growth_interval=interval)
+    scale, growth = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for good in finite[:20]:
+        torch._amp_update_scale_(scale, growth, torch.tensor(0.0 if good else 1.0), 2.0, 0.5, interval)
+        ours.update(good)
+        resumed = LossScale(growth_interval=interval)
+        resumed.restore(ours.state())
+        assert resumed == ours
+        assert (ours.scale, ours.good) == (float(scale), int(growth))
