@@ -165,8 +165,10 @@ class Loop:
 
     def _step(self, step: int, batch: RankBatch) -> StepResult:
         config = self.config
-        rate = learning_rate(step, config.steps, config.optimizer.learning_rate, config.schedule)
-        self.optimizer.set_learning_rate(rate)
+        tokens = config.batch.global_sequences * self.source.manifest.sequence_length
+        size = tokens if config.schedule.unit == "tokens" else 1
+        self.optimizer.set_learning_rate(learning_rate(step * size, config.steps * size, config.optimizer.learning_rate,
+                                                       config.schedule))
         stop = self.runtime.rank == 0 and self.runtime.control.poll()
         result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, stop=stop,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.train.helpers import Replaced, Script, config, write_shards
+from tests.unit.train.helpers import LENGTH, Replaced, Script, config, write_shards
 from tests.unit.train.test_step import fresh, micro, rows
 from tidewheel import jsonlog, storage
 from tidewheel.checkpoint.manager import CheckpointManager
@@ -51,6 +51,14 @@ def test_a_killed_run_goes_on_bit_for_bit(folder: Path, overrides: tuple[str, ..
     killed, events = ran(folder, f"{name}-killed", *overrides)
     assert events[0][0] == "resume"
     assert killed == whole
+
+
+def test_a_warm_up_in_tokens(folder: Path):
+    ran(folder, "tokens", "schedule.unit=tokens", f"schedule.warmup_tokens={2 * 8 * LENGTH}", "schedule.warmup_steps=0")
+    lines = jsonlog.read(storage.store(folder / "runs" / "tokens"), "metrics.jsonl")
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    assert rates[:2] == pytest.approx([1.5e-3, 3e-3]), "two steps of 8 sequences"
+    assert rates[-1] == pytest.approx(3e-4)
 
 
 def test_an_overflow_is_left_out_and_the_scale_halved():
