@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
+from tests.ranks import on_ranks
 from tidewheel import storage
 from tidewheel.config import build
 from tidewheel.shards.format import shard_schema, write_shard
@@ -138,20 +137,11 @@ class Script(NoControl):
 
 def two_processes(config: TrainConfig, checkpoints: Path, generation: int = 0, leave: int = -1) -> None:
     """Run the loop in two gloo processes until it ends or is replaced."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_worker, (port, config, checkpoints, generation, leave), nprocs=2)
+    on_ranks(2, _worker, config, checkpoints, generation, leave)
 
 
-def _worker(rank: int, port: int, config: TrainConfig, checkpoints: Path, generation: int, leave: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    runtime = Runtime(rank, 2, generation=generation, checkpoints=FileCheckpoints(checkpoints),
+def _worker(config: TrainConfig, checkpoints: Path, generation: int, leave: int) -> None:
+    runtime = Runtime(dist.get_rank(), 2, generation=generation, checkpoints=FileCheckpoints(checkpoints),
                       control=Script(leave=leave))
-    try:
+    with contextlib.suppress(Replaced):  # what the test asked for
         train(config, runtime)
-    except Replaced:
-        pass  # what the test asked for
-    finally:
-        dist.destroy_process_group()
