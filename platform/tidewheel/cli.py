@@ -192,6 +192,10 @@ def train(
     from tidewheel.train.checks import read_data
 
     read_data(settings)  # before a cluster is started for it
+    if settings.model.init_from:
+        from tidewheel.checkpoint.verify import locate
+
+        locate(settings.model.init_from)
     from tidewheel.elastic.trainer import fit, fit_local
     from tidewheel.report.run import write_run_report
     from tidewheel.train.progress import training_bar

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
-from tidewheel.models.config import ModelConfig
+from tidewheel.models.config import LossConfig, ModelConfig
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.optim.config import OptimizerConfig, ScheduleConfig
 from tidewheel.train.parallel.config import ParallelConfig
 
@@ -143,6 +144,8 @@ class TrainConfig(Config):
     """What it reads."""
     model: ModelConfig = ModelConfig()
     """What it trains."""
+    loss: LossConfig = LossConfig()
+    """What it minimises."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it learns."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -165,6 +168,8 @@ class TrainConfig(Config):
     """torch.compile each block."""
     compile_cache: str = ""
     """Local folder for compiled code, so that the next start on this machine is quick; default: torch's own."""
+    memory: MemoryConfig = MemoryConfig()
+    """What is kept for the backward pass."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Validation loss and text sample."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -187,14 +192,20 @@ class TrainConfig(Config):
 
         if (reason := legal.reason_against(self)) is not None:
             raise ValueError(reason)
+        if self.model.attention == "varlen" and (self.precision == "fp32" or self.parallel.context > 1):
+            why = "precision is fp32" if self.precision == "fp32" else "parallel.context is more than 1"
+            raise ValueError(f"model.attention varlen takes 16-bit precision and whole rows, but {why}; nearest that "
+                             "is legal: flex")
         return self
 
     def recipe_hash(self) -> str:
         """Hash of what decides the result: not where the run writes, nor the cluster and layout, nor how often it
         saves."""
         values = self.canonical()
-        for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache"):
+        for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory"):
             values.pop(group)
+        values["model"].pop("attention")
+        values["loss"].pop("chunk_tokens")
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.canonical()

@@ -132,7 +132,7 @@ class Loop:
         progress = self.progress
         extra = self.runtime.checkpoints.load_latest(training_state(self.model, self.optimizer))
         if extra is None:
-            parallel.init_weights(self.model, self.config.seed)
+            self._set_weights()
             self.optimizer.started()
         else:
             checks.continues(extra["identity"], self.config, self.source)
@@ -147,6 +147,15 @@ class Loop:
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
         self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,
                     redo=max(0, progress.recorded - progress.step))
+
+    def _set_weights(self) -> None:
+        """Initial values, or those of `model.init_from`."""
+        if not self.config.model.init_from:
+            parallel.init_weights(self.model, self.config.seed)
+            return
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.runtime.checkpoints.load_from(self.config.model.init_from, {"model": weights})
+        self.model.refresh()
 
     def run(self) -> None:
         """All steps that are left."""

@@ -88,6 +88,22 @@ def test_a_vocabulary_can_be_padded_and_never_cut(folder: Path):
     assert not (folder / "narrow").exists()
 
 
+def test_training_starts_from_imported_weights(folder: Path):
+    """With a learning rate of nothing the new run's validation loss is what the imported run ended with."""
+    settings = config(folder, "next", "steps=1", "evaluation.sample_tokens=0", "optimizer.learning_rate=1.0e-12",
+                      f"model.init_from={folder}/wide", f"model.vocabulary_size={VOCABULARY + 32}", "seed=5")
+    import_(str(folder / "hf"), str(folder / "wide"), vocabulary_size=VOCABULARY + 32)
+    place = storage.store(settings.run_uri).child("checkpoints")
+    result = train(settings, Runtime(checkpoints=CheckpointManager(place, asynchronous=False)))
+    before = storage.store(folder / "runs/run").read_json("result.json")["validation_loss"]
+    assert before < result.validation_loss < before + 0.3, "a little goes to the new tokens"
+    torch.testing.assert_close(weights_of(folder / "runs/next"), weights_of(folder / "wide"))
+
+    with pytest.raises(CheckpointError, match=r"embedding.weight is float32 \[160, 32\] in the checkpoint, .*128, 32"):
+        train(config(folder, "misfit", f"model.init_from={folder}/wide"), Runtime(
+            checkpoints=CheckpointManager(storage.store(folder / "misfit"))))
+
+
 def test_one_checkpoint_and_half_precision(folder: Path):
     done = export(str(folder / "runs/run/checkpoints/step_00000003"), str(folder / "third"), dtype="bfloat16")
     assert done.tokenizer

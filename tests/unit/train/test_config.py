@@ -14,6 +14,7 @@ from tidewheel.train.record import _without_secrets, peak_flops
     ({"elastic": {"min_workers": 3, "max_workers": 3}}, "from 3 to 3 divides batch.virtual_ranks 4"),
     ({"optimizer": {"betas": [0.9, 1.0]}}, "betas must be in"),
     ({"run": {"id": "../up"}}, "run.id"),
+    ({"model": {"attention": "varlen"}}, "but precision is fp32; nearest that is legal: flex"),
     ({"stepz": 3}, "did you mean 'steps'"),
     ({"model": {"dimm": 3}}, "did you mean 'dim'"),
 ])
@@ -25,10 +26,12 @@ def test_mistakes_are_named(values: dict, says: str):
 def test_the_recipe_does_not_depend_on_the_cluster():
     base = build(TrainConfig, {})
     same = build(TrainConfig, {"run": {"id": "other"}, "elastic": {"max_workers": 2}, "checkpoint": {"every_steps": 7},
-                               "data": {"uri": "/somewhere/else", "prefetch": 5}})
+                               "data": {"uri": "/somewhere/else", "prefetch": 5}, "model": {"attention": "masked"},
+                               "memory": {"activation_checkpointing": "full"}, "loss": {"chunk_tokens": 64}})
     assert base.recipe_hash() == same.recipe_hash()
     assert base.recipe_hash() != build(TrainConfig, {"data": {"seed": 1}}).recipe_hash()
     assert base.recipe_hash() != build(TrainConfig, {"steps": 101}).recipe_hash()
+    assert base.recipe_hash() != build(TrainConfig, {"loss": {"z_loss": 1e-4}}).recipe_hash()
 
 
 def test_a_preset_is_spelled_out():

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.train import memory
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
@@ -130,7 +131,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     legal.check_world(config, runtime.world_size)
     mesh = Mesh.build(config.parallel, runtime)
     with torch.device("meta"):
-        decoder = Decoder(config.model, vocabulary_size)
+        decoder = Decoder(config.model, vocabulary_size, config.loss)
     if config.parameters == "bf16":
         decoder.to(torch.bfloat16)
     number = sum(parameter.numel() for parameter in decoder.parameters())
@@ -149,6 +150,7 @@ def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.devic
     # compilation wrap what they left, data parallelism comes last and sees only parameters.
     parallel = config.parallel
     convert_linears(part, config.precision)
+    memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))
     group = mesh.of(*GRADIENTS)
