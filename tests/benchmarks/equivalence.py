@@ -32,6 +32,7 @@ from tidewheel.train import parallel
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.parallel.stages import SCHEDULES
 from tidewheel.train.record import read_result
 from tidewheel.train.runtime import Runtime
 
@@ -73,6 +74,15 @@ ROWS: list[Row] = [
     Row("DDP, 8 micro-batches, 2 ranks", 2, ("parallel.data=ddp",), ("batch.micro_sequences=1",)),
     Row("ZeRO-3, untied embeddings, 4 ranks", 4, ("parallel.data=zero3",), ("model.tie_embeddings=false",)),
     Row("ZeRO-1, 4 layers, 4 ranks", 4, ("parallel.data=zero1",), DEEP),
+    *(Row(f"PP 2, {schedule}", 2, ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}"))
+      for schedule in SCHEDULES),
+    *(Row(f"PP 2, {schedule} x ZeRO-2, 2 ranks", 4, ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}",
+                                                  "parallel.data=zero2")) for schedule in SCHEDULES),
+    Row("PP 2 x ZeRO-3, 2 ranks", 4, ("parallel.pipeline=2", "parallel.data=zero3")),
+    Row("PP 2 x DDP, 2 ranks", 4, ("parallel.pipeline=2", "parallel.data=ddp")),
+    Row("PP 2 x ZeRO-1, 2 ranks", 4, ("parallel.pipeline=2", "parallel.data=zero1")),
+    Row("PP 2, untied embeddings", 2, ("parallel.pipeline=2",), ("model.tie_embeddings=false",)),
+    Row("PP 4, 4 layers", 4, ("parallel.pipeline=4",), DEEP),
 ]
 """Add rows here; ranks 1, 2 and 4. A layout that is refused by the configuration is an error, not a missing row."""
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
-from tidewheel.models.decoder import Decoder
+
+class Model(Protocol):
+    """A decoder, or one that is spread over ranks."""
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+        """[B, L, V] logits."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """To know the device."""
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompt: Sequence[int], *, tokens: int, context: int, temperature: float = 0.8,
+def generate(model: Model, prompt: Sequence[int], *, tokens: int, context: int, temperature: float = 0.8,
              top_k: int = 50, seed: int = 0, stop: int | None = None) -> list[int]:
     """Continue `prompt` by up to `tokens` tokens.
 

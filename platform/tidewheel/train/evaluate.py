@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import numpy as np
 import torch
 
 from tidewheel import storage
-from tidewheel.models.decoder import Decoder
 from tidewheel.models.generate import generate
 from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.source import Domain
@@ -58,9 +56,8 @@ def text_sample(model: ParallelModel, domain: Domain, config: TrainConfig, colle
 
     tokenizer = of_manifest(storage.store(domain.uri), domain.manifest.tokenizer)
     prompt = tokenizer.encode_plain([wanted.prompt])[0].tolist() or [tokenizer.eos]
-    decoder = cast(Decoder, model.parts[0])
     with precision_context(collectives.device, config.precision):
-        new = generate(decoder, prompt, tokens=wanted.sample_tokens, context=domain.manifest.sequence_length,
+        new = generate(model, prompt, tokens=wanted.sample_tokens, context=domain.manifest.sequence_length,
                        temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed, stop=tokenizer.eos)
     model.reshard()
     return tokenizer.decode(prompt + new)

@@ -8,6 +8,7 @@ import pydantic
 from pydantic import Field
 
 from tidewheel.config import Config
+from tidewheel.train.parallel.stages import ScheduleName, default_per_rank
 
 
 class ParallelConfig(Config):
@@ -28,6 +29,10 @@ class ParallelConfig(Config):
     """Workers that share each layer, with sequence and loss parallel."""
     pipeline: int = Field(default=1, ge=1)
     """Workers in a row that each hold some of the layers."""
+    pipeline_schedule: ScheduleName = "1f1b"
+    """Order of the micro-batches' passes through the pipeline, see docs/pipeline_parallel.md."""
+    pipeline_stages: int | None = Field(default=None, ge=1)
+    """Stages on each pipeline worker; default: 1 for 1f1b and gpipe, which take no other number, 2 for the others."""
     context: int = Field(default=1, ge=1)
     """Workers that share each sequence."""
     offload: bool = False
@@ -40,12 +45,21 @@ class ParallelConfig(Config):
                              "copy per worker; nearest that is legal: replicate 1, or data zero3")
         if self.offload and not self.fully_sharded:
             raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest that is legal: zero2")
+        usual = default_per_rank(self.pipeline_schedule)
+        if self.stages_per_rank != usual and self.pipeline_schedule in ("1f1b", "gpipe", "zbv_zero_bubble"):
+            raise ValueError(f"pipeline_schedule {self.pipeline_schedule} has {usual} stage(s) on each worker, not "
+                             f"{self.stages_per_rank}; nearest that is legal: pipeline_stages {usual}")
         return self
 
     @property
     def fully_sharded(self) -> bool:
         """Whether FSDP2 shards the parameters."""
         return self.data in ("auto", "zero2", "zero3")
+
+    @property
+    def stages_per_rank(self) -> int:
+        """`pipeline_stages`, resolved."""
+        return self.pipeline_stages or default_per_rank(self.pipeline_schedule)
 
     @property
     def unit(self) -> int:

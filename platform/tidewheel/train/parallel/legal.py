@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import ModelConfig
 from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.parallel.stages import nearest_micro_batches, takes
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
 
 
-NOT_BUILT = ("tensor", "pipeline", "context")
+NOT_BUILT = ("tensor", "context")
 
 
 def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | None = None, *, unit: int = 1,
@@ -31,8 +32,21 @@ def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | Non
 
 def sizes(config: TrainConfig) -> tuple[int, ...]:
     """Legal numbers of workers of a run."""
-    return legal_sizes(config.batch.virtual_ranks, config.elastic.min_workers, config.elastic.max_workers,
-                       unit=config.parallel.unit, replicate=config.parallel.replicate)
+    possible = legal_sizes(config.batch.virtual_ranks, config.elastic.min_workers, config.elastic.max_workers,
+                           unit=config.parallel.unit, replicate=config.parallel.replicate)
+    return tuple(size for size in possible if schedule(config, size) is None)
+
+
+def schedule(config: TrainConfig, world_size: int) -> str | None:
+    """Why the pipeline's schedule cannot run the micro-batches that each of so many workers has, or None."""
+    parallel, batch, data = config.parallel, config.batch, world_size // config.parallel.unit
+    number = batch.micro_batches(data)
+    if parallel.pipeline == 1 or takes(parallel.pipeline_schedule, parallel.pipeline, number):
+        return None
+    near = nearest_micro_batches(parallel.pipeline_schedule, parallel.pipeline, number)
+    return (f"parallel.pipeline_schedule {parallel.pipeline_schedule} cannot run {number} micro-batches on a pipeline "
+            f"of {parallel.pipeline}, which is what {world_size} workers have of batch.global_sequences "
+            f"{batch.global_sequences} in micro_sequences {batch.micro_sequences}; nearest number that it can: {near}")
 
 
 def reason_against(config: TrainConfig) -> str | None:
@@ -40,6 +54,9 @@ def reason_against(config: TrainConfig) -> str | None:
     for name in NOT_BUILT:
         if getattr(config.parallel, name) > 1:
             return f"parallel.{name} is not built yet; nearest that is legal: 1"
+    if config.compile and config.parallel.pipeline > 1 and "zero_bubble" in config.parallel.pipeline_schedule:
+        return (f"compile: torch cannot split the backward pass of compiled blocks, as pipeline_schedule "
+                f"{config.parallel.pipeline_schedule} does; nearest that is legal: interleaved_1f1b, or compile false")
     return _workers(config) or shape(config.parallel, config.model, config.model.vocabulary_size)
 
 
@@ -48,6 +65,8 @@ def _workers(config: TrainConfig) -> str | None:
         return None
     parallel, elastic, virtual = config.parallel, config.elastic, config.batch.virtual_ranks
     least, most = elastic.min_workers, elastic.max_workers
+    if fitting := legal_sizes(virtual, least, most, unit=parallel.unit, replicate=parallel.replicate):
+        return schedule(config, fitting[0])
     if parallel.unit == parallel.replicate == 1:
         return f"no number of workers from {least} to {most} divides batch.virtual_ranks {virtual}"
     possible = legal_sizes(virtual, unit=parallel.unit, replicate=parallel.replicate)
@@ -70,9 +89,11 @@ def shape(parallel: ParallelConfig, model: ModelConfig, vocabulary_size: int | N
             most = divisors(*(number for _, number in shared if number != tensor))
             return (f"parallel.tensor {tensor} does not divide {what}, {number}; nearest that does: "
                     f"{nearest(tensor, most)}")
-    if parallel.pipeline > model.num_layers:
-        return (f"parallel.pipeline {parallel.pipeline} is more than the {model.num_layers} layers of the model; "
-                f"nearest that is legal: {model.num_layers}")
+    stages, room = parallel.pipeline * parallel.stages_per_rank, model.num_layers + 2
+    if parallel.pipeline > 1 and stages > room:
+        return (f"parallel.pipeline {parallel.pipeline} with {parallel.stages_per_rank} stage(s) on each worker is "
+                f"more than the {room} pieces of the model (embedding, {model.num_layers} layers, output); nearest "
+                f"that is legal: {max(1, room // parallel.stages_per_rank)}")
     return None
 
 
@@ -102,6 +123,10 @@ def check_world(config: TrainConfig, world_size: int) -> None:
     parallel, virtual = config.parallel, config.batch.virtual_ranks
     possible = legal_sizes(virtual, unit=parallel.unit, replicate=parallel.replicate)
     if world_size in possible:
+        if (reason := schedule(config, world_size)) is not None:
+            raise ConfigError(reason, where="parallel.pipeline_schedule",
+                              mend="change micro_sequences, global_sequences or the number of workers, or choose gpipe "
+                                   "or zbv_zero_bubble, which take any number")
         return
     near = nearest(world_size, possible)
     if world_size % parallel.unit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, blocks, local
 from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
+from tidewheel.train.parallel.pipeline import Pipeline, cut
+from tidewheel.train.parallel.stages import stages
 from tidewheel.train.precision import convert_linears, sharded_precision
 from tidewheel.train.runtime import Runtime
 
@@ -41,17 +44,21 @@ class ParallelModel:
         config: of the whole model.
         vocabulary_size: rows of the embedding.
         num_parameters: of the whole model.
+        pipeline: of which the parts are stages.
     """
 
     def __init__(self, parts: Sequence[nn.Module], data: Sequence[Alone], mesh: Mesh, config: ModelConfig,
-                 vocabulary_size: int, num_parameters: int) -> None:
+                 vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None) -> None:
+        self.pipeline = pipeline
         self.parts, self.data, self.mesh = list(parts), list(data), mesh
         self.config, self.vocabulary_size, self.num_parameters = config, vocabulary_size, num_parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer updates and a checkpoint holds: tensors or DTensors, under their names in a `Decoder`."""
         for data in self.data:
-            yield from data.named_parameters()
+            for name, parameter in data.named_parameters():
+                if self.pipeline is None or self.pipeline.owns(name):
+                    yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """`named_parameters` without the names."""
@@ -81,6 +88,18 @@ class ParallelModel:
             ranks that must not report; the sum over all ranks is the loss. After it gradients are the SUM over the
             micro-batches of all data ranks.
         """
+        if self.pipeline is not None:
+            losses = self.pipeline.forward_backward(micro_batches, context, scale)
+        else:
+            losses = self._one_after_the_other(micro_batches, context, scale)
+        for data in self.data:
+            data.finish()
+        if self.pipeline is not None:
+            self.pipeline.finish()
+        return self._reported(losses)
+
+    def _one_after_the_other(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
+                             scale: torch.Tensor | float | None) -> torch.Tensor:
         (part,), (data,), losses = self.parts, self.data, []
         for number, micro in enumerate(micro_batches):
             data.begin(last=number == len(micro_batches) - 1)
@@ -88,15 +107,25 @@ class ParallelModel:
                 loss = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
             (loss if scale is None else loss * scale).backward()
             losses.append(loss.detach())
-        data.finish()
-        return self._reported(torch.stack(losses))
+        return torch.stack(losses)
 
     @torch.no_grad()
     def evaluate(self, micro: MicroBatch, context: AbstractContextManager[None] | None = None) -> torch.Tensor:
         """The SUM of token losses, fp32 scalar, zero on ranks that must not report; call `reshard` after the last."""
         with context or nullcontext():
-            loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+            if self.pipeline is None:
+                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+            else:
+                last = self.pipeline.forward(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+                loss = torch.zeros((), device=micro.tokens.device) if last is None else last
         return self._reported(loss)
+
+    @torch.no_grad()
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+        """[B, L, V] logits on every rank, see `Decoder.forward`; call `reshard` after the last."""
+        if self.pipeline is None:
+            return self.parts[0](tokens, positions, segment_ids)
+        return self.pipeline.logits(tokens, positions, segment_ids)
 
     def _reported(self, losses: torch.Tensor) -> torch.Tensor:
         """Every tensor-parallel rank has the loss: the first one tells it."""
@@ -115,6 +144,8 @@ class ParallelModel:
         """The values of `named_parameters` were changed: let the forward pass see it."""
         for data in self.data:
             data.refresh()
+        if self.pipeline is not None:
+            self.pipeline.refresh()
 
     def reshard(self) -> None:
         """Give up what an evaluation has gathered."""
@@ -130,13 +161,28 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     """
     legal.check_world(config, runtime.world_size)
     mesh = Mesh.build(config.parallel, runtime)
+    device, wanted = torch.device(runtime.device), config.parallel
     with torch.device("meta"):
-        decoder = Decoder(config.model, vocabulary_size, config.loss)
+        whole = Decoder(config.model, vocabulary_size, config.loss)
     if config.parameters == "bf16":
-        decoder.to(torch.bfloat16)
-    number = sum(parameter.numel() for parameter in decoder.parameters())
-    data = spread(decoder, config, mesh, torch.device(runtime.device), number)
-    return ParallelModel([decoder], [data], mesh, config.model, vocabulary_size, number)
+        whole.to(torch.bfloat16)
+    number = sum(parameter.numel() for parameter in whole.parameters())
+    if wanted.pipeline == 1:
+        data = spread(whole, config, mesh, device, number)
+        return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, number)
+    cuts = stages(config.model.num_layers, wanted.pipeline, wanted.pipeline_schedule, wanted.stages_per_rank)
+    parts = [cut(copy.deepcopy(whole), stage) for stage in cuts if stage.rank == mesh.coordinate("pipeline")]
+    spreads = [spread(part, config, mesh, device, number) for part in parts]
+    pipeline = Pipeline(parts, cuts, wanted.pipeline_schedule, group=mesh.group("pipeline"), device=device,
+                        sequence_parts=wanted.tensor, dtype=_stream_type(config, mesh, device))
+    return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline)
+
+
+def _stream_type(config: TrainConfig, mesh: Mesh, device: torch.device) -> torch.dtype:
+    """Type of the residual stream: what the embedding makes, in which the blocks' outputs are added up."""
+    stored = torch.bfloat16 if config.parameters == "bf16" else torch.float32
+    sharded = config.parallel.fully_sharded and mesh.shard_mesh() is not None
+    return (sharded_precision(config.precision, device).param_dtype if sharded else None) or stored
 
 
 def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int) -> Alone:
@@ -155,7 +201,9 @@ def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.devic
         compile_blocks(blocks(part))
     group = mesh.of(*GRADIENTS)
     if parallel.fully_sharded and (shards := mesh.shard_mesh()) is not None:
-        large = parallel.data == "zero3" or (parallel.data == "auto" and num_parameters > KEEP_PARAMETERS)
+        # in a pipeline the parameters would be gathered anew for every micro-batch
+        large = parallel.data == "zero3" or (parallel.data == "auto" and parallel.pipeline == 1
+                                             and num_parameters > KEEP_PARAMETERS)
         data: Alone = FullyShard(part, shards, reshard_after_forward=large, offload=parallel.offload,
                                 precision=sharded_precision(config.precision, device))
         part.to_empty(device="cpu" if parallel.offload else device)

@@ -23,7 +23,9 @@ from tidewheel.train.step import train_step
 # zero2 places everything as zero3 does
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"data": "ddp"}, "zero1": {"data": "zero1"}, "hsdp": {"data": "zero3", "replicate": 2},
-    "zero3": {"data": "zero3", "offload": True}}
+    "zero3": {"data": "zero3", "offload": True},
+    "pipeline x zero3": {"data": "zero3", "pipeline": 2, "pipeline_schedule": "gpipe"},
+    "pipeline x zero1": {"data": "zero1", "pipeline": 2, "pipeline_schedule": "zbv_zero_bubble"}}
 
 
 def opened(layout: dict[str, Any], seed: int):
@@ -45,6 +47,13 @@ def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
             for group, tensors in state.items() for name, t in tensors.items()}
 
 
+def of_all_ranks(mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stages of a pipeline have a part of the names each."""
+    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: value for tensors in everyone for name, value in tensors.items()}
+
+
 def manager(folder: Path, name: str) -> CheckpointManager:
     return CheckpointManager(storage.store(folder / name), asynchronous=False)
 
@@ -55,7 +64,7 @@ def every_layout(folder: Path) -> None:
         model, adamw = opened(layout, seed=number)
         step(model, adamw, seed=number)
         state = training_state(model, adamw)
-        saved[name] = whole(state)
+        saved[name] = of_all_ranks(whole(state))
         manager(folder, name).save(1, state, {"step": 1})
     for layout in LAYOUTS.values():
         model, adamw = opened(layout, seed=99)

@@ -6,7 +6,8 @@ import pytest
 from tests.benchmarks.equivalence import ROWS, run
 
 STEPS = 4
-SHORT = [row for row in ROWS if row.ranks == 4]
+SHORT = [row for row in ROWS if row.ranks == 4 and not row.name.startswith("PP 2, ")]
+"""Each schedule of a pipeline by itself: test_pipeline.py."""
 
 
 @pytest.fixture(scope="module")

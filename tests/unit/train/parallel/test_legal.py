@@ -48,6 +48,12 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
 @pytest.mark.parametrize(("overrides", "says"), [
     (["parallel.data=ddp", "parallel.replicate=2"], "nearest that is legal: replicate 1, or data zero3"),
     (["parallel.data=zero1", "parallel.offload=true"], "nearest that is legal: zero2"),
+    (["parallel.pipeline=2", "parallel.pipeline_schedule=zbv_zero_bubble", "compile=true"],
+     "nearest that is legal: interleaved_1f1b, or compile false"),
+    (["parallel.pipeline_stages=2"], "nearest that is legal: pipeline_stages 1"),
+    (["parallel.pipeline=4", "elastic.min_workers=16"], "cannot run 2 micro-batches on a pipeline of 4"),
+    (["parallel.pipeline=4", "parallel.pipeline_schedule=interleaved_1f1b", "batch.global_sequences=9",
+      "batch.micro_sequences=1", "batch.virtual_ranks=1"], "nearest number that it can: 10"),
     (["parallel.tensors=2"], "did you mean 'tensor'"),
     (["parallel.replicate=3", "batch.virtual_ranks=4"], "replicate 3 does not divide batch.virtual_ranks 4; nearest"),
     (["parallel.replicate=4", "elastic.max_workers=2"], "nearest that is: 4"),
@@ -60,7 +66,8 @@ def test_a_configuration_is_refused(overrides: list[str], says: str):
 @pytest.mark.parametrize(("parallel", "says"), [
     ({"tensor": 8}, "does not divide key and value heads, 4; nearest that does: 4"),
     ({"tensor": 3}, "does not divide key and value heads, 4; nearest that does: 2"),
-    ({"pipeline": 5}, "more than the 4 layers of the model; nearest that is legal: 4"),
+    ({"pipeline": 7}, "more than the 6 pieces of the model (embedding, 4 layers, output); nearest that is legal: 6"),
+    ({"pipeline": 4, "pipeline_schedule": "zbv_zero_bubble"}, "nearest that is legal: 3"),
 ])
 def test_a_cut_that_the_model_does_not_allow(parallel: dict[str, int], says: str):
     assert says in (legal.shape(ParallelConfig(**parallel), MODEL, 128) or "")
@@ -84,3 +91,10 @@ def test_a_world_that_cannot_hold_the_mesh(parallel: dict[str, int], world: int,
 def test_the_layout_is_no_part_of_the_recipe():
     plain, spread = TrainConfig(), TrainConfig.model_validate({"parallel": {"data": "zero3"}})
     assert plain.recipe_hash() == spread.recipe_hash()
+
+
+def test_workers_that_leave_the_schedule_too_few_micro_batches_are_no_choice():
+    config = build(TrainConfig, {"elastic": {"max_workers": 16}}, ["parallel.pipeline=4"])
+    assert legal.sizes(config) == (4, 8)  # 16 workers would have 2 micro-batches each
+    with pytest.raises(ConfigError, match="nearest number that it can: 4"):
+        legal.check_world(config, 16)
