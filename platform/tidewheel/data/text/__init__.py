@@ -25,6 +25,9 @@ import numpy as np
 import pyarrow as pa
 
 TEXT_VERSION = "text-1"
+#: Source files that the words of a text follow from, for the keys of units.
+MODULES = ("tidewheel.data.text", "tidewheel.data.text.kernels", "tidewheel.data.text.kernel_tools",
+           "tidewheel.data.text.unicode_table")
 CHUNK_BYTES = 1 << 20  # documents scanned per kernel call, so that the scratch stays in the cache
 
 Texts: TypeAlias = "pa.Array | pa.ChunkedArray | Sequence[str]"

@@ -22,8 +22,9 @@ SEED = np.uint64(0x8F1BBCDCCA62C1D6)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 FMIX_1, FMIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _U0, _U1, _U32, _U33 = np.uint64(0), np.uint64(1), np.uint64(32), np.uint64(33)
-_HIGH, _LOW7 = np.uint64(0x8080808080808080), np.uint64(0x7F7F7F7F7F7F7F7F)
-_TO_LOWER = np.uint64(0x2020202020202020)
+HIGH, _LOW7 = np.uint64(0x8080808080808080), np.uint64(0x7F7F7F7F7F7F7F7F)
+TO_LOWER = np.uint64(0x2020202020202020)
+_FROM_0, _BEHIND_9 = np.uint64(0x5050505050505050), np.uint64(0x4646464646464646)
 _FROM_A, _BEHIND_Z = np.uint64(0x1F1F1F1F1F1F1F1F), np.uint64(0x0505050505050505)
 
 
@@ -128,8 +129,15 @@ phrase_begins = _any_of("javas", "lorem", "polic", "cooki", "ms of")  # of one o
 @numba.njit(nogil=True, inline="always")
 def letters(x):
     """The high bit of each byte of x that is an ASCII letter."""
-    low = (x | _TO_LOWER) & _LOW7
-    return (low + _FROM_A) & ~(low + _BEHIND_Z) & ~x & _HIGH
+    low = (x | TO_LOWER) & _LOW7
+    return (low + _FROM_A) & ~(low + _BEHIND_Z) & ~x & HIGH
+
+
+@numba.njit(nogil=True, inline="always")
+def digits(x):
+    """The high bit of each byte of x that is an ASCII digit."""
+    low = x & _LOW7
+    return (low + _FROM_0) & ~(low + _BEHIND_9) & ~x & HIGH
 
 
 @numba.njit(nogil=True)
@@ -161,7 +169,7 @@ def absorb(h, chunk):
 
 @numba.njit(nogil=True)
 def finish(h, chunk, length):
-    """Last partial chunk and the length, then the 64-bit murmur finaliser (as in `kernels.scan_words`)."""
+    """Last partial chunk and the length, then the 64-bit murmur finaliser."""
     h = absorb(h, chunk) ^ np.uint64(length)
     h = (h ^ (h >> _U33)) * FMIX_1
     h = (h ^ (h >> _U33)) * FMIX_2

@@ -21,10 +21,9 @@ from tidewheel.data.filters.fineweb import FineWeb
 from tidewheel.data.text import hashing, kernel_tools, line_kernels, token_kernels, token_table, unicode_table
 from tidewheel.data.text import textpass_kernels as kernels
 
-MODULES = ("tidewheel.data.text.textpass", "tidewheel.data.text.textpass_kernels", "tidewheel.data.text.token_kernels",
-           "tidewheel.data.text.kernel_tools", "tidewheel.data.text.line_kernels", "tidewheel.data.filters.c4_kernels",
-           "tidewheel.data.text.token_table", "tidewheel.data.text.kernels", "tidewheel.data.text",
-           "tidewheel.data.text.unicode_table", "tidewheel.data.text.hashing", "tidewheel.data.dedup.minhash")
+MODULES = (*text.MODULES, "tidewheel.data.text.textpass", "tidewheel.data.text.textpass_kernels",
+           "tidewheel.data.text.token_kernels", "tidewheel.data.text.line_kernels", "tidewheel.data.filters.c4_kernels",
+           "tidewheel.data.text.token_table", "tidewheel.data.text.hashing", "tidewheel.data.dedup.minhash")
 CHUNK_BYTES = 1 << 19  # documents scanned per kernel call
 MinHashSettings: TypeAlias = "tuple[int, int, int]"
 _STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
@@ -56,8 +55,7 @@ def scan(texts: text.Texts, *, words: bool = True) -> Iterator[Scan]:
 
 
 def _scan(data: np.ndarray, offsets: np.ndarray, tokens: bool, words: bool, limit: int = 0) -> Iterator[Scan]:
-    entries, blob = unicode_table.load()
-    tables = (entries, blob, token_table.load(), *_tables())
+    tables = (unicode_table.load()[0], _blob(), token_table.load(), *_tables())
     parts = list(text.chunks(offsets, limit or CHUNK_BYTES))
     size = max((int(offsets[last] - offsets[first]) for first, last in parts), default=0)
     count = max((last - first for first, last in parts), default=0)
@@ -78,6 +76,12 @@ def _scan(data: np.ndarray, offsets: np.ndarray, tokens: bool, words: bool, limi
                    line_offsets, counts)
         kernels.scan(data, offsets, first, last, *tables, tokens, words, scratch, *columns)  # type: ignore[call-arg]
         yield Scan(first, last, *columns)
+
+
+@lru_cache(maxsize=1)
+def _blob() -> np.ndarray:
+    """The folded forms of `unicode_table`, with room to load eight bytes anywhere."""
+    return text.frozen(np.concatenate([unicode_table.load()[1], np.zeros(8, np.uint8)]))
 
 
 @lru_cache(maxsize=1)
@@ -217,7 +221,7 @@ class _Tables:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self._tables = [np.zeros(0, np.uint8), np.zeros(0, np.uint8)]
+        self._tables = [np.zeros(0, np.uint8) for _ in range(3)]
 
     def of(self, number: int, keys: int) -> np.ndarray:
         """A table for that many keys."""
@@ -249,10 +253,11 @@ def _lines(part: Scan, repetition: np.ndarray | None, fineweb: np.ndarray | None
                                  fineweb[part.first : part.last])
         tables.epoch += part.last - part.first
     if repetition is not None:
-        most = max(int(np.diff(part.token_offsets).max()), most_lines)
-        tables.epoch = line_kernels.repetition_counts(part.text, part.keys, part.places, part.token_offsets, part.lines,
-                                       part.line_offsets, line_hashes, part.counts, tables.of(0, most),
-                                       tables.of(1, most_lines), tables.epoch, repetition[part.first : part.last])
+        most_tokens = int(np.diff(part.token_offsets).max())
+        tables.epoch = line_kernels.repetition_counts(
+            part.text, part.keys, part.places, part.token_offsets, part.lines, part.line_offsets, line_hashes,
+            part.counts, tables.of(0, most_lines), tables.of(1, most_lines), tables.of(2, most_tokens), tables.epoch,
+            repetition[part.first : part.last])
 
 
 @lru_cache(maxsize=4)

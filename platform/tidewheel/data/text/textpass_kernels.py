@@ -13,7 +13,9 @@ import numpy as np
 
 from tidewheel.data.text import token_kernels
 from tidewheel.data.text.kernel_tools import (
+    HIGH,
     SEED,
+    TO_LOWER,
     absorb,
     compiled,
     decode,
@@ -27,9 +29,12 @@ from tidewheel.data.text.kernel_tools import (
     trailing_zeros,
 )
 from tidewheel.data.text.token_kernels import (
+    ascii_words,
+    bits_of,
     chunk_words,
     code_of,
     cut_chunk,
+    cut_plain,
     decode_chunk,
     join_emoticons,
     maybe_special,
@@ -49,7 +54,6 @@ PADDING = 128  # bytes behind a document's copy
 STOP_WORD_MULTIPLIER = 0xA648A7DD06839EB9  # no two stop words share the top four bits of their key times this
 EDGE, GAP = 2, 1  # of an ASCII byte: a mark that a word may end with; white space
 _STOP_MULTIPLIER = np.uint64(STOP_WORD_MULTIPLIER)
-_HIGH, _TO_LOWER = np.uint64(0x8080808080808080), np.uint64(0x2020202020202020)
 _U0, _U1, _U7, _U60 = (np.uint64(n) for n in (0, 1, 7, 60))
 
 
@@ -154,12 +158,12 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                 i += 1
                 continue
             x = load(at + i)
-            rest = ~letters(x) & _HIGH
+            rest = ~letters(x) & HIGH
             length = trailing_zeros(rest) >> 3
             if length > 0:
                 mask = ((rest & (~rest + _U1)) >> _U7) - _U1
                 key = x & mask
-                low = key | (_TO_LOWER & mask)
+                low = key | (TO_LOWER & mask)
                 more = np.int64(0)
                 h = SEED
                 if length == 8:
@@ -167,11 +171,11 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                     h = absorb(h, low)
                     while True:
                         x = load(at + i + length)
-                        rest = ~letters(x) & _HIGH
+                        rest = ~letters(x) & HIGH
                         more = trailing_zeros(rest) >> 3
                         mask = ((rest & (~rest + _U1)) >> _U7) - _U1
                         key = x & mask
-                        low = key | (_TO_LOWER & mask)
+                        low = key | (TO_LOWER & mask)
                         length += more
                         if more < 8:
                             break
@@ -195,7 +199,7 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                             store(out_at + o, low)
                         else:
                             for k in range(0, length, 8):
-                                store(out_at + o + k, load(at + i + k) | _TO_LOWER)
+                                store(out_at + o + k, load(at + i + k) | TO_LOWER)
                         o += length
                         words[w] = finish(h, low, length) if length != 8 else finish(h, _U0, length)
                         w += 1
@@ -222,7 +226,7 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                     stop = j
                     i = j + (text[j] == 32)  # a space is no line's end; the padding is spaces
                     continue
-            count = decode_chunk(at, i, end, marks_at, spots, chars)
+            count, bits = decode_chunk(at, i, end, marks_at, spots, chars)
             if count == 0:  # white space beyond ASCII
                 size = decode(at, i, end)[1]
                 extra += size - 1
@@ -230,31 +234,36 @@ def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_key
                 continue
             j = get(spots, count)
             extra += j - i - count
-            if want_words:
+            if want_words and j - i == count:
+                o, w = ascii_words(at, i, j, out_at, o, words_at, w, first_word)
+            elif want_words:
                 o, w = chunk_words(at, spots, chars, count, entries_at, blob_at, out_at, o, words_at, w, first_word)
             if chunks == 0:
                 start = i
             stop = j
-            dots = 0
-            for k in range(count):
-                code = code_of(chars, k)
-                if code == 0x2E:
-                    dots += 1
-                    if dots == 3:
-                        ellipses += 1
+            if (bits | bits_of(chars, count - 1)) & PUNCTUATION != 0:
+                dots = 0
+                for k in range(count):
+                    code = code_of(chars, k)
+                    if code == 0x2E:
+                        dots += 1
+                        if dots == 3:
+                            ellipses += 1
+                            dots = 0
+                    else:
                         dots = 0
-                else:
-                    dots = 0
-                    ellipses += code == 0x2026
-                    hashes += code == 0x23
-                    flags |= (code == 0x5B) * BRACKET | (code == 0x7B) * BRACE
+                        ellipses += code == 0x2026
+                        hashes += code == 0x23
+                        flags |= (code == 0x5B) * BRACKET | (code == 0x7B) * BRACE
             before = t
             if not want_tokens:
                 chunks += 1
                 i = j
                 continue
-            cut = cut_chunk(at, spots, chars, count, specials, stack, keys_at + 8 * before, facts)
-            cut = join_emoticons(cut, specials, keys_at + 8 * before, facts)
+            cut = cut_plain(at, spots, chars, count, bits, specials, keys_at + 8 * before, facts)
+            if cut == 0:
+                cut = cut_chunk(at, spots, chars, count, bits, specials, stack, keys_at + 8 * before, facts)
+                cut = join_emoticons(cut, specials, keys_at + 8 * before, facts)
             t += cut
             for k in range(before, t):
                 kind, length = get(facts, k - before) & 0xFFFF, get(facts, k - before) >> 16

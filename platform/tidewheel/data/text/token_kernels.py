@@ -10,21 +10,27 @@ import numba
 import numpy as np
 
 from tidewheel.data.text.kernel_tools import (
+    HIGH,
     MULTIPLIER,
     SEED,
+    TO_LOWER,
     absorb,
     decode,
+    digits,
     finish,
     get,
     key_of,
+    letters,
     load,
     load8,
     load16,
     load32,
     load_signed,
+    mask,
     put,
     store,
     store8,
+    trailing_zeros,
 )
 from tidewheel.data.text.token_table import (
     ALPHA,
@@ -57,7 +63,9 @@ from tidewheel.data.text.unicode_table import (
 )
 
 SPECIAL_FILTER, SPECIAL_SLOTS, SPECIAL_BYTES = 1024, 4096, 16  # words of filter; keys, and cuts; longest of them
-_U0, _U1, _U6, _U8, _U48, _U52, _U63, _U64, _U128 = (np.uint64(n) for n in (0, 1, 6, 8, 48, 52, 63, 64, 128))
+_CUTS = ~np.int64(ALPHA | LOWER | UPPER | STOPS | LETTER)  # a character without these bits is inside a word
+_U0, _U1, _U6, _U8, _U32, _U48, _U52, _U57, _U63, _U64, _U97, _U122, _U128 = (
+    np.uint64(n) for n in (0, 1, 6, 8, 32, 48, 52, 57, 63, 64, 97, 122, 128))
 
 
 @numba.njit(nogil=True)
@@ -120,8 +128,8 @@ def _prefix(chars, a, b):
 
 
 @numba.njit(nogil=True)
-def _suffix(at, places, chars, a, b, specials):
-    """Characters at the end of [a, b) that are a token of their own."""
+def _suffix(at, places, chars, a, b, numerals, specials):
+    """Characters at the end of [a, b) that are a token of their own; numerals: whether the chunk has any."""
     if a >= b:
         return 0
     last = b - 1
@@ -142,6 +150,8 @@ def _suffix(at, places, chars, a, b, specials):
         mark = code_of(chars, last - 1)
         if mark == 0x27 or mark == 0x2019:
             return 2
+    if not numerals:
+        return 0
     if before & NUMERAL != 0 and (code == 0x2B or bits_of(chars, last) & CURRENCY != 0):
         return 1
     k = last
@@ -269,8 +279,36 @@ def _emit(at, places, chars, a, b, keys, facts, t):
 
 
 @numba.njit(nogil=True)
-def cut_chunk(at, places, chars, count, specials, stack, keys, facts):
-    """Write the tokens of a decoded chunk of `count` characters; their number."""
+def cut_plain(at, places, chars, count, before, specials, keys, facts):
+    """As `cut_chunk` for most chunks: one character, or a word of letters, perhaps with one mark behind it; 0 tokens
+    for every other chunk. before: bits of the characters before the last (`decode_chunk`)."""
+    last = bits_of(chars, count - 1)
+    if count == 1:
+        return _emit(at, places, chars, 0, 1, keys, facts, 0)
+    if before & _CUTS != 0:
+        return 0
+    stop = count
+    if last & _CUTS != 0:
+        if last & CLOSES == 0 or code_of(chars, count - 1) == 0x2E or count == 2:
+            return 0
+        stop = count - 1
+    start, end = get(places, 0), get(places, stop)
+    key = key_of(at, start, end)
+    if maybe_special(key, specials):
+        return 0
+    if stop < count and get(places, count) - start <= SPECIAL_BYTES and maybe_special(
+            key_of(at, start, get(places, count)), specials):
+        return 0
+    store(keys, key)
+    put(facts, 0, stop << 16 | ((before | (last if stop == count else 0)) & LETTER))
+    return 1 if stop == count else _emit(at, places, chars, stop, count, keys, facts, 1)
+
+
+@numba.njit(nogil=True)
+def cut_chunk(at, places, chars, count, before, specials, stack, keys, facts):
+    """Write the tokens of a decoded chunk of `count` characters; their number. before: as for `cut_plain`."""
+    either = before | bits_of(chars, count - 1)
+    numerals = either & NUMERAL != 0
     a, b, peeled, last, t = 0, count, 0, -1, 0
     special = np.int64(-1)
     while a < b and b - a != last:
@@ -278,14 +316,14 @@ def cut_chunk(at, places, chars, count, specials, stack, keys, facts):
         if special >= 0:
             break
         last = b - a
-        before = _prefix(chars, a, b)
-        if before > 0 and a + before < b:
-            special = _special(at, get(places, a + before), get(places, b), specials)
+        prefix = _prefix(chars, a, b)
+        if prefix > 0 and a + prefix < b:
+            special = _special(at, get(places, a + prefix), get(places, b), specials)
             if special >= 0:
-                t = _emit(at, places, chars, a, a + before, keys, facts, t)
-                a += before
+                t = _emit(at, places, chars, a, a + prefix, keys, facts, t)
+                a += prefix
                 break
-        behind = _suffix(at, places, chars, a + before, b, specials)
+        behind = _suffix(at, places, chars, a + prefix, b, numerals, specials)
         if behind > 0 and b - behind > a:
             special = _special(at, get(places, a), get(places, b - behind), specials)
             if special >= 0:
@@ -293,9 +331,9 @@ def cut_chunk(at, places, chars, count, specials, stack, keys, facts):
                 put(stack, peeled, b)
                 peeled += 1
                 break
-        if before > 0:
-            t = _emit(at, places, chars, a, a + before, keys, facts, t)
-            a += before
+        if prefix > 0:
+            t = _emit(at, places, chars, a, a + prefix, keys, facts, t)
+            a += prefix
         if behind > 0:
             b -= behind
             put(stack, peeled, b)
@@ -312,7 +350,7 @@ def cut_chunk(at, places, chars, count, specials, stack, keys, facts):
             start, cuts = stop, cuts >> 4
         t = _emit(at, places, chars, start, b, keys, facts, t)
     elif a < b:
-        start, k, looked = a, a, False
+        start, k, looked = a, a if either & INFIX != 0 else b, False
         while k < b:
             if bits_of(chars, k) & INFIX == 0:
                 k += 1
@@ -360,10 +398,65 @@ def join_emoticons(count, specials, keys, facts):
 
 
 @numba.njit(nogil=True)
+def _append(h, chunk, shift, value, size):
+    """The state of a word's hash behind `size` more bytes, 1 to 8, the others of `value` zero."""
+    chunk |= value << shift
+    filled = shift + _U8 * np.uint64(size)
+    if filled < _U64:
+        return h, chunk, filled
+    return absorb(h, chunk), (value >> _U1) >> (_U63 - shift), filled - _U64
+
+
+@numba.njit(nogil=True)
+def ascii_words(at, i, end, out, o, words, w, first_word):
+    """`chunk_words` of a chunk of ASCII characters, bytes [i, end) of the text."""
+    while i < end:
+        x = load(at + i)
+        alphabetic = letters(x)
+        rest = ~(alphabetic | digits(x)) & HIGH
+        length = trailing_zeros(rest) >> 3
+        if length == 0:
+            inside = ~rest & HIGH
+            i += trailing_zeros(inside) >> 3
+            continue
+        store8(out + o, np.uint8(32))
+        o += w > first_word
+        if length < 8 and trailing_zeros(~alphabetic & HIGH) >> 3 >= length:
+            low = (x | TO_LOWER) & mask(length)
+            store(out + o, low)
+            o += length
+            i += length
+            store(words + 8 * w, finish(SEED, low, length))
+            w += 1
+            continue
+        h, chunk, shift, length, in_digits = SEED, _U0, _U0, 0, False
+        while True:
+            byte = np.uint64(load8(at + i))
+            digit = _U48 <= byte <= _U57
+            byte = byte if digit else byte | _U32
+            if not digit and (byte < _U97 or byte > _U122):
+                break
+            store8(out + o, np.uint8(byte))
+            o += 1
+            i += 1
+            if not (digit and in_digits):
+                chunk |= (_U48 if digit else byte) << shift
+                shift += _U8
+                length += 1
+                if shift == _U64:
+                    h, chunk, shift = absorb(h, chunk), _U0, _U0
+            in_digits = digit
+        store(words + 8 * w, finish(h, chunk, length))
+        w += 1
+    return o, w
+
+
+@numba.njit(nogil=True)
 def chunk_words(at, places, chars, count, entries, blob, out, o, words, w, first_word):
     """Append the normalised words of a decoded chunk (as `kernels.scan_words`); (next byte of out, next word).
 
-    out keeps digits as they are; the words' hashes take a run of them as "0".
+    out keeps digits as they are; the words' hashes take a run of them as "0". Eight bytes can be loaded anywhere in the
+    text and the blob, and stored anywhere in out.
     """
     is_open, solo, in_digits = False, False, False
     h, chunk, shift, length = SEED, _U0, _U0, 0
@@ -383,30 +476,26 @@ def chunk_words(at, places, chars, count, entries, blob, out, o, words, w, first
             is_open, solo, in_digits = True, kind == SOLO, False
             h, chunk, shift, length = SEED, _U0, _U0, 0
         size = entry >> LENGTH_SHIFT & LENGTH_BITS
-        source = entry >> OFFSET_SHIFT
+        source = blob + (entry >> OFFSET_SHIFT) if size > 0 else at + get(places, k)
         if kind == DIGIT:
-            store8(out + o, load8(blob + source if size > 0 else at + get(places, k)))
+            store8(out + o, load8(source))
             o += 1
             if not in_digits:
-                chunk |= np.uint64(48) << shift
-                shift += _U8
+                h, chunk, shift = _append(h, chunk, shift, _U48, 1)
                 length += 1
-                if shift == _U64:
-                    h, chunk, shift = absorb(h, chunk), _U0, _U0
             in_digits = True
             continue
         in_digits = False
-        start = blob + source if size > 0 else at + get(places, k)
-        bytes_of = size if size > 0 else get(places, k + 1) - get(places, k)
-        for j in range(bytes_of):
-            byte = load8(start + j)
-            store8(out + o, byte)
-            o += 1
-            chunk |= np.uint64(byte) << shift
-            shift += _U8
-            if shift == _U64:
-                h, chunk, shift = absorb(h, chunk), _U0, _U0
-        length += bytes_of
+        rest = size if size > 0 else get(places, k + 1) - get(places, k)
+        length += rest
+        while rest > 0:
+            count_of = min(rest, 8)
+            value = load(source) & mask(count_of)
+            store(out + o, value)
+            h, chunk, shift = _append(h, chunk, shift, value, count_of)
+            o += count_of
+            source += count_of
+            rest -= count_of
     if is_open:
         store(words + 8 * w, finish(h, chunk, length))
         w += 1
@@ -415,18 +504,21 @@ def chunk_words(at, places, chars, count, entries, blob, out, o, words, w, first
 
 @numba.njit(nogil=True)
 def decode_chunk(at, i, end, marks, places, chars):
-    """Decode the chunk at i: its number of characters. Fills places [n+1] and chars [n]."""
-    count = 0
+    """Decode the chunk at i: (number of characters, bits that one of those before the last has). Fills places [n+1]
+    and chars [n]."""
+    count, before, bits = 0, np.int64(0), np.int64(0)
     while i < end:
         code, size = np.int64(load8(at + i)), 1
         if code >= 0x80:
             code, size = decode(at, i, end)
-        bits = np.int64(load16(marks + 2 * code))
-        if bits & SPACE != 0:
+        here = np.int64(load16(marks + 2 * code))
+        if here & SPACE != 0:
             break
+        before |= bits
+        bits = here
         put(places, count, i)
         put(chars, count, code << 16 | bits)
         count += 1
         i += size
     put(places, count, i)
-    return count
+    return count, before
