@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tidewheel.data.config import FilterStep, PipelineConfig
-from tidewheel.data.stage import Published, lookup, read_file
+from tidewheel.data.stage import Published, counts, lookup, read_file
 from tidewheel.data.stages import (
     by_source,
     decontaminate,
@@ -31,7 +31,7 @@ from tidewheel.data.stages import (
 )
 from tidewheel.data.stages.execute import Finished, Runner, Task
 from tidewheel.data.stages.job import Job, resolve
-from tidewheel.data.stages.summary import Ledger, counts
+from tidewheel.data.stages.summary import Ledger
 from tidewheel.errors import InputError
 from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -118,6 +119,14 @@ def published(place: Store, unit: Unit) -> Published | None:
         return None  # half-written or damaged: do it again
     # label and number are today's: the same content may have another name or place than when it was published
     return Published(unit, found.files, found.summary) if intact and found.unit.key == unit.key else None
+
+
+def counts(units: Iterable[Published], name: str) -> dict[str, int]:
+    """Sum of the counts by reason that units keep in their summaries under `name`."""
+    total: Counter[str] = Counter()
+    for unit in units:
+        total.update(unit.summary.get(name, {}))
+    return dict(sorted(total.items()))
 
 
 def lookup(place: Store, units: Sequence[Unit]) -> dict[str, Published]:

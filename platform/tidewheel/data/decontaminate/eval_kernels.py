@@ -1,6 +1,7 @@
 """Compiled search for evaluation items in the words of documents: seeds first, an alignment where there are enough.
 
-As in `kernels`: nopython, without the GIL, cached on disk, tables as arguments, only functions of this file called.
+Nopython, without the GIL, cached on disk, tables as arguments. Only functions of this file are called: numba's cache
+does not notice a change in another one (`kernel_tools.compiled` does).
 What the tables hold is written in `eval_index`.
 """
 

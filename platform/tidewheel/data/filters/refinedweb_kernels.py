@@ -1,14 +1,12 @@
-"""The compiled pass of `refinedweb`: one look at each line, a copy of those that stay.
-
-As in `kernels`, tables are arguments, and functions call only functions of this file (numba's cache does not notice a
-change in another one), hence the third `_decode`.
-"""
+"""The compiled pass of `refinedweb`: one look at each line, a copy of those that stay. As in `kernels`, tables are
+arguments."""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
 
+from tidewheel.data.text.kernel_tools import compiled, decode
 from tidewheel.data.text.unicode_table import CLASS_BITS, DIGIT, LETTER, SOLO, SPACE, UPPER
 
 UPPER_FLAG, DIGIT_FLAG, SPACE_FLAG = 1, 2, 4
@@ -17,22 +15,7 @@ _NEWLINE = 10
 
 @numba.njit(nogil=True)
 def _decode(data, i, end):
-    """(code point, bytes) of the UTF-8 character at i; a broken one is code point 0, one byte."""
-    b = np.int64(data[i])
-    if b < 0x80:
-        return b, 1
-    if b < 0xE0:
-        if b >= 0xC2 and i + 1 < end:
-            return (b & 0x1F) << 6 | (np.int64(data[i + 1]) & 0x3F), 2
-    elif b < 0xF0:
-        if i + 2 < end:
-            return (b & 0x0F) << 12 | (np.int64(data[i + 1]) & 0x3F) << 6 | (np.int64(data[i + 2]) & 0x3F), 3
-    elif b < 0xF5 and i + 3 < end:
-        code = ((b & 0x07) << 18 | (np.int64(data[i + 1]) & 0x3F) << 12 | (np.int64(data[i + 2]) & 0x3F) << 6
-                | (np.int64(data[i + 3]) & 0x3F))
-        if code < 0x110000:
-            return code, 4
-    return np.int64(0), 1
+    return decode(np.int64(data.ctypes.data), i, end)
 
 
 @numba.njit(nogil=True)
@@ -184,7 +167,7 @@ def _cut_phrase(out, start, end, entries, phrases, first, last, place):
     return end, times
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def remove_lines(data, offsets, first, last, entries, ascii_flags, max_upper, max_digits, min_words, short_words,
                  counted, counted_ends, phrases, phrase_ends, places, out, bounds, counts):
     """Documents [first, last) without what `refinedweb` removes into out and bounds; counts [last - first, 4]."""

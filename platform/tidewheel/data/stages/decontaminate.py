@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tidewheel.data import verdicts
+from tidewheel.data import text, verdicts
 from tidewheel.data.config import DecontaminateStep
 from tidewheel.data.decontaminate import EvalIndex, Match, Rules, contamination, find
 from tidewheel.data.stage import Published, Unit, code_version, read_file, read_table, unit_key
@@ -30,9 +30,8 @@ from tidewheel.storage import Stamp, store
 
 STAGE, INDEX, PACKED = "decontaminate", "decontaminate_index", "decontaminate_packed"
 REASON, REASON_CUT = "contaminated", "contaminated_cut"
-_SEARCH = ("tidewheel.data.text", "tidewheel.data.text.kernels", "tidewheel.data.decontaminate",
-           "tidewheel.data.decontaminate.eval_index", "tidewheel.data.decontaminate.eval_kernels",
-           "tidewheel.data.decontaminate.evals")
+_SEARCH = (*text.MODULES, "tidewheel.data.decontaminate", "tidewheel.data.decontaminate.eval_index",
+           "tidewheel.data.decontaminate.eval_kernels", "tidewheel.data.decontaminate.evals")
 _MODULES = (*_SEARCH, *rewrite.MODULES, *outcomes.MODULES, "tidewheel.data.decontaminate.contamination",
             "tidewheel.data.verdicts", "tidewheel.data.stages.drops", "tidewheel.data.stages.decontaminate")
 _MATCH_CHARACTERS = 500
@@ -146,9 +145,9 @@ def _heads(judged: pa.Table, texts: Sequence[str], cuts: Sequence[str], ids: Seq
 def _rewrite(rewriter: Rewriter, table: pa.Table, rows: np.ndarray, cuts: Sequence[str]) -> None:
     texts = table["text"].to_pylist() if rows.any() else []
     kept = np.ones(len(table), bool)
-    for row, text in zip(np.flatnonzero(rows).tolist(), cuts, strict=True):
-        texts[row] = text
-        kept[row] = bool(text)
+    for row, rest in zip(np.flatnonzero(rows).tolist(), cuts, strict=True):
+        texts[row] = rest
+        kept[row] = bool(rest)
     if texts:
         place = table.schema.get_field_index("text")
         table = table.set_column(place, table.schema.field(place), pa.array(texts, table.schema.field(place).type))

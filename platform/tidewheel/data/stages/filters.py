@@ -21,8 +21,7 @@ MODULES = ("tidewheel.data.filters.rules", "tidewheel.data.filters.quality", "ti
            "tidewheel.data.filters.refinedweb", "tidewheel.data.filters.refinedweb_kernels",
            "tidewheel.data.filters.pii", "tidewheel.data.filters.resources", "tidewheel.data.filters.fasttext_model",
            "tidewheel.data.filters.urls", "tidewheel.data.filters.language", "tidewheel.data.filters.words",
-           "tidewheel.data.filters.classifier", "tidewheel.data.text", "tidewheel.data.text.unicode_table",
-           "tidewheel.data.stages.filters", "tidewheel.data.stages.histograms")
+           "tidewheel.data.filters.classifier", "tidewheel.data.stages.filters", "tidewheel.data.stages.histograms")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers import Record, UnreadableFile
-from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, ipc_stream, unit_key
+from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, counts, ipc_stream, unit_key
 from tidewheel.data.stages import by_source, keys
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job, SourceFile
@@ -96,21 +96,21 @@ def run(job: Job, runner: Runner) -> Finished:
         return map_units(missing, ingest_file)
 
     done = runner.complete(STAGE, tasks(job), execute)
-    check_share([unit.summary for unit in done.units], job)
+    check_share(done.units, job)
     return done
 
 
-def check_share(summaries: list[Any], job: Job) -> None:
+def check_share(units: Sequence[Published], job: Job) -> None:
     """InputError, naming the worst file, when more than the configured share of all records is bad."""
-    total = sum(summary["records"] for summary in summaries)
-    bad = sum(summary["bad"] for summary in summaries)
+    total = sum(unit.summary["records"] for unit in units)
+    bad = sum(unit.summary["bad"] for unit in units)
     if bad <= job.config.max_bad_fraction * total:
         return
-    counted = {summary["name"]: Counter[str]() for summary in summaries}  # of a file, its ranges together
-    for summary in summaries:
-        counted[summary["name"]].update(records=summary["records"], bad=summary["bad"])
+    counted = {unit.summary["name"]: Counter[str]() for unit in units}  # of a file, its ranges together
+    for unit in units:
+        counted[unit.summary["name"]].update(records=unit.summary["records"], bad=unit.summary["bad"])
     worst = max(counted, key=lambda name: (counted[name]["bad"], name))
-    found = merged_counts([summary for summary in summaries if summary["name"] == worst], "quarantined")
+    found = counts((unit for unit in units if unit.summary["name"] == worst), "quarantined")
     reasons = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     told = ", ".join(f"{reason} {count} ({quarantine.REASONS[reason]})" for reason, count in reasons[:3])
     raise InputError(
@@ -247,11 +247,3 @@ def _hashed(table: pa.Table, minhash: dict[str, Any] | None, target: pa.Schema) 
     for name, values in keys.columns(table["text"], minhash).items():
         table = table.append_column(name, values)
     return table.select(target.names).cast(target)
-
-
-def merged_counts(summaries: list[Any], name: str) -> dict[str, int]:
-    """Sum of the counts by reason that units' summaries keep under `name`."""
-    total: Counter[str] = Counter()
-    for summary in summaries:
-        total.update(summary[name])
-    return dict(sorted(total.items()))

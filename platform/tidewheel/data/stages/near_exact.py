@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidewheel.data import text
 from tidewheel.data.config import DedupNearStep
 from tidewheel.data.dedup import banding, minhash
 from tidewheel.data.stage import Published, Unit, code_version, read_table, unit_key
@@ -24,8 +25,7 @@ from tidewheel.data.stages.near_index import Index
 from tidewheel.data.stages.near_shingles import sets_of
 
 STAGE = "dedup_near_exact"
-MODULES = (*near_edges.MODULES, "tidewheel.data.text", "tidewheel.data.text.kernels",
-           "tidewheel.data.text.unicode_table", "tidewheel.data.dedup.banding", "tidewheel.data.stages.near_exact")
+MODULES = (*near_edges.MODULES, *text.MODULES, "tidewheel.data.dedup.banding", "tidewheel.data.stages.near_exact")
 ASKED = pa.schema([("a", pa.string()), ("part_a", pa.int32()), ("part_b", pa.int32())])
 SETS = pa.schema([("a", pa.string()), ("shingle_set", pa.large_binary()), ("part_b", pa.int32())])
 BINS = 20  # of exact similarity, 0.05 wide

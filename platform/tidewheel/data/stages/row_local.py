@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+from tidewheel.data import text
 from tidewheel.data.config import FilterStep
 from tidewheel.data.stage import Published, code_version
 from tidewheel.data.stages import filters, keys, outcomes, rewrite
@@ -13,8 +14,8 @@ from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.stages.rewrite import Rewriter
 
-_COMMON = ("tidewheel.data.verdicts", "tidewheel.data.text", "tidewheel.data.text.kernels",
-           "tidewheel.data.stages.drops", "tidewheel.data.stages.partition", "tidewheel.data.stages.row_local")
+_COMMON = (*text.MODULES, "tidewheel.data.verdicts", "tidewheel.data.stages.drops", "tidewheel.data.stages.partition",
+           "tidewheel.data.stages.row_local")
 _FILTERING = (*_COMMON, *outcomes.MODULES, *rewrite.MODULES)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel.data import verdicts
-from tidewheel.data.stage import Published, read_table
+from tidewheel.data.stage import Published, counts, read_table
 from tidewheel.data.stages import by_source, histograms, ngrams
 from tidewheel.data.stages.execute import Finished
 from tidewheel.data.stages.job import Job
@@ -90,14 +90,6 @@ class Ledger:
         for found in place.list("verdicts"):
             if found.key not in kept:
                 place.delete(found.key)
-
-
-def counts(units: Sequence[Published], name: str) -> dict[str, int]:
-    """Sum of the counts by reason that units keep under `name`."""
-    total: Counter[str] = Counter()
-    for unit in units:
-        total.update(unit.summary.get(name, {}))
-    return dict(sorted(total.items()))
 
 
 def _sum(units: Sequence[Published], name: str) -> int:

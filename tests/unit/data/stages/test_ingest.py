@@ -12,7 +12,7 @@ import pytest
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
-from tidewheel.data.stage import read_table
+from tidewheel.data.stage import counts, read_table
 from tidewheel.data.stages import ingest
 from tidewheel.data.stages.job import resolve
 from tidewheel.errors import InputError
@@ -69,7 +69,7 @@ def test_ranges_give_what_whole_files_give(folder, tmp_path, size):
     assert read_back(tmp_path / "ranged", ranged) == read_back(tmp_path / "whole", whole)
     for name in ("records", "bad", "documents", "bytes"):
         assert sum(unit.summary[name] for unit in ranged) == sum(unit.summary[name] for unit in whole)
-    found = ingest.merged_counts([unit.summary for unit in ranged], "quarantined")
+    found = counts(ranged, "quarantined")
     assert found == {"empty_file": 2, "empty_text": 1, "invalid_json": 2, "missing_text": 1, "truncated_file": 1,
                      "wrong_encoding": 1}
 
@@ -94,5 +94,5 @@ def test_the_worst_file_is_named_with_its_ranges_together(folder, tmp_path):
     job = resolve(recipe(unit_bytes=100), input=str(folder), output=str(tmp_path / "out"))
     done = [ingest.ingest_file(task) for task in ingest.tasks(job)]
     with pytest.raises(InputError, match="31 of 31, in this file: invalid_json 31") as error:
-        ingest.check_share([unit.summary for unit in done], job)
+        ingest.check_share(done, job)
     assert error.value.where == "worse.jsonl"
