@@ -1,6 +1,6 @@
-"""One run of a pipeline in a process of its own, with what it costs; the benchmarks of whole pipelines share it.
+"""One run of a pipeline in a process of its own, with what it costs; benchmarks and tests of whole pipelines share it.
 
-    python -m tests.benchmarks.driver RECIPE INPUT OUTPUT MARKER [--cpus N | --address HOST:PORT | --plain]
+    python -m tests.benchmarks.driver RECIPE INPUT OUTPUT MARKER [--cpus N [--folder F] | --address HOST:PORT | --plain]
 
 prints one line of JSON. `--plain` runs the same stages without Ray: the same functions, one after the other.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,12 +56,11 @@ def corpus(folder: Path, megabytes: float, copies: int = 1, files: int = 4) -> i
     if not source:
         raise SystemExit(f"no documents in {SHARED}/corpus")
     records, size = [], 0
-    with gzip.open(source[0], "rt") as lines:
-        for line in lines:
-            if size > megabytes * 1e6:
-                break
-            records.append(json.loads(line))
-            size += len(line.encode())
+    for line in itertools.chain.from_iterable(gzip.decompress(path.read_bytes()).splitlines() for path in source):
+        if size > megabytes * 1e6:
+            break
+        records.append(json.loads(line))
+        size += len(line)
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
     for copy in range(copies):
@@ -95,6 +96,10 @@ class Cost:
     cpu_seconds: float
     """Of all processes of the session: driver, workers, Ray's own; without Ray's start."""
     stages: list[dict[str, Any]]
+    partition_bytes: int
+    """UTF-8 bytes of the texts of the largest partition."""
+    cpu_by_role: dict[str, float]
+    """CPU seconds by `role_of`, of living processes; those of ended ones are "ended"."""
     peaks: dict[str, float] = field(default_factory=dict)
     """Private resident memory in MB at its highest, of the largest process of each role."""
 
@@ -110,8 +115,10 @@ class Driver:
         handle, name = tempfile.mkstemp(prefix="tw-marker-")
         os.close(handle)
         self.marker, self.peaks = Path(name), dict[str, float]()
+        self.folder = tempfile.mkdtemp(prefix="twb-", dir="/tmp")  # of its Ray; short: socket paths are limited
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.benchmarks.driver", json.dumps(recipe), input, output, name, *arguments],
+            [sys.executable, "-m", "tests.benchmarks.driver", json.dumps(recipe), input, output, name,
+             "--folder", self.folder, *arguments],
             start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._said: tuple[str, str] = ("", "")
         self._reader = threading.Thread(target=self._listen, daemon=True)
@@ -120,9 +127,13 @@ class Driver:
     def _listen(self) -> None:
         self._said = self.process.communicate()
 
+    def told(self) -> list[str]:
+        """Progress so far, "stage done/total" each."""
+        return self.marker.read_text().split("\n")[:-1]
+
     def progress(self) -> str:
-        """The last "stage done/total"."""
-        return (self.marker.read_text().splitlines() or [""])[-1]
+        """The last of them."""
+        return (self.told() or [""])[-1]
 
     def begun(self) -> None:
         """Wait for the first progress, or the end."""
@@ -146,19 +157,24 @@ class Driver:
         if self.process.returncode:
             raise RuntimeError(f"the run failed:\n{self._said[1][-2000:]}")
         values = json.loads(self._said[0].splitlines()[-1])
-        return Cost(values["seconds"], values["cpu_seconds"], values["stages"], self.peaks)
+        return Cost(**values, peaks=self.peaks)
 
     def kill(self) -> None:
-        """SIGKILL to the driver and what is left of its session."""
-        for pid in [self.process.pid, *session_members(self.process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """SIGKILL to the driver and what is left of its session: its Ray, when it has one of its own."""
+        deadline = time.monotonic() + 30
+        while (alive := session_members(self.process.pid)) and time.monotonic() < deadline:
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()  # buries it
+            time.sleep(0.05)
         self.process.wait()
         self.close()
 
     def close(self) -> None:
-        """Remove the marker."""
+        """Remove the marker and Ray's folder."""
         self.marker.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def session_members(session: int) -> list[int]:
@@ -173,26 +189,47 @@ def session_members(session: int) -> list[int]:
     return found
 
 
-def _memory(pid: int) -> tuple[str, float]:
-    """(role, private resident MB) of a process."""
+def role_of(pid: int) -> str:
+    """driver, worker (Ray's own actors too), raylet, gcs, agents (and whatever else Ray starts); "" of a process that
+    has ended."""
     try:
         name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+    if "tests.benchmarks.driver" in name:
+        return "driver"
+    if name.startswith("ray::"):
+        return "worker"
+    return next((role for role in ("raylet", "gcs") if f"/{role}" in name.partition(" ")[0]), "agents")
+
+
+def _memory(pid: int) -> tuple[str, float]:
+    """(role, private resident MB) of a process."""
+    role = role_of(pid)
+    try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return "other", 0.0
+        return role, 0.0
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    role = "driver" if "tests.benchmarks.driver" in name else "worker" if name.startswith("ray::") else "ray"
     return role, int(found.group(1)) / 1e3 if found else 0.0
 
 
-def session_cpu_seconds() -> float:
-    """CPU time of all living processes of our session, and of the dead that were waited for."""
-    ticks = 0
+def session_cpu_seconds() -> Counter[str]:
+    """CPU time by role of all living processes of our session; "ended" are the dead that were waited for."""
+    found: Counter[str] = Counter()
     for pid in session_members(os.getsid(0)):
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))  # utime, stime, and those of waited-for children
-    return ticks / TICKS
+            found[role_of(pid) or "agents"] += sum(map(int, fields[11:13])) / TICKS  # type: ignore[assignment]
+            found["ended"] += sum(map(int, fields[13:15])) / TICKS  # type: ignore[assignment]
+    return found
+
+
+def largest_partition(output: str) -> int:
+    """UTF-8 bytes of the texts of the largest partition that was published."""
+    place = store(output)
+    return max(place.read_json(entry.key)["summary"]["bytes"] for entry in place.list("stages/partition/units")
+               if entry.key.endswith(".json"))
 
 
 class PlainDataset:
@@ -238,6 +275,7 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--cpus", type=int)
     parser.add_argument("--address")
+    parser.add_argument("--folder", help="of a private Ray")
     parser.add_argument("--plain", action="store_true")
     given = parser.parse_args()
     from tidewheel.cluster.session import KEEP_WORKERS, QUIET
@@ -248,7 +286,6 @@ def main() -> None:
 
     os.environ.update(QUIET)
     text.warm_up()
-    folder = ""
     if given.plain:
         execute._results = _plain_results
     else:
@@ -257,9 +294,8 @@ def main() -> None:
         if given.address:
             ray.init(address=given.address, logging_level=logging.ERROR)
         else:
-            folder = tempfile.mkdtemp(prefix="twb-", dir="/tmp")
             ray.init(address="local", num_cpus=given.cpus or 2, include_dashboard=False, logging_level=logging.ERROR,
-                     _temp_dir=folder, _system_config=KEEP_WORKERS)
+                     _temp_dir=given.folder, _system_config=KEEP_WORKERS)
 
     def told(stage: str, done: int, total: int, note: str) -> None:
         with open(given.marker, "a") as sink:
@@ -270,11 +306,12 @@ def main() -> None:
                         on_progress=told)
     stages = [{name: stage[name] for name in ("name", "documents_in", "documents_out", "seconds")}
               for stage in done.value["stages"]]
-    print(json.dumps({"seconds": time.time() - began, "cpu_seconds": session_cpu_seconds() - cpu, "stages": stages}),
-          flush=True)
+    seconds, spent = time.time() - began, session_cpu_seconds()
+    spent.subtract(cpu)
+    print(json.dumps({"seconds": seconds, "cpu_seconds": spent.total(), "cpu_by_role": spent, "stages": stages,
+                      "partition_bytes": largest_partition(given.output)}), flush=True)
     if not given.plain:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,87 @@
 """From 1x to 16x the corpus: documents a second by stage, memory by process, and what Ray costs.
 
-    python -m tests.benchmarks.scale [--up-to 16] [--megabytes 2] [--plot scale.svg]
+    python -m tests.benchmarks.scale [--up-to 16] [--megabytes 16] [--plot scale.svg] [--partitions N]
 
 The corpus is replicated with edits (`driver.corpus`), a file for each copy; each size runs on one CPU: once on Ray,
 once without, the same functions one after the other in one process. Overhead is told by CPU time of all processes
-(Ray's own included; robust on a busy machine) and by wall time.
+(Ray's own included; robust on a busy machine) and by wall time, and as a fixed part and one that grows. Exit code 1
+when a worker takes more memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow, or when Ray costs more than
+`OVERHEAD` CPU time at the largest size. `--partitions 1` makes partitions as large as the corpus, to see what memory
+they take.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from tests.benchmarks.driver import RECIPE, Cost, Driver, corpus, set_hashes
 from tidewheel.report.plots import Svg
 
+WORKER_BASE_MB = 320  # of a worker: Python, Arrow, machine code, the tables
+WORKER_BYTES_PER_BYTE = 9  # beside it, for each byte of text in the largest partition
+OVERHEAD = 0.2
 COLOURS = ("#2a6fdb", "#d9622b", "#2e9e5b", "#8a4fd3", "#c23b6b", "#7a7a2a", "#1f9aa8")
 FLAT = ("ingest", "partition", "dedup_exact", "dedup_near", "pack")
 """Stages whose work grows with the corpus; training the tokenizer takes a sample of fixed size."""
 
 
-def measure(root: Path, megabytes: float, copies: int) -> tuple[int, Cost, Cost]:
-    """(documents, cost on Ray, cost without) of one size."""
+@dataclass(frozen=True)
+class Row:
+    """One size: the same run on Ray and without."""
+
+    copies: int
+    documents: int
+    ray: Cost
+    plain: Cost
+
+    def rates(self) -> dict[str, float]:
+        """Documents a second by stage, and of the whole run, on Ray."""
+        found = {stage["name"]: stage["documents_in"] / max(stage["seconds"], 1e-3) for stage in self.ray.stages}
+        return {**{name: found[name] for name in FLAT}, "whole run": self.documents / self.ray.seconds}
+
+    def bound(self) -> float:
+        """MB that a worker may take."""
+        return WORKER_BASE_MB + WORKER_BYTES_PER_BYTE * self.ray.partition_bytes / 1e6
+
+    def overhead(self) -> float:
+        """CPU time that Ray takes on top, as a share of that of the plain functions."""
+        return self.ray.cpu_seconds / self.plain.cpu_seconds - 1
+
+    def cells(self) -> list[str]:
+        """Of the table's line, as `HEAD`."""
+        return [f"{self.copies}x", f"{self.documents:,}", *(f"{rate:,.0f}" for rate in self.rates().values()),
+                f"{self.ray.partition_bytes / 1e6:,.1f}", f"{self.ray.peaks.get('worker', 0):,.0f}",
+                f"{self.bound():,.0f}", f"{self.ray.peaks.get('driver', 0):,.0f}",
+                _against(self.ray.seconds, self.plain.seconds), _against(self.ray.cpu_seconds, self.plain.cpu_seconds)]
+
+
+HEAD = ("size", "documents", *(f"{name}, docs/s" for name in (*FLAT, "whole run")), "largest partition, MB",
+        "worker MB", "at most", "driver MB", "wall: Ray, plain, overhead", "CPU: Ray, plain, overhead")
+
+
+def measure(root: Path, megabytes: float, copies: int, partitions: int | str) -> Row:
+    """One size of the corpus."""
     place = root / f"{copies}"
     documents = corpus(place / "in", megabytes, copies, files=1)
-    recipe = {**RECIPE, "partitions": "auto"}
+    recipe = {**RECIPE, "partitions": partitions}
     on_ray = Driver(recipe, str(place / "in"), str(place / "ray"), "--cpus", "1").watch()
     plain = Driver(recipe, str(place / "in"), str(place / "plain"), "--plain").watch()
     if set_hashes(str(place / "ray")) != set_hashes(str(place / "plain")):
         raise SystemExit("with and without Ray gave other bytes")
-    return documents, on_ray, plain
+    return Row(copies, documents, on_ray, plain)
 
 
-def rates(documents: int, cost: Cost) -> dict[str, float]:
-    """Documents a second by stage, and of the whole run."""
-    found = {stage["name"]: stage["documents_in"] / max(stage["seconds"], 1e-3) for stage in cost.stages}
-    return {**{name: found[name] for name in FLAT}, "whole run": documents / cost.seconds}
+def fit(rows: list[Row]) -> tuple[float, float]:
+    """(a, b) of Ray's extra CPU seconds = a + b x those of the plain functions, by least squares."""
+    plain = np.array([row.plain.cpu_seconds for row in rows])
+    extra = np.array([row.ray.cpu_seconds for row in rows]) - plain
+    a, b = np.linalg.lstsq(np.stack([np.ones_like(plain), plain], axis=1), extra, rcond=None)[0]
+    return float(a), float(b)
 
 
 def plot(path: str, sizes: list[int], lines: dict[str, list[float]]) -> None:
@@ -70,26 +115,31 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--up-to", type=int, default=16)
-    parser.add_argument("--megabytes", type=float, default=2)
+    parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--plot", default="")
+    parser.add_argument("--partitions", type=int, default=0)
     given = parser.parse_args()
     sizes = [2 ** power for power in range(given.up_to.bit_length()) if 2 ** power <= given.up_to]
-    lines: dict[str, list[float]] = {}
-    print(f"| size | documents | {' | '.join(f'{name}, docs/s' for name in (*FLAT, 'whole run'))} | worker MB | "
-          "driver MB | wall: Ray, plain, overhead | CPU: Ray, plain, overhead |")
-    print("|" + "---|" * (len(FLAT) + 7))
+    rows: list[Row] = []
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     with tempfile.TemporaryDirectory(prefix="tw-scale-") as name:
         for copies in sizes:
-            documents, on_ray, plain = measure(Path(name), given.megabytes, copies)
-            found = rates(documents, on_ray)
-            for stage, rate in found.items():
-                lines.setdefault(stage, []).append(rate)
-            print(f"| {copies}x | {documents:,} | " + " | ".join(f"{rate:,.0f}" for rate in found.values())
-                  + f" | {on_ray.peaks.get('worker', 0):,.0f} | {on_ray.peaks.get('driver', 0):,.0f} | "
-                  f"{_against(on_ray.seconds, plain.seconds)} | {_against(on_ray.cpu_seconds, plain.cpu_seconds)} |",
-                  flush=True)
+            rows.append(measure(Path(name), given.megabytes, copies, given.partitions or "auto"))
+            print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
+    largest = rows[-1]
+    roles = sorted(set(largest.ray.cpu_by_role) | set(largest.plain.cpu_by_role))
+    print(f"\nCPU seconds at {largest.copies}x by process: " + ", ".join(
+        f"{role} {largest.ray.cpu_by_role.get(role, 0):.1f}" for role in roles))
+    if len(rows) > 1:
+        fixed, share = fit(rows)
+        print(f"Ray's CPU time: {fixed:.1f} s whatever the size, and {share:.1%} of the plain functions'")
     if given.plot:
-        plot(given.plot, sizes, lines)
+        plot(given.plot, sizes, {name: [row.rates()[name] for row in rows] for name in rows[0].rates()})
+    wrong = [f"{row.copies}x: a worker took more memory than its bound" for row in rows
+             if row.ray.peaks.get("worker", 0) > row.bound()]
+    if largest.overhead() > OVERHEAD:
+        wrong.append(f"{largest.copies}x: Ray took {largest.overhead():.0%} CPU time on top, more than {OVERHEAD:.0%}")
+    raise SystemExit("\n".join(wrong) or 0)
 
 
 def _against(ray: float, plain: float) -> str:

@@ -1,45 +1,26 @@
-"""SIGKILL at any moment, run again: the shard set is that of an undisturbed run, to the byte."""
+"""SIGKILL at any moment, run again: the shard set is that of an undisturbed run, to the byte.
+
+Most runs do without Ray, the same functions in one process: they start in a moment, and what a kill may hurt, the
+units on storage, is the same. Two kills, and the end, are of a Ray with all its processes.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.driver import Driver, set_hashes
 from tidewheel.shards.verify import verify
 
 pytestmark = pytest.mark.chaos
 
-KILLS = 5
+KILLS = 8
+ON_RAY = (2, 5)  # which of them
 SEED = 20
-DRIVER = """
-import json, logging, sys
-import ray
-from tidewheel.config import build
-from tidewheel.data import pipeline
-from tidewheel.data.config import PipelineConfig
-
-recipe, input, output, folder, marker = sys.argv[1:]
-ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder,
-         _system_config={"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 600000})
-
-def told(stage, done, total, note):
-    with open(marker, "a") as sink:
-        sink.write(f"{stage} {done}/{total}\\n")
-
-pipeline.run(build(PipelineConfig, json.loads(recipe)), input=input, output=output, on_progress=told)
-ray.shutdown()
-"""
 RECIPE = {
     "name": "chaos", "partitions": 3, "read": {"paths": ["*.jsonl"]},
     "steps": ["dedup_exact", {"dedup_near": {}}, {"filter": {"gopher_quality": {"min_stop_words": 1}, "pii": {}}},
@@ -61,65 +42,15 @@ def corpus(folder: Path) -> None:
         (folder / f"{number}.jsonl").write_text("\n".join(lines))
 
 
-class Driver:
-    """One run of the pipeline in a process of its own, with a private Ray."""
-
-    def __init__(self, input: Path, output: Path, marker: Path) -> None:
-        self.folder, self.marker = tempfile.mkdtemp(prefix="twp-", dir="/tmp"), marker  # short: socket paths
-        marker.write_text("")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps(RECIPE), str(input), str(output), self.folder, str(marker)],
-            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def told(self) -> list[str]:
-        """Progress so far: "stage done/total" each."""
-        return self.marker.read_text().split("\n")[:-1]
-
-    def finish(self) -> None:
-        """Wait for its end, which must be a good one."""
-        said, _ = self.process.communicate(timeout=240)
-        assert self.process.returncode == 0, said
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def kill(self) -> None:
-        """SIGKILL to the driver and all of its Ray: everything in its session."""
-        assert self.process.poll() is None, "it ended before it could be killed"
-        deadline = time.monotonic() + 30
-        while (alive := session_members(self.process.pid)) and time.monotonic() < deadline:
-            for pid in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.poll()  # buries it
-            time.sleep(0.05)
-        self.process.communicate()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def session_members(session: int) -> list[int]:
-    """Processes of a session that are not dead already."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(sid) == session and state not in "ZX":
-                    found.append(int(entry.name))
-    return found
-
-
-def content(output: Path) -> dict[str, bytes]:
-    """Every file of both sets."""
-    return {path.relative_to(output).as_posix(): path.read_bytes()
-            for name in ("shards", "validation") for path in sorted((output / name).rglob("*"))}
-
-
 @pytest.mark.timeout(600)
-def test_killed_five_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
+def test_killed_eight_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
     corpus(tmp_path / "in")
-    quiet = Driver(tmp_path / "in", tmp_path / "quiet", tmp_path / "marker")
-    quiet.finish()
+    input, output = str(tmp_path / "in"), tmp_path / "killed"
+    quiet = Driver(RECIPE, input, str(tmp_path / "quiet"), "--plain")
+    assert quiet.wait(120)
+    assert quiet.process.returncode == 0
     way = quiet.told()
-    expected = content(tmp_path / "quiet")
+    quiet.close()
     summary = json.loads((tmp_path / "quiet" / "summary.json").read_text())
     dropped = {stage["name"]: sum(stage["dropped"].values()) for stage in summary["stages"]}
     assert dropped["dedup_exact"] == 40
@@ -130,18 +61,18 @@ def test_killed_five_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
     assert verify(str(tmp_path / "quiet" / "shards")) == []
 
     generator = random.Random(SEED)
-    output = tmp_path / "killed"
-    # each run goes on where the one before was killed, so the moments are taken in the order of the way
-    moments = sorted(generator.sample(range(1, len(way) - 2), KILLS))
-    for moment in moments:
-        driver = Driver(tmp_path / "in", output, tmp_path / "marker")
+    # each run goes on where the one before was killed, so the moments are taken in the order of the way; not the last
+    # ones, from which it is too near to the end
+    moments = sorted(generator.sample(range(1, len(way) - 4), KILLS))
+    for number, moment in enumerate(moments):
+        driver = Driver(RECIPE, input, str(output), *(["--cpus", "2"] if number in ON_RAY else ["--plain"]))
         while driver.process.poll() is None and max((way.index(line) for line in driver.told()), default=-1) < moment:
             time.sleep(0.002)
-        if not way[moment].startswith("pack"):  # after it little is left
-            time.sleep(generator.random() * 0.3)
+        time.sleep(generator.random() * (0.3 if number in ON_RAY else 0.03))
+        assert driver.process.poll() is None, "it ended before it could be killed"
         driver.kill()
         assert not (output / "summary.json").exists()
-    Driver(tmp_path / "in", output, tmp_path / "marker").finish()
-    assert content(output) == expected
+    Driver(RECIPE, input, str(output), "--cpus", "2").watch()
+    assert set_hashes(str(output)) == set_hashes(str(tmp_path / "quiet"))
     assert verify(str(output / "shards")) == []
     assert not list(output.rglob(".tmp-*"))

@@ -416,7 +416,9 @@ def test_an_object_store_gives_the_same_bytes(finished, s3, tmp_path):
     place = store(uri)
     for path in sorted((root / "in").rglob("*.*")):
         place.write(path.relative_to(root / "in").as_posix(), path.read_bytes())
-    pipeline.run(recipe(), input=uri, output=f"{uri}/out")
+    run = pipeline.run(recipe(), input=uri, output=f"{uri}/out")
     assert shard_hashes(f"{uri}/out") == shard_hashes(root / "out")
-    again = pipeline.run(recipe(), input=uri, output=f"{uri}/out")
+    config = recipe(f"steps.3.decontaminate.evals=[{uri}/evals/*.jsonl]")  # by their own address, the same items
+    again = pipeline.run(config, input=uri, output=f"{uri}/out")
     assert all(entry["units_reused"] == entry["units"] for entry in again.value["stages"])
+    assert again.value["contamination"] == run.value["contamination"]
