@@ -69,11 +69,21 @@ ROWS: list[Row] = [
     Row("ZeRO-3, 2 ranks", 2, ("parallel.data=zero3",)),
     Row("ZeRO-3, 4 ranks", 4, ("parallel.data=zero3",)),
     Row("HSDP 2 x 2", 4, ("parallel.data=zero3", "parallel.replicate=2")),
+    Row("HSDP 2 x 2, reduced each micro-batch", 4, ("parallel.data=zero3", "parallel.replicate=2",
+                                                    "parallel.reduce=micro_batch")),
     Row("ZeRO-3, offloaded, 2 ranks", 2, ("parallel.data=zero3", "parallel.offload=true")),
     Row("ZeRO-3, no accumulation, 4 ranks", 4, ("parallel.data=zero3",), ("batch.micro_sequences=4",)),
     Row("DDP, 8 micro-batches, 2 ranks", 2, ("parallel.data=ddp",), ("batch.micro_sequences=1",)),
     Row("ZeRO-3, untied embeddings, 4 ranks", 4, ("parallel.data=zero3",), ("model.tie_embeddings=false",)),
     Row("ZeRO-1, 4 layers, 4 ranks", 4, ("parallel.data=zero1",), DEEP),
+    *(Row(f"ZeRO-3, activations {kind}, 2 ranks", 2, ("parallel.data=zero3", f"memory.activation_checkpointing={kind}"))
+      for kind in ("full", "selective", "every_nth", "offload")),
+    Row("DDP, activations full, 4 ranks", 4, ("parallel.data=ddp", "memory.activation_checkpointing=full")),
+    Row("PP 2, 1f1b, activations full", 2, ("parallel.pipeline=2", "memory.activation_checkpointing=full")),
+    Row("ZeRO-3, compiled, 2 ranks", 2, ("parallel.data=zero3", "compile=true")),
+    Row("ZeRO-3, compiled, activations selective, 2 ranks", 2, (
+        "parallel.data=zero3", "compile=true", "memory.activation_checkpointing=selective")),
+    Row("DDP, compiled, 2 ranks", 2, ("parallel.data=ddp", "compile=true")),
     *(Row(f"PP 2, {schedule}", 2, ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}"))
       for schedule in SCHEDULES),
     *(Row(f"PP 2, {schedule} x ZeRO-2, 2 ranks", 4, ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}",

@@ -35,6 +35,11 @@ class ParallelConfig(Config):
     """Stages on each pipeline worker; default: 1 for 1f1b and gpipe, which take no other number, 2 for the others."""
     context: int = Field(default=1, ge=1)
     """Workers that share each sequence."""
+    reduce: Literal["auto", "step", "micro_batch"] = "auto"
+    """zero2 and zero3: when gradients are summed over workers and cut. step: once, after the last micro-batch: least
+    communication, but whole gradients between micro-batches; micro_batch: after each, so that only shards are ever
+    kept; of HSDP's replicas always once. auto: step below 100 M parameters, micro_batch from there on. A pipeline
+    reduces once per step."""
     offload: bool = False
     """zero2 and zero3: parameters, gradients and optimizer state stay in host memory (FSDP2's CPU offload)."""
 
@@ -43,6 +48,9 @@ class ParallelConfig(Config):
         if self.replicate > 1 and not self.fully_sharded:
             raise ValueError(f"replicate {self.replicate} is for zero2 and zero3, but data is {self.data}, which has a "
                              "copy per worker; nearest that is legal: replicate 1, or data zero3")
+        if self.reduce == "micro_batch" and not self.fully_sharded:
+            raise ValueError(f"reduce micro_batch is for zero2 and zero3, but data is {self.data}, which keeps whole "
+                             "gradients anyway; nearest that is legal: step")
         if self.offload and not self.fully_sharded:
             raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest that is legal: zero2")
         usual = default_per_rank(self.pipeline_schedule)

@@ -150,13 +150,15 @@ class FullyShard(Alone):
         part: with the blocks under `part.blocks`; everything else is one unit.
         mesh: one dimension, or (replicate, shard).
         reshard_after_forward: ZeRO-3; False keeps gathered parameters from forward to backward (ZeRO-2).
+        reduce_always: gradients are reduce-scattered after every backward pass, not after the last one only.
         offload: what is sharded lies in host memory.
         precision: types of the blocks' gathered parameters and of the reduction; the rest is gathered as it is.
     """
 
-    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool = False,
-                 precision: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
+                 offload: bool = False, precision: MixedPrecisionPolicy | None = None) -> None:
         super().__init__(part)
+        self._reduce_always = reduce_always
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         for block in blocks(part):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy,
@@ -172,7 +174,8 @@ class FullyShard(Alone):
 
     def begin(self, last: bool) -> None:
         assert isinstance(self.part, FSDPModule)
-        self.part.set_requires_gradient_sync(last)
+        self.part.set_requires_gradient_sync(last or self._reduce_always)
+        self.part.set_requires_all_reduce(last)
 
     def reshard(self) -> None:
         """Without a backward pass, after an evaluation, nothing else does, and parameters would be plain tensors that

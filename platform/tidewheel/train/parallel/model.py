@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["KEEP_PARAMETERS", "ParallelModel", "build", "init_weights", "local", "spread"]
 
 KEEP_PARAMETERS = 100_000_000
-"""`data: auto` is zero2 for a smaller model: one all-gather less per step, and memory to spare."""
+"""For a smaller model `data: auto` is zero2 and `reduce: auto` is step: least communication, and memory to spare."""
 
 
 class ParallelModel:
@@ -201,11 +201,12 @@ def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.devic
         compile_blocks(blocks(part))
     group = mesh.of(*GRADIENTS)
     if parallel.fully_sharded and (shards := mesh.shard_mesh()) is not None:
-        # in a pipeline the parameters would be gathered anew for every micro-batch
-        large = parallel.data == "zero3" or (parallel.data == "auto" and parallel.pipeline == 1
-                                             and num_parameters > KEEP_PARAMETERS)
-        data: Alone = FullyShard(part, shards, reshard_after_forward=large, offload=parallel.offload,
-                                precision=sharded_precision(config.precision, device))
+        # in a pipeline parameters would be gathered anew, and gradients cut, for every micro-batch
+        large = num_parameters > KEEP_PARAMETERS and parallel.pipeline == 1
+        data: Alone = FullyShard(
+            part, shards, reshard_after_forward=parallel.data == "zero3" or (parallel.data == "auto" and large),
+            reduce_always=parallel.reduce == "micro_batch" or (parallel.reduce == "auto" and large),
+            offload=parallel.offload, precision=sharded_precision(config.precision, device))
         part.to_empty(device="cpu" if parallel.offload else device)
         return data
     if parallel.offload:

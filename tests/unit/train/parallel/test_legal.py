@@ -54,6 +54,7 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
     (["parallel.pipeline=4", "elastic.min_workers=16"], "cannot run 2 micro-batches on a pipeline of 4"),
     (["parallel.pipeline=4", "parallel.pipeline_schedule=interleaved_1f1b", "batch.global_sequences=9",
       "batch.micro_sequences=1", "batch.virtual_ranks=1"], "nearest number that it can: 10"),
+    (["parallel.data=ddp", "parallel.reduce=micro_batch"], "nearest that is legal: step"),
     (["parallel.tensors=2"], "did you mean 'tensor'"),
     (["parallel.replicate=3", "batch.virtual_ranks=4"], "replicate 3 does not divide batch.virtual_ranks 4; nearest"),
     (["parallel.replicate=4", "elastic.max_workers=2"], "nearest that is: 4"),
