@@ -138,7 +138,7 @@ class ShardSet:
         shape = (count, manifest.sequence_length)
         tokens = np.empty(shape, dtype=manifest.token_dtype)
         lengths = np.empty(count, dtype=np.int32)
-        marks = np.zeros(shape, dtype=np.int32)
+        marks = np.zeros(shape, dtype=bool)
         mask = np.empty(shape, dtype=np.uint8) if manifest.loss_mask else None
         for index in np.unique(shards).tolist():
             shard = self.shard(index)
@@ -163,7 +163,7 @@ class ShardSet:
             raise IndexError(f"no such row in a set of {len(known)} shards, {self.manifest.rows} rows")
 
     def _mark(self, marks: np.ndarray, index: int, shard: Shard, here: np.ndarray, wanted: np.ndarray) -> None:
-        """Set `marks` [B, L] to 1 where the rows' segments begin."""
+        """Set `marks` [B, L] where the rows' segments begin."""
         first = shard.segment_bounds[wanted].astype(np.int64)
         counts = shard.segment_bounds[wanted + 1] - first
         lengths = shard.lengths[wanted]
@@ -175,7 +175,7 @@ class ShardSet:
         starts = shard.segment_starts[first[owner] + np.arange(len(owner)) - begin[owner]]
         if np.any(starts < 0) or np.any(starts >= lengths[owner]) or np.any(starts[begin] != 0):
             raise self._damaged(index, "a segment begins outside its row")
-        marks[here[owner], starts] = 1
+        marks[here[owner], starts] = True
 
     def _damaged(self, index: int, what: str) -> ShardError:
         return ShardError(what, where=self.store.at(self.manifest.shards[index].name),
@@ -183,12 +183,19 @@ class ShardSet:
 
 
 def _spell_out(marks: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(segment_ids, positions) [B, L] int32 from the marks where segments begin."""
-    places = np.arange(marks.shape[1], dtype=np.int32)
-    begins = np.maximum.accumulate(marks * places, axis=1)
-    segment_ids = np.cumsum(marks, axis=1, dtype=np.int32) - 1
-    positions = places - begins
-    padding = places >= lengths[:, None]
-    segment_ids[padding] = -1
-    positions[padding] = 0
+    """(segment_ids, positions) [B, L] int32 from the marks [B, L] where segments begin; every row has one at 0."""
+    count, length = marks.shape
+    padded = np.flatnonzero(lengths < length)
+    marks[padded, lengths[padded]] = True  # padding is one more segment here
+    begins = np.flatnonzero(marks).astype(np.int32 if marks.size < 1 << 31 else np.int64)
+    sizes = np.diff(begins, append=marks.size)
+    firsts = np.flatnonzero(begins % length == 0)  # of each row
+    numbers = np.arange(len(begins), dtype=np.int32) - np.repeat(firsts, np.diff(firsts, append=len(begins)))
+    positions = np.arange(marks.size, dtype=begins.dtype) - np.repeat(begins, sizes)
+    lasts = np.append(firsts[1:], len(begins))[padded] - 1
+    numbers[lasts] = -1
+    segment_ids = np.repeat(numbers.astype(np.int32), sizes).reshape(count, length)
+    positions = positions.astype(np.int32, copy=False).reshape(count, length)
+    for row in padded.tolist():
+        positions[row, lengths[row]:] = 0
     return segment_ids, positions

@@ -228,6 +228,16 @@ def test_rows_come_from_their_domain(tmp_path):
     ahead.close()
 
 
+def test_reading_ahead_stops_at_the_end(tmp_path):
+    source = open_source("", mixture_of(tmp_path, max_repetitions=2), 5)
+    assert source.end is not None
+    reader, last = SourceReader(source), source.end // 4 * 4
+    for start in range(0, last, 4):
+        assert reader.read(np.arange(start, start + 4)).ids == source.ids(start, 4)
+    with pytest.raises(ValueError, match="end"):
+        reader.read(np.arange(last, last + 4))
+
+
 @pytest.mark.parametrize(("change", "told"), [
     ({"sequence_length": 13}, "sequence_length"), ({"vocabulary_size": 256}, "vocabulary_size"),
     ({"token_dtype": "uint32"}, "token_dtype"), ({"loss_mask": True}, "loss_mask"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.shards.helpers import LENGTH, table, write_set
 from tidewheel import storage
@@ -17,7 +19,7 @@ from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.format import shard_schema, write_shard
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import read_manifest
-from tidewheel.shards.reader import ShardSet
+from tidewheel.shards.reader import ShardSet, _spell_out
 from tidewheel.shards.source import Source, SourceReader
 from tidewheel.shards.verify import inspect, verify
 
@@ -216,6 +218,36 @@ def test_loader_gives_the_same_with_and_without_reading_ahead(tmp_path: Path):
         assert a.ids == b.ids
         assert np.array_equal(a.tokens, b.tokens)
     ahead.close()
+
+
+@given(rows=st.lists(st.tuples(st.integers(1, 9), st.sets(st.integers(1, 8), max_size=4)), min_size=1, max_size=5))
+def test_segments_spelled_out_one_by_one(rows: list[tuple[int, set[int]]]):
+    """(segment ids, positions) against a loop over the row's tokens."""
+    length = 9
+    marks = np.zeros((len(rows), length), bool)
+    ids, positions = np.full(marks.shape, -1), np.zeros(marks.shape, int)
+    for row, (real, starts) in enumerate(rows):
+        begins = sorted({0, *(start for start in starts if start < real)})
+        marks[row, begins] = True
+        for place in range(real):
+            ids[row, place] = sum(begin <= place for begin in begins) - 1
+            positions[row, place] = place - begins[ids[row, place]]
+    found = _spell_out(marks, np.array([real for real, _ in rows]))
+    np.testing.assert_array_equal(found[0], ids)
+    np.testing.assert_array_equal(found[1], positions)
+    assert found[0].dtype == found[1].dtype == np.int32
+
+
+def test_positions_located_ahead_are_the_same(tmp_path: Path):
+    """In any pattern: even strides, jumps back, other sizes."""
+    write_set(tmp_path / "set")
+    source = Source.single(str(tmp_path / "set"), read_manifest(storage.store(tmp_path / "set")), 3)
+    reader, step = SourceReader(source), np.arange(4)
+    starts = [*range(0, 4000, 16), 8, 24, 40, 56, 0, 0, 0, 5, 4, 3, 2, *range(100, 900, 4)]
+    for start in starts:
+        for positions in (start + step, start + step[:2]) if start % 32 == 8 else (start + step,):
+            expected = source.ids(positions[0], len(positions))
+            assert reader.read(positions).ids == expected
 
 
 def test_digest_feels_order_and_borders():
