@@ -83,6 +83,22 @@ def test_tokens_are_those_of_the_library(files, name, texts):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@given(text=st.one_of(st.text(max_size=30), st.sampled_from(TEXTS)))
+@settings(max_examples=25, deadline=None)
+def test_byte_lengths_add_up_to_the_text(files, name, text):
+    made = encoder(files, name)
+    sizes = made.byte_lengths()
+    tokens, _ = made.encode([text])  # with the end of the document, which has no bytes
+    assert sizes.shape == (made.padded_size,)
+    assert not sizes[list(made.special.values())].any()
+    if name == "sentencepiece":  # what it makes of a text is what its own decoder gives back, and a space in front
+        text = " " + made.decode(tokens) if len(tokens) > 1 else ""
+        if "\u2047" in text:  # unknown
+            return
+    assert sizes[tokens].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bos", ["none", "document"])
 @pytest.mark.parametrize("eos", ["none", "document"])
 def test_policy(files, name, bos, eos):

@@ -6,8 +6,9 @@ written with. Control tokens come from the policy (BOS, EOS) and from chat templ
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ Policy = Literal["none", "document"]
 _BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>")
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "<|finetune_right_pad_id|>", "[PAD]")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 2 << 20
 
 
@@ -136,6 +138,21 @@ class Encoder(ABC):
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         """The text of tokens; special tokens are left out, broken UTF-8 at the edges becomes U+FFFD."""
 
+    @abstractmethod
+    def _token_bytes(self) -> Iterable[tuple[int, int]]:
+        """(id, UTF-8 bytes of text) of the tokens that stand for text."""
+
+    def byte_lengths(self) -> np.ndarray:
+        """[padded_size] int64: bytes of UTF-8 text that each token stands for; special tokens and padding have none.
+
+        Over the tokens of a text they add up to its bytes, where the tokenizer neither normalises text nor adds to it
+        (SentencePiece usually puts a space in front).
+        """
+        found = np.zeros(self.padded_size, np.int64)
+        for token, size in self._token_bytes():
+            found[token] = size
+        return found
+
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """(tokens uint32 [t], offsets int64 [n+1]): documents in a row, each with BOS and EOS as the policy says."""
         tokens, offsets = self.encode_plain(texts)
@@ -162,6 +179,11 @@ class Encoder(ABC):
     def with_policy(self, bos: Policy, eos: Policy) -> Encoder:
         """The same tokenizer under another policy."""
         return type(self)(self.data, replace(self.settings, bos=bos, eos=eos))
+
+
+def piece_bytes(piece: str) -> int:
+    """Bytes of text of a piece in SentencePiece's spelling: "▁" is a space, "<0x0A>" one byte."""
+    return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
 
 
 def joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tidewheel.errors import InputError
-from tidewheel.shards.tokenizer.encoder import Encoder, batches
+from tidewheel.shards.tokenizer.encoder import Encoder, batches, piece_bytes
 
 
 class HuggingFace(Encoder):
@@ -65,6 +65,17 @@ class HuggingFace(Encoder):
                 parts.fromlist(encoding.ids)
                 lengths[place] = len(encoding)
         return np.frombuffer(parts, np.uint32) if parts else np.zeros(0, np.uint32), np.cumsum(lengths)
+
+    def _token_bytes(self) -> Iterable[tuple[int, int]]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.data).get("decoder") or {})
+        for piece, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token in added:
+                yield token, 0 if added[token].special else len(piece.encode())
+            elif byte_level:
+                yield token, len(piece)  # each character is spelled for one byte
+            else:
+                yield token, piece_bytes(piece.removeprefix("##"))
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)

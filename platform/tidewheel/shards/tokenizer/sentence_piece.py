@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from tidewheel.errors import InputError
-from tidewheel.shards.tokenizer.encoder import Encoder, batches
+from tidewheel.shards.tokenizer.encoder import Encoder, batches, piece_bytes
 
 
 class SentencePiece(Encoder):
@@ -36,6 +36,11 @@ class SentencePiece(Encoder):
             lengths[first + 1 : first + 1 + len(sizes)] = sizes
             parts.append(np.fromiter(chain.from_iterable(found), np.uint32, sum(sizes)))
         return np.concatenate(parts), np.cumsum(lengths)
+
+    def _token_bytes(self) -> Iterable[tuple[int, int]]:
+        model = self._model
+        return ((token, piece_bytes(model.id_to_piece(token))) for token in range(self.vocabulary_size)
+                if not (model.is_control(token) or model.is_unknown(token) or model.is_unused(token)))
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         known = [int(token) for token in tokens if int(token) < self.vocabulary_size]

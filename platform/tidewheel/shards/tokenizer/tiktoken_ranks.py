@@ -7,7 +7,7 @@ import binascii
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -85,6 +85,9 @@ class Tiktoken(Encoder):
 
     def _numpy(self, text: str) -> np.ndarray:
         return self._encoding_of_file.encode_to_numpy(str(text), disallowed_special=())
+
+    def _token_bytes(self) -> Iterable[tuple[int, int]]:
+        return ((token, len(text)) for text, token in read_ranks(self.data).items())
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
         wanted = [int(token) for token in tokens]
