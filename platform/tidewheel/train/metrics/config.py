@@ -1,0 +1,70 @@
+"""What is measured while training, where it is written, and which steps are profiled. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from tidewheel.config import Config
+
+
+class WandbConfig(Config):
+    """Weights & Biases, where the package is installed. The key is read from the environment or ~/.netrc alone."""
+
+    project: str = Field(min_length=1)
+    """Project that the run appears in."""
+    entity: str = ""
+    """User or team; empty: the account's own."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written below `folder`, for `wandb sync`."""
+    folder: str = ""
+    """Local folder for what the client writes; empty: the system's temporary folder."""
+
+
+class StragglerConfig(Config):
+    """A rank that works longer than the others: it makes all of them wait.
+
+    Compared is a rank's own time per step: waiting for its data, and computing, without waiting for other ranks.
+    """
+
+    share: float = Field(default=0.2, gt=0)
+    """A rank this much over the median of all ranks, reading after reading, is named."""
+    every_steps: int = Field(default=10, ge=0)
+    """Steps between readings, one small gather each; 0: never."""
+    window: int = Field(default=5, ge=1)
+    """Readings in a row before a rank is named."""
+
+
+class MetricsConfig(Config):
+    """Where the figures of each step go, beside the console and metrics.jsonl."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """A line of metrics every so many steps, and at the last one; times and rates are those of the steps since."""
+    tensorboard: bool = True
+    """Event files in the run's tensorboard/."""
+    prometheus: bool = True
+    """Gauges `ray_tidewheel_*` at the Ray nodes' metrics ports (not with --local)."""
+    wandb: WandbConfig | None = None
+    """Weights & Biases."""
+    straggler: StragglerConfig = StragglerConfig()
+    """When a slow rank is named."""
+
+
+class ProfileConfig(Config):
+    """Traces of chosen steps of rank 0, in the run's profile/."""
+
+    steps: tuple[int, ...] = Field(default=(), max_length=64)
+    """Steps to profile, from 1; neighbours share one trace, which https://ui.perfetto.dev opens."""
+    memory: bool = False
+    """Also record who allocated what, for https://pytorch.org/memory_viz (CUDA only)."""
+    stacks: bool = False
+    """Also record Python stacks: slower steps, larger traces."""
+
+    @pydantic.field_validator("steps")
+    @classmethod
+    def _from_one(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(step < 1 for step in value):
+            raise ValueError("steps are counted from 1")
+        return tuple(sorted(set(value)))

@@ -1,0 +1,97 @@
+"""Traces of chosen steps: what ran when, on the host and the device, and who allocated what."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidewheel.storage import Store
+from tidewheel.train.metrics.config import ProfileConfig
+
+FOLDER = "profile"
+MOST_ALLOCATIONS = 100_000
+"""Allocations kept for a memory snapshot; older ones are forgotten."""
+
+
+def ranges(steps: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(first, last) of each stretch of neighbouring steps."""
+    found: list[tuple[int, int]] = []
+    for step in sorted(set(steps)):
+        if found and found[-1][1] == step - 1:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return found
+
+
+class Profiler:
+    """Profiles the configured steps of this process; around all others it does nothing.
+
+    `profile/steps_10-11.json.gz` is a trace for https://ui.perfetto.dev, `profile/steps_10-11.memory.pickle` one for
+    https://pytorch.org/memory_viz.
+    """
+
+    def __init__(self, config: ProfileConfig, store: Store, device: torch.device) -> None:
+        self._config, self._store, self._device = config, store, device
+        self._ranges = ranges(config.steps)
+        self._starts, self._ends = {first for first, _ in self._ranges}, dict(self._ranges)
+        self._running: Any = None
+        self._first = 0
+
+    def begin(self, step: int) -> None:
+        """Step `step` is about to start."""
+        if step not in self._starts or self._running is not None:
+            return
+        self._first = step
+        if self._memory:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._running = torch.profiler.profile(activities=activities, record_shapes=True,
+                                               profile_memory=self._config.memory, with_stack=self._config.stacks)
+        self._running.__enter__()
+
+    def end(self, step: int) -> list[str]:
+        """Step `step` is done; URIs of what was written."""
+        if self._running is None or step < self._ends[self._first]:
+            return []
+        running, self._running = self._running, None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the trace ends with the step's last kernel
+        running.__exit__(None, None, None)
+        name = f"{FOLDER}/steps_{self._first}-{step}"
+        written = [self._write_trace(running, f"{name}.json.gz")]
+        if self._memory:
+            snapshot = torch.cuda.memory._snapshot(self._device)
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._store.write(f"{name}.memory.pickle", pickle.dumps(snapshot))
+            written.append(self._store.at(f"{name}.memory.pickle"))
+        return written
+
+    def close(self) -> None:
+        """Stop a profile that is under way, unwritten."""
+        if self._running is not None:
+            with contextlib.suppress(Exception):  # the run ends for another reason, which is the one to tell
+                self._running.__exit__(None, None, None)
+            self._running = None
+
+    @property
+    def _memory(self) -> bool:
+        return self._config.memory and self._device.type == "cuda"
+
+    def _write_trace(self, running: Any, key: str) -> str:
+        with tempfile.TemporaryDirectory(prefix="tidewheel-profile-") as folder:
+            path = Path(folder, "trace.json")
+            running.export_chrome_trace(str(path))
+            with path.open("rb") as trace, self._store.writer(key) as sink, gzip.GzipFile(
+                    fileobj=sink, mode="wb") as packed:  # type: ignore[call-overload]
+                shutil.copyfileobj(trace, packed)
+        return self._store.at(key)

@@ -1,0 +1,104 @@
+"""Where metrics go: one small interface, one thread that serves all of them, so that the step waits for none."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tidewheel.jsonlog import JsonLog
+
+Record = Mapping[str, Any]
+"""A line of metrics.jsonl: "step" and "time", numbers by name, "validation" {domain: {name: number}}, "sample" text."""
+WAITING = 10_000
+"""Records that may wait for a slow sink before the step waits too: none is thrown away."""
+
+
+class Sink(Protocol):
+    """Takes records; called from one thread."""
+
+    name: str
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+
+    def flush(self) -> None:
+        """Write out what is collected."""
+
+    def close(self) -> None:
+        """The last call."""
+
+
+class JsonSink:
+    """metrics.jsonl."""
+
+    name = "jsonl"
+
+    def __init__(self, log: JsonLog) -> None:
+        self._log = log
+
+    def write(self, record: Record) -> None:
+        self._log.append(dict(record))
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def close(self) -> None:
+        self._log.flush()
+
+
+class Background:
+    """Hands records to sinks from a thread of its own.
+
+    A sink that fails is told of once and tried again with the next record: a metrics server that is away must not stop
+    the training.
+
+    Args:
+        sinks: served in this order.
+        on_failure: called from the thread with (name of the sink, reason), once for each until it works again.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], on_failure: Callable[[str, str], None]) -> None:
+        self._sinks, self._on_failure = tuple(sinks), on_failure
+        self._failing: set[str] = set()
+        self._queue: queue.Queue[Callable[[Sink], None] | threading.Event | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Hand over one record, which must not change afterwards."""
+        self._queue.put(lambda sink: sink.write(record))
+
+    def flush(self) -> None:
+        """Return once everything handed over has been written out, or its failure told."""
+        self._queue.put(lambda sink: sink.flush())
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait()
+
+    def close(self) -> None:
+        """Write out everything and end the thread; a second call does nothing."""
+        if self._thread.is_alive():
+            self._queue.put(lambda sink: sink.close())
+            self._queue.put(None)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (order := self._queue.get()) is not None:
+            if isinstance(order, threading.Event):
+                order.set()
+                continue
+            for sink in self._sinks:
+                try:
+                    order(sink)
+                    self._failing.discard(sink.name)
+                except Exception as error:  # whatever a client library may raise
+                    self._told(sink, error)
+
+    def _told(self, sink: Sink, error: Exception) -> None:
+        if sink.name not in self._failing:
+            self._failing.add(sink.name)
+            with contextlib.suppress(Exception):  # the event log may be on the store that fails
+                self._on_failure(sink.name, f"{type(error).__name__}: {error}"[:300])

@@ -1,0 +1,107 @@
+"""TensorBoard event files, on a local folder or an object store, continued after restarts without double steps.
+
+An object cannot be appended to: there, event files are immutable parts, one per flush, which TensorBoard reads in the
+order of their names. A run that continues from step s first writes TensorBoard's own restart mark, which takes back
+what was written for later steps.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from tidewheel.storage import Store
+from tidewheel.train.metrics.sinks import Record
+
+FOLDER = "tensorboard"
+GROUPS = {
+    "speed": ("tokens_per_second", "tokens_per_second_per_worker", "mfu", "step_seconds", "data_wait_seconds",
+              "world_size"),
+    "memory": ("host_resident_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes")}
+"""Names that are not about the training itself; those others are under "train"."""
+_GROUP = {name: group for group, names in GROUPS.items() for name in names}
+_NO_CURVE = frozenset({"step", "time", "generation", "validation_loss"})
+
+
+class TensorBoard:
+    """A sink that writes event files.
+
+    Args:
+        store: the run's store.
+        step: the run continues after this step; 0 when it begins.
+        generation: of the trainers, part of the files' names.
+        flush_seconds: between two flushes, on an object store two parts.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, store: Store, *, step: int = 0, generation: int = 0, flush_seconds: float = 10.0) -> None:
+        self._store, self._generation, self._flush_seconds = store, generation, flush_seconds
+        local = store.local_path(FOLDER)
+        self._remote = local is None
+        self._folder = local or Path(tempfile.mkdtemp(prefix="tidewheel-tensorboard-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer: EventsWriter | None = None
+        self._parts, self._flushed = 0, time.monotonic()
+        if step or generation:  # TensorBoard forgets the events from this step on
+            self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, record: Record) -> None:
+        step, at = int(record["step"]), float(record["time"])
+        for tag, value in scalars(record).items():
+            self._add(Event(step=step, wall_time=at, summary=summary.scalar(tag, value)))
+        if record.get("sample"):
+            text = "    " + str(record["sample"]).replace("\n", "\n    ")  # as code: the text is not ours to render
+            self._add(Event(step=step, wall_time=at, summary=summary.text("sample", text)))
+        if time.monotonic() - self._flushed >= self._flush_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        self._flushed = time.monotonic()
+        if self._writer is None:
+            return
+        if not self._remote:
+            self._writer.flush()
+            return
+        self._writer.close()
+        self._writer = None
+        self._upload()
+
+    def close(self) -> None:
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._remote:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _add(self, event: Event) -> None:
+        if not event.wall_time:
+            event.wall_time = time.time()
+        if self._writer is None:
+            suffix = f".{self._generation:06d}.{self._parts:06d}"
+            self._parts += 1
+            self._writer = EventsWriter(str(self._folder / "events"), suffix)
+        self._writer.write_event(event)
+
+    def _upload(self) -> None:
+        """Publish the finished parts; what fails is kept for the next time."""
+        for path in sorted(self._folder.iterdir()):
+            self._store.write(f"{FOLDER}/{path.name}", path.read_bytes())
+            path.unlink()
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """{tag: value} of a record's numbers, by group: train/loss, speed/mfu, validation/web/bits_per_byte."""
+    found = {f"{_GROUP.get(name, 'train')}/{name}": float(value) for name, value in record.items()
+             if isinstance(value, int | float) and name not in _NO_CURVE}
+    for domain, figures in record.get("validation", {}).items():
+        found |= {f"validation/{domain + '/' if domain else ''}{name}": float(value)
+                  for name, value in figures.items() if isinstance(value, int | float)}
+    return found

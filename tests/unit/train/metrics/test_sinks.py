@@ -1,0 +1,167 @@
+"""Sinks and the thread that serves them; TensorBoard's own reader is the oracle of what its files say."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tidewheel import storage
+from tidewheel.cluster.s3_server import S3Server
+from tidewheel.config import build
+from tidewheel.errors import ConfigError
+from tidewheel.train.metrics.config import MetricsConfig, WandbConfig
+from tidewheel.train.metrics.sinks import Background
+from tidewheel.train.metrics.tensorboard import TensorBoard
+from tidewheel.train.metrics.weights_and_biases import WeightsAndBiases, check
+
+
+def line(step: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "time": 1000.0 + step, "loss": loss, "tokens_per_second": 5.0 * step, "generation": 0,
+            "host_resident_bytes": 7}
+
+
+def write_run(place: storage.Store) -> None:
+    """Steps 1 to 6, killed; again from step 4, with an evaluation and a sample."""
+    first = TensorBoard(place)
+    for step in range(1, 7):
+        first.write(line(step, 10.0 - step))
+    first.flush()  # and nothing more: killed
+    again = TensorBoard(place, step=3, generation=1)
+    for step in range(4, 9):
+        again.write(line(step, 20.0 - step))
+        again.flush()  # on an object store a part each
+    again.write({"step": 8, "time": 1009.0, "validation_loss": 2.0, "validation": {
+        "web": {"loss": 2.0, "bits_per_byte": 0.9, "tokens": 12}, "code": {"loss": 1.0, "bits_per_byte": None}}})
+    again.write({"step": 8, "time": 1010.0, "sample": "def f():\n  <script>"})
+    again.close()
+
+
+def check_run(folder: Path) -> None:
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    assert losses == [(1, 9.0), (2, 8.0), (3, 7.0), *((step, 20.0 - step) for step in range(4, 9))]
+    assert [event.wall_time for event in found.Scalars("speed/tokens_per_second")] == [1000.0 + s for s in range(1, 9)]
+    assert set(found.Tags()["scalars"]) == {
+        "train/loss", "speed/tokens_per_second", "memory/host_resident_bytes", "validation/web/loss",
+        "validation/web/bits_per_byte", "validation/web/tokens", "validation/code/loss"}
+    sample = found.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert sample == "    def f():\n      <script>"
+
+
+def test_tensorboard_on_a_folder(tmp_path: Path):
+    write_run(storage.store(tmp_path))
+    check_run(tmp_path / "tensorboard")
+
+
+def test_tensorboard_on_an_object_store(tmp_path: Path):
+    with S3Server() as server:
+        server.create_bucket("runs")
+        place = storage.store("s3://runs/one")
+        write_run(place)
+        for entry in place.list("tensorboard"):
+            path = tmp_path / entry.key
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(place.read(entry.key))
+    check_run(tmp_path / "tensorboard")
+    assert len(list((tmp_path / "tensorboard").iterdir())) >= 6
+
+
+class Slow:
+    """A sink that takes its time, and fails where it is told to."""
+
+    def __init__(self, name: str, seconds: float = 0.0, failing: range = range(0)) -> None:
+        self.name, self._seconds, self._failing = name, seconds, failing
+        self.taken: list[int] = []
+        self.closed = False
+
+    def write(self, record) -> None:
+        time.sleep(self._seconds)
+        if record["step"] in self._failing:
+            raise OSError("away")
+        self.taken.append(record["step"])
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_step_waits_for_no_sink_and_a_failing_one_is_told_of_once():
+    told: list[tuple[str, str]] = []
+    slow, fragile = Slow("slow", 0.02), Slow("fragile", failing=range(3, 6))
+    background = Background([slow, fragile], lambda *failure: told.append(failure))
+    began = time.monotonic()
+    for step in range(1, 11):
+        background.write(line(step, 0.0))
+    assert time.monotonic() - began < 0.1
+    background.flush()
+    assert slow.taken == list(range(1, 11))
+    assert fragile.taken == [1, 2, 6, 7, 8, 9, 10]
+    assert told == [("fragile", "OSError: away")]
+    background.close()
+    background.close()
+    assert slow.closed
+    assert fragile.closed
+    assert not [thread for thread in threading.enumerate() if thread.name == "metrics"]
+
+
+def test_wandb_is_refused_without_its_package_and_without_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    config = WandbConfig(project="p")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="not installed"):
+        check(config)
+    check(None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        WeightsAndBiases(config, run="r", settings={}, recorded=0)
+
+
+def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch):
+    """The client's own calls, as its reference gives them, noted down by a module in its place."""
+    calls: list[tuple[str, Any]] = []
+
+    class Run:
+        def define_metric(self, name: str, step_metric: str) -> None:
+            calls.append(("define", (name, step_metric)))
+
+        def log(self, data: dict[str, Any]) -> None:
+            calls.append(("log", data))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def init(**given: Any) -> Run:
+        calls.append(("init", given))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("WANDB_API_KEY", "sesame")
+    sink = WeightsAndBiases(WandbConfig(project="p"), run="r", settings={"steps": 8}, recorded=4)
+    for step in (3, 4, 5):
+        sink.write(line(step, 1.0))
+    sink.close()
+    kind, given = calls[0]
+    assert kind == "init"
+    assert (given["id"], given["resume"], given["project"], given["config"]) == ("r", "allow", "p", {"steps": 8})
+    assert "sesame" not in str(calls)
+    assert [data["step"] for name, data in calls if name == "log"] == [5]
+    assert calls[-1][0] == "finish"
+
+
+def test_what_a_configuration_may_say():
+    assert build(MetricsConfig, {"wandb": {"project": "p"}}).wandb is not None
+    with pytest.raises(ConfigError, match="did you mean 'tensorboard'"):
+        build(MetricsConfig, {"tensorbord": False})
