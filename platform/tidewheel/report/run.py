@@ -11,7 +11,7 @@ from typing import Any
 
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
-from tidewheel.report import mixture
+from tidewheel.report import mixture, validation
 from tidewheel.report.events import QUIET, Event, checkpoints, marks, read_events
 from tidewheel.report.page import (
     Html,
@@ -78,6 +78,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page.section("Loss", loss_figure(read.metrics, marks(read.events), _references(read)), _reading(read),
                  note="Training loss (thin: each step, thick: smoothed), validation loss, and the entropies of the "
                       "same validation text; under it the speed and the number of workers.")
+    page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
                  note="The line falls back where steps were done again after a failure. Dots are checkpoints; each "
                       "row below is a worker, coloured by what its time went to.")
@@ -87,6 +88,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page.section("Audit", _audit_block(audit, audit_error))
     if read.result.get("sample"):
         page.section("Text sample", tag("blockquote", read.result["sample"]), note="Written by the trained model.")
+    page.section("Texts while it trained", *validation.samples(read.metrics))
     page.section("Mixture", *mixture.section(read.run.get("data", {}).get("mixture") or {}), note=mixture.NOTE)
     if read.pipeline:
         page.section("Data", pipeline_cards(read.pipeline))

@@ -116,7 +116,11 @@ class FakeRun:
                  learning_rate=1e-3, tokens_per_second=8170 / length, world_size=world, step_seconds=length,
                  data_wait_seconds=0.012)
         if step % 25 == 0:
-            self.log("metrics", step=step, validation_loss=4.5 + 3.1 * math.exp(-step / 60))
+            losses = {"web": 4.3 + 3.1 * math.exp(-step / 60), "code": 4.7 + 3.1 * math.exp(-step / 60)}
+            self.log("metrics", step=step, validation_loss=4.5 + 3.1 * math.exp(-step / 60), validation={
+                name: {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2) / 3.1,
+                       "tokens": 9000} for name, loss in losses.items()})
+            self.log("metrics", step=step, sample=f"The function returns <b>{step}</b>")
             self.event("save", step=step, stall_seconds=0.03)
             for rank, node in enumerate(nodes):
                 self._spent(rank, generation, node, "save_stall", 0.06)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -94,6 +95,22 @@ def test_run_report_says_everything(run: Store) -> None:
     assert "&lt;script&gt;alert(1)" in html
     assert "hunter2" not in html
     assert "tokens_per_step: 8192" in html
+
+
+def test_validation_has_a_curve_for_each_domain(run: Store, tmp_path: Path) -> None:
+    html, checker = check(write_run_report(run.uri))
+    text = " ".join(checker.text)
+    assert "bits per byte" in text
+    drawing = next(found for found in re.findall(r"<svg.*?</svg>", html, re.S) if "validation loss and bits" in found)
+    assert drawing.count("<polyline") == 4
+    assert "The function returns <b>25</b>" in text  # as text, not as a tag
+    lone = store(tmp_path / "lone")
+    lone.write_json("run.json", {"id": "lone"})
+    score = {"loss": 2.0, "perplexity": 7.389, "bits_per_byte": None, "tokens": 5}
+    lone.write("metrics.jsonl", json.dumps({"time": 1, "step": 4, "validation": {"": score}}).encode())
+    html, checker = check(write_run_report(lone.uri))
+    assert "7.389" in checker.text
+    assert "validation loss and bits per byte" not in html  # one point is no curve
 
 
 def test_costs_go_to_their_cause(run: Store) -> None:
