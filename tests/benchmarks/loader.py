@@ -62,7 +62,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tw-loader-") as folder:
         tokens = np.random.default_rng(0).integers(2, 50_000, (given.rows, given.length), dtype=np.uint16)
         uri = str(Path(folder, "shards"))
-        _write(uri, tokens)
+        write_shards(uri, tokens)
         rates = [_rate("Tidewheel, rows", given, lambda: _read(uri, given, as_batches=False)),
                  _rate("Tidewheel, micro-batches with targets", given, lambda: _read(uri, given, as_batches=True))]
         resumes = _resumes(uri, given)
@@ -86,11 +86,11 @@ def main() -> int:
     return int(ratio < WANTED_RATIO or max(resumes) > WANTED_SECONDS)
 
 
-def _write(uri: str, tokens: np.ndarray) -> None:
-    """A shard set of these rows, each cut into documents of `DOCUMENT` tokens."""
+def write_shards(uri: str, tokens: np.ndarray, *, vocabulary: int = VOCABULARY, document: int = DOCUMENT) -> None:
+    """A shard set of these rows, each cut into documents of `document` tokens."""
     place, length = storage.store(uri), tokens.shape[1]
     schema, infos = shard_schema(length, "uint16", False), []
-    starts = list(range(0, length, DOCUMENT))
+    starts = list(range(0, length, document))
     for first in range(0, len(tokens), SHARD_ROWS):
         part = tokens[first:first + SHARD_ROWS]
         columns = [pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), length),
@@ -101,7 +101,7 @@ def _write(uri: str, tokens: np.ndarray) -> None:
         infos.append(write_shard(place, pa.table(cast, schema=schema)))
     stamp = place.write("tokenizer.json", b"{}")
     write_manifest(place, Manifest(
-        sequence_length=length, token_dtype="uint16", vocabulary_size=VOCABULARY, recipe_hash="benchmark",
+        sequence_length=length, token_dtype="uint16", vocabulary_size=vocabulary, recipe_hash="benchmark",
         tokenizer={"file": "tokenizer.json", "hash": stamp.hash, "eos": 0, "pad": 1}, evaluation_sets=(),
         documents=len(tokens) * len(starts), shards=tuple(infos)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tidewheel.train.metrics.profile import Profiler, ranges
 def test_neighbours_share_a_trace(steps: set[int]):
     found = ranges(tuple(steps))
     assert [step for first, last in found for step in range(first, last + 1)] == sorted(steps)
-    assert all(last + 1 < first for (_, last), (first, _) in zip(found, found[1:]))
+    assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(found))
 
 
 def test_the_trace_holds_the_steps_and_no_others(tmp_path: Path):

@@ -39,9 +39,9 @@ class Scripted(Collectives):
 
 
 def test_a_rank_is_named_once_and_again_when_it_comes_back():
-    readings = [[1, 1, 2], [1, 1, 1.1], [1, 1, 2], [1, 1.05, 1.5], [1, 1, 1.6], [1, 1, 1.1], [1, 1, 1], [1, 2, 1],
-                [1, 2, 1]]
-    watch = Stragglers(StragglerConfig(every_steps=2, window=2), Scripted([[float(x) for x in row] for row in readings]))
+    readings = [[1.0, 1.0, 2.0], [1.0, 1.0, 1.1], [1.0, 1.0, 2.0], [1.0, 1.05, 1.5], [1.0, 1.0, 1.6], [1.0, 1.0, 1.1],
+                [1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 2.0, 1.0]]
+    watch = Stragglers(StragglerConfig(every_steps=2, window=2), Scripted(readings))
     events = [watch.step(0.0) for _ in range(1 + 2 * len(readings))]
     told = {number: event for number, found in enumerate(events) for event in found}
     assert [(number, kind, detail["slow_rank"]) for number, (kind, detail) in told.items()] == [
