@@ -50,9 +50,11 @@ class BusyTime:
     slower CPU, or one shared with somebody else. From /proc/thread-self/schedstat; elsewhere running time alone.
     """
 
+    place = "/proc/thread-self/schedstat"  # of the thread that opens it
+
     def __init__(self) -> None:
         try:
-            self._file: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # of the thread that opens it
+            self._file: int | None = os.open(self.place, os.O_RDONLY)
         except OSError:
             self._file = None
         self._last = self._total()

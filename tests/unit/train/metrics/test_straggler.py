@@ -56,15 +56,16 @@ def test_alone_or_turned_off_nothing_is_gathered():
 
 
 def test_sleep_is_no_work():
-    busy = BusyTime()
-    time.sleep(0.3)
-    slept = busy.seconds()
+    busy, slept = BusyTime(), []
+    for _ in range(4):
+        time.sleep(0.1)
+        slept.append(busy.seconds())  # with the wait for a CPU afterwards
     until = time.thread_time() + 0.2
     while time.thread_time() < until:
         pass
     worked = busy.seconds()
     busy.close()
-    assert slept < 0.2
+    assert min(slept) < 0.05
     assert worked >= 0.19
     assert 1e7 < host_resident_bytes() < 1e11
 
@@ -75,6 +76,7 @@ def _steps() -> None:
     rank = dist.get_rank()
     collectives = Collectives(Runtime(rank=rank, world_size=3))
     watch = Stragglers(StragglerConfig(every_steps=3, window=2), collectives)
+    BusyTime.place = ""  # running time alone: tests share their CPUs with others
     told = []
     for _ in range(7):
         until = time.thread_time() + (0.06 if rank == 1 else 0.02)
