@@ -190,7 +190,9 @@ def train(
         print_table(plan(settings), title="what would run")
         return 0
     from tidewheel.train.checks import read_data
+    from tidewheel.train.metrics.weights_and_biases import check
 
+    check(settings.metrics.wandb)
     read_data(settings)  # before a cluster is started for it
     if settings.model.init_from:
         from tidewheel.checkpoint.verify import locate

@@ -19,6 +19,7 @@ from tidewheel.errors import ClusterError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.train import checks
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.metrics import weights_and_biases
 from tidewheel.train.parallel import legal
 from tidewheel.train.record import TrainResult, read_result
 
@@ -51,6 +52,7 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainR
         return finished
     from tidewheel.elastic.worker import run_worker
 
+    weights_and_biases.check(config.metrics.wandb)
     checks.read_data(config)  # what is wrong with the data is said before any process starts
     return run_workers(config, run_worker, on_progress)
 
@@ -124,7 +126,9 @@ def _with_full_uris(config: TrainConfig) -> TrainConfig:
     def full(uri: str) -> str:
         return storage.store(uri).uri if uri else uri
 
-    data = config.data.model_copy(update={"uri": full(config.data.uri), "validation": full(config.data.validation),
+    sets = config.data.validation
+    validation = {name: full(uri) for name, uri in sets.items()} if isinstance(sets, dict) else full(sets)
+    data = config.data.model_copy(update={"uri": full(config.data.uri), "validation": validation,
                                           "cache": full(config.data.cache)})
     if data.mixture is not None:
         domains = {name: domain.model_copy(update={"shards": full(domain.shards)})

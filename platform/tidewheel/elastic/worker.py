@@ -78,9 +78,18 @@ def run_worker(settings: dict[str, Any]) -> Any:
         storage.store(config.run_uri).child("checkpoints"), keep_last=config.checkpoint.keep_last,
         on_event=lambda kind, detail: control.event(kind, **detail), asynchronous=config.checkpoint.asynchronous)
     runtime = Runtime(rank=rank, world_size=context.get_world_size(), device=_device(config), generation=generation,
-                      checkpoints=manager, control=control, node=ray.get_runtime_context().get_node_id()[:12])
+                      checkpoints=manager, control=control, sinks=_sinks(config, rank),
+                      node=ray.get_runtime_context().get_node_id()[:12])
     result = train(config, runtime)
     return result if rank == 0 else None
+
+
+def _sinks(config: Any, rank: int) -> list[Any]:
+    if rank or not config.metrics.prometheus:
+        return []
+    from tidewheel.elastic.gauges import RayGauges
+
+    return [RayGauges(config.run.id)]
 
 
 def _device(config: Any) -> Any:

@@ -10,8 +10,8 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 
 
-def read_data(config: TrainConfig) -> tuple[Source, Manifest | None]:
-    """The training data and the validation set's manifest, checked against the configuration and each other.
+def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
+    """The training data and the validation sets' manifests by domain, checked against the configuration and each other.
 
     Raises:
         ConfigError: no data, too little of it, or a model too small for it.
@@ -24,21 +24,24 @@ def read_data(config: TrainConfig) -> tuple[Source, Manifest | None]:
     manifest = source.manifest
     _fits(config, manifest)
     _lasts(config, source)
-    if not config.data.validation:
-        return source, None
-    validation = read_manifest(store(config.data.validation))
+    return source, {name: _validation(uri, manifest) for name, uri in config.data.validation_sets.items()}
+
+
+def _validation(uri: str, manifest: Manifest) -> Manifest:
+    """The manifest of a validation set, which must belong to the training set's."""
+    validation = read_manifest(store(uri))
     for name in ("sequence_length", "vocabulary_size"):
         ours, theirs = getattr(manifest, name), getattr(validation, name)
         if ours != theirs:
-            raise ShardError(f"{name} is {theirs}, but {ours} in the training set", where=config.data.validation,
+            raise ShardError(f"{name} is {theirs}, but {ours} in the training set", where=uri,
                              mend="take both sets from the same pipeline output")
     if validation.tokenizer.get("hash") != manifest.tokenizer.get("hash"):
-        raise ShardError("made with another tokenizer than the training set", where=config.data.validation,
+        raise ShardError("made with another tokenizer than the training set", where=uri,
                          mend="take both sets from the same pipeline output")
     if not validation.rows:
-        raise ShardError("the validation set is empty", where=config.data.validation,
+        raise ShardError("the validation set is empty", where=uri,
                          mend="raise pack.validation_fraction in the pipeline, or leave data.validation empty")
-    return source, validation
+    return validation
 
 
 def _fits(config: TrainConfig, manifest: Manifest) -> None:

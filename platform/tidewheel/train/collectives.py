@@ -44,6 +44,10 @@ class Collectives:
         dist.gather(mine, parts, group=group, group_dst=0)
         return torch.cat(parts).cpu() if parts is not None else None
 
+    def gather_all(self, values: torch.Tensor) -> torch.Tensor | None:
+        """`gather` over all ranks."""
+        return self.gather(values, dist.group.WORLD if self.world_size > 1 else None)
+
     def from_first(self, value: int) -> int:
         """Rank 0's `value`, on every rank."""
         if self.world_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import pydantic
@@ -12,6 +13,7 @@ from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import LossConfig, ModelConfig
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
 from tidewheel.train.optim.config import OptimizerConfig, ScheduleConfig
 from tidewheel.train.parallel.config import ParallelConfig
 
@@ -32,8 +34,8 @@ class DataConfig(Config):
     """URI of the training shard set (the folder with manifest.json)."""
     mixture: MixtureConfig | None = None
     """Several shard sets in stated shares, in the place of `uri`."""
-    validation: str = ""
-    """URI of the validation shard set; empty: no validation loss."""
+    validation: str | dict[str, str] = ""
+    """URI of the validation shard set, or several by domain, {web: URI, code: URI}; empty: no validation."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of sequences."""
     cache: str = ""
@@ -46,6 +48,23 @@ class DataConfig(Config):
         if self.uri and self.mixture is not None:
             raise ValueError("uri and mixture are both given: name one shard set, or the domains of a mixture")
         return self
+
+    @pydantic.field_validator("validation")
+    @classmethod
+    def _named(cls, value: str | dict[str, str]) -> str | dict[str, str]:
+        for name, uri in value.items() if isinstance(value, dict) else ():
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+                raise ValueError(f"{name!r} is no name of a validation set: letters, digits and . _ - only")
+            if not uri:
+                raise ValueError(f"validation set {name!r} has no URI")
+        return value
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """URIs of the validation sets by domain; a single set's domain is ""."""
+        if isinstance(self.validation, dict):
+            return dict(self.validation)
+        return {"": self.validation} if self.validation else {}
 
     @property
     def place(self) -> str:
@@ -89,6 +108,8 @@ class EvaluationConfig(Config):
     """Beginning of the text sample."""
     sample_tokens: int = Field(default=60, ge=0, le=4096)
     """Length of the text sample; 0: none."""
+    sample_every_steps: int = Field(default=0, ge=0)
+    """A text sample every so many steps and at the end; 0: at the end only."""
     temperature: float = Field(default=0.8, ge=0)
     """Sampling temperature; 0: the likeliest token."""
     top_k: int = Field(default=50, ge=0)
@@ -174,6 +195,10 @@ class TrainConfig(Config):
     """Validation loss and text sample."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Where its figures go."""
+    profile: ProfileConfig = ProfileConfig()
+    """Which steps are traced."""
     elastic: ElasticConfig = ElasticConfig()
     """Number of workers."""
 
@@ -202,7 +227,8 @@ class TrainConfig(Config):
         """Hash of what decides the result: not where the run writes, nor the cluster and layout, nor how often it
         saves."""
         values = self.canonical()
-        for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory"):
+        for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
+                      "profile"):
             values.pop(group)
         values["model"].pop("attention")
         values["loss"].pop("chunk_tokens")

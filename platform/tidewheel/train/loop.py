@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,21 @@ from tidewheel.errors import ConfigError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
-from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.source import Source, SourceReader
-from tidewheel.train import checks, evaluate, parallel
+from tidewheel.train import checks, evaluation, parallel
 from tidewheel.train.batches import BatchDigest, BatchReader, RankBatch
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.compile import use_cache
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.evaluation import ValidationSet
+from tidewheel.train.metrics import weights_and_biases
+from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.precision import LossScale, check_precision
-from tidewheel.train.record import RunRecord, TrainResult, peak_flops, read_result
+from tidewheel.train.record import RunRecord, TrainResult, read_result
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import StepResult, train_step
 from tidewheel.train.timeline import Timeline
@@ -51,6 +54,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
         return finished
     legal.check_world(config, runtime.world_size)
     check_precision(torch.device(runtime.device), config.precision)
+    weights_and_biases.check(config.metrics.wandb)
     source, validation = checks.read_data(config)  # before anything is written
     timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
     with contextlib.ExitStack() as stack:
@@ -93,17 +97,18 @@ class Loop:
     record: RunRecord
     collectives: Collectives
     source: Source
-    validation: ShardSet | None
+    validation: list[ValidationSet]
     model: ParallelModel
     optimizer: Optimizer
     reader: BatchReader
     digest: BatchDigest
+    metrics: Reporter
     progress: Progress
     loss_scale: LossScale | None
 
     @classmethod
     def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source,
-             validation: Manifest | None) -> Loop:
+             validation: Mapping[str, Manifest]) -> Loop:
         """Open the data and build the model; its values are not yet set."""
         device = torch.device(runtime.device)
         if device.type == "cpu":
@@ -116,14 +121,20 @@ class Loop:
         cache = Path(config.data.cache) if config.data.cache else None
         reader = BatchReader(Loader(SourceReader(source, cache), prefetch=0), config.batch, model.mesh.data_rank,
                              model.mesh.data_size, device=device, steps=config.steps, ahead=config.data.prefetch)
+        record = RunRecord(storage.store(config.run_uri))
+        metrics = Reporter(
+            config, record, collectives, generation=runtime.generation, extra=runtime.sinks,
+            on_event=runtime.control.event,
+            flops_per_token=config.model.flops_per_token(vocabulary, source.manifest.sequence_length))
         loop = cls(
-            config=config, runtime=runtime, timeline=timeline, record=RunRecord(storage.store(config.run_uri)),
+            config=config, runtime=runtime, timeline=timeline, record=record,
             collectives=collectives, source=source,
-            validation=ShardSet.open(config.data.validation, cache) if validation else None, model=model,
+            validation=evaluation.open_sets(config, device), model=model,
             optimizer=build_optimizer(model, config.optimizer), digest=BatchDigest(source, collectives, model.mesh),
-            progress=Progress(), reader=reader, loss_scale=LossScale() if config.precision == "fp16" else None)
+            progress=Progress(), reader=reader, metrics=metrics,
+            loss_scale=LossScale() if config.precision == "fp16" else None)
         if runtime.rank == 0:
-            loop.record.write_run(config, source, validation, parameters=model.num_parameters,
+            record.write_run(config, source, validation, parameters=model.num_parameters,
                                   vocabulary_size=vocabulary)
         return loop
 
@@ -144,6 +155,7 @@ class Loop:
             self.optimizer.restored()
             self.model.refresh()
         progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
+        self.metrics.open(step=progress.step, recorded=progress.recorded)
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
         self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,
                     redo=max(0, progress.recorded - progress.step))
@@ -164,6 +176,7 @@ class Loop:
             step = self.progress.step + 1
             batch = self.reader.read(step)
             waited = self.timeline.spent("data_wait")
+            self.metrics.begin(step)
             result = self._step(step, batch)
             self.progress.step, self.progress.loss = step, result.loss
             self.progress.tokens += result.tokens
@@ -195,30 +208,21 @@ class Loop:
         return result
 
     def _write(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
+        config, progress, batch = self.config, self.progress, self.config.batch
+        figures = {"tokens": progress.tokens, "loss": result.loss, "gradient_norm": result.gradient_norm,
+                   "learning_rate": self.optimizer.learning_rate}
+        if self.loss_scale is not None:
+            figures["loss_scale"] = self.loss_scale.scale
+        self.metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited)
         if self.runtime.rank != 0:
             return
-        config, progress, batch = self.config, self.progress, self.config.batch
-        speed = result.tokens / max(seconds, 1e-9)
-        line = {"time": time.time(), "generation": self.runtime.generation, "step": progress.step,
-                "tokens": progress.tokens, "loss": result.loss, "gradient_norm": result.gradient_norm,
-                "learning_rate": self.optimizer.learning_rate, "tokens_per_second": speed,
-                "world_size": self.runtime.world_size, "step_seconds": seconds, "data_wait_seconds": waited}
-        mfu = self._mfu(speed)
-        self.record.metrics.append(line if mfu is None else {**line, "mfu": mfu})
         self.record.batches.append({
             "step": progress.step, "digest": digest, "position": (progress.step - 1) * batch.global_sequences,
             "count": batch.global_sequences, "world_size": self.runtime.world_size,
             "generation": self.runtime.generation})
-        self.runtime.control.progress(progress.step, config.steps, loss=result.loss, tokens_per_second=speed,
-                                      tokens=progress.tokens, world_size=self.runtime.world_size)
-
-    def _mfu(self, tokens_per_second: float) -> float | None:
-        """tokens/s x FLOPs per token (`ModelConfig.flops_per_token`) over the peak of all devices."""
-        if self.collectives.device.type != "cuda":
-            return None
-        peak = peak_flops(torch.cuda.get_device_name(self.collectives.device))
-        flops = self.config.model.flops_per_token(self.model.vocabulary_size, self.source.manifest.sequence_length)
-        return tokens_per_second * flops / (peak * self.runtime.world_size) if peak else None
+        self.runtime.control.progress(progress.step, config.steps, loss=result.loss, tokens=progress.tokens,
+                                      tokens_per_second=result.tokens / max(seconds, 1e-9),
+                                      world_size=self.runtime.world_size)
 
     def _after(self, step: int, stop: bool) -> None:
         """What a step boundary may bring: a save, an evaluation (while the save is written), a planned stop."""
@@ -226,20 +230,29 @@ class Loop:
         due = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0
         if due or stop or step == config.steps:
             self._save(step)
-        if config.evaluation.every_steps and step % config.evaluation.every_steps == 0 and step < config.steps:
+        wanted = config.evaluation
+        if wanted.every_steps and step % wanted.every_steps == 0 and step < config.steps:
             self._evaluate()
+        if wanted.sample_every_steps and step % wanted.sample_every_steps == 0 and step < config.steps:
+            self._sample()
         if stop and step < config.steps:
             self._make_way(step)
 
     def _evaluate(self) -> None:
-        if self.validation is None:
+        if not self.validation:
             return
-        self.progress.validation_loss = evaluate.validation_loss(self.model, self.validation, self.config,
-                                                                 self.collectives)
-        if self.runtime.rank == 0:
-            self.record.metrics.append({"time": time.time(), "step": self.progress.step,
-                                        "validation_loss": self.progress.validation_loss})
+        scores = evaluation.validate(self.model, self.validation, self.config, self.collectives)
+        self.progress.validation_loss = evaluation.overall(scores)
+        self.metrics.record(self.progress.step, evaluation.record(scores))
         self.timeline.spent("productive")
+
+    def _sample(self) -> str:
+        """A text by the model as it is now."""
+        text = evaluation.text_sample(self.model, self.source.domains[0], self.config, self.collectives)
+        if text:
+            self.metrics.record(self.progress.step, {"sample": text})
+        self.timeline.spent("productive")
+        return text
 
     def _save(self, step: int) -> None:
         if self.progress.saved == step:
@@ -260,6 +273,7 @@ class Loop:
         """A planned resize or drain: commit, say so, and wait to be replaced."""
         self.runtime.checkpoints.wait()
         self.timeline.spent("save_stall")
+        self.metrics.flush()
         self.record.flush()
         self.timeline.flush()
         self.runtime.control.hold(step)
@@ -268,8 +282,7 @@ class Loop:
     def finish(self) -> TrainResult:
         """Validation loss, text sample, result.json."""
         self._evaluate()
-        sample = evaluate.text_sample(self.model, self.source.domains[0], self.config, self.collectives)
-        self.timeline.spent("productive")
+        sample = self._sample()
         self._save(self.progress.step)
         self.runtime.checkpoints.wait()
         self.timeline.spent("save_stall")
@@ -277,6 +290,7 @@ class Loop:
             steps=self.progress.step, tokens=self.progress.tokens, loss=self.progress.loss,
             validation_loss=self.progress.validation_loss, sample=sample,
             seconds=time.time() - self.record.started(), run_uri=self.config.run_uri)
+        self.metrics.flush()
         if self.runtime.rank == 0:
             self.record.flush()
             self.record.write_result(result)
@@ -290,5 +304,6 @@ class Loop:
     def close(self) -> None:
         """Let go of threads and buffered lines."""
         self.reader.close()
+        self.metrics.close()
         if self.runtime.rank == 0:
             self.record.flush()

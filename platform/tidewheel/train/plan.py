@@ -36,7 +36,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     values: dict[str, Any] = {
         "run": config.run_uri + (" (exists: would be resumed)" if run.exists("run.json") else ""),
         **_sets(source, sequences),
-        "validation": config.data.validation or "none",
+        "validation": ", ".join(f"{name}: {uri}" if name else uri for name, uri
+                                in config.data.validation_sets.items()) or "none",
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
         "steps": f"{config.steps:,} of {batch.global_sequences} sequences ({step_tokens:,} tokens) each",

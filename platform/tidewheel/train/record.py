@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,10 +22,6 @@ from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
 
 PACKAGES = ("tidewheel", "torch", "ray", "numpy", "pyarrow", "tokenizers", "safetensors", "pydantic")
-
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s by device name, from NVIDIA's data sheets; MFU is left out for any other device."""
-
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -55,16 +52,17 @@ class RunRecord:
         self.metrics.flush()
         self.batches.flush()
 
-    def write_run(self, config: TrainConfig, source: Source, validation: Manifest | None, *, parameters: int,
+    def write_run(self, config: TrainConfig, source: Source, validation: Mapping[str, Manifest], *, parameters: int,
                   vocabulary_size: int) -> None:
         """Write run.json unless it is there."""
         if self.store.exists("run.json"):
             return
         sets = _data(source, config.steps * config.batch.global_sequences)
-        if validation is not None:
-            sets["validation"] = _shard_set(config.data.validation, validation)
+        named = {name: _shard_set(uri, validation[name]) for name, uri in config.data.validation_sets.items()}
+        if named:
+            sets["validation"] = named.get("", named)
         self.store.write_json("run.json", {
-            "id": config.run.id, "started": time.time(), "config": _without_secrets(config.canonical()),
+            "id": config.run.id, "started": time.time(), "config": without_secrets(config.canonical()),
             "recipe_hash": config.recipe_hash(), "data": sets, "parameters": parameters,
             "vocabulary_size": vocabulary_size, "versions": versions(), "commit": git_commit()})
 
@@ -134,9 +132,10 @@ def _clean(uri: str) -> str:
     return re.sub(r"://[^/@]*@", "://", uri)  # user:password@ has no place in a file that people share
 
 
-def _without_secrets(value: Any) -> Any:
+def without_secrets(value: Any) -> Any:
+    """JSON values without the user and password of any URI."""
     if isinstance(value, dict):
-        return {key: _without_secrets(inner) for key, inner in value.items()}
+        return {key: without_secrets(inner) for key, inner in value.items()}
     return _clean(value) if isinstance(value, str) else value
 
 
@@ -161,8 +160,3 @@ def git_commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "") if commit.returncode == 0 else ""
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Peak of a device by its name, None when unknown."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from tidewheel.train.metrics.sinks import Sink
 
 
 class Checkpointer(Protocol):
@@ -88,5 +92,7 @@ class Runtime:
     """How often the run was restarted or resized before; 0 the first time."""
     checkpoints: Checkpointer = field(default_factory=NoCheckpoints)
     control: Control = field(default_factory=NoControl)
+    sinks: Sequence[Sink] = ()
+    """Where metrics go beside what the configuration says, on rank 0."""
     node: str = field(default_factory=socket.gethostname)
     """Name of the node, for the ledger."""

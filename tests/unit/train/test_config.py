@@ -5,7 +5,8 @@ import pytest
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.record import _without_secrets, peak_flops
+from tidewheel.train.metrics.measure import peak_flops
+from tidewheel.train.record import without_secrets
 
 
 @pytest.mark.parametrize(("values", "says"), [
@@ -43,7 +44,7 @@ def test_a_preset_is_spelled_out():
 
 def test_secrets_stay_out_of_run_json():
     values = {"uri": "s3://key:secret@bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3}
-    assert _without_secrets(values) == {"uri": "s3://bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3}
+    assert without_secrets(values) == {"uri": "s3://bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3}
 
 
 def test_an_unknown_device_has_no_peak():

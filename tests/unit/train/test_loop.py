@@ -22,7 +22,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,9 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 FLOP/s by device name, from NVIDIA's data sheets; MFU is left out for any other device."""
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a device, None when its name is not in `PEAK_FLOPS`."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name, None when it is not in `PEAK_FLOPS`."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
 def memory(device: torch.device) -> dict[str, int]:

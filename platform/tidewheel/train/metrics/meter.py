@@ -33,7 +33,7 @@ class Meter:
 
     def __post_init__(self) -> None:
         if self.peak is None:
-            self.peak = peak_flops(self.device)
+            self.peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def step(self, step: int, *, tokens: int, seconds: float, waited: float) -> dict[str, Any] | None:
         """One step is done; the line's figures when one is due.

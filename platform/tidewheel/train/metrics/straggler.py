@@ -51,6 +51,7 @@ class Stragglers:
         self._waited, self._steps = 0.0, 0
         self._readings: deque[torch.Tensor] = deque(maxlen=config.window)
         self._known: set[int] = set()
+        self._unread: list[float] = []
 
     def step(self, waited: float) -> list[tuple[str, dict[str, Any]]]:
         """Called by all ranks at the end of each step, with the seconds it waited for data.
@@ -70,10 +71,11 @@ class Stragglers:
             return []
         own = (self._busy.seconds() + self._waited) / self._steps
         self._waited, self._steps = 0.0, 0
-        gathered = self._collectives.gather(torch.tensor([int(own * 1e9)]))
+        gathered = self._collectives.gather_all(torch.tensor([int(own * 1e9)]))
         if gathered is None:
             return []
         self._readings.append(gathered.double() / 1e9)
+        self._unread = self._readings[-1].tolist()
         return self._news() if len(self._readings) == config.window else []
 
     def close(self) -> None:
@@ -81,10 +83,10 @@ class Stragglers:
         if self._busy is not None:
             self._busy.close()
 
-    @property
-    def own_seconds(self) -> list[float]:
-        """The newest reading by rank, on rank 0; [] before the first."""
-        return self._readings[-1].tolist() if self._readings else []
+    def reading(self) -> list[float]:
+        """The ranks' own seconds per step, once after each gather, on rank 0; else []."""
+        found, self._unread = self._unread, []
+        return found
 
     def _news(self) -> list[tuple[str, dict[str, Any]]]:
         found = {each.rank: each for each in stragglers(torch.stack(list(self._readings)), self._config.share)}

@@ -34,7 +34,7 @@ class Scripted(Collectives):
         super().__init__(Runtime())
         self.world_size, self._script = 3, iter(script)
 
-    def gather(self, values: torch.Tensor, group=None) -> torch.Tensor | None:
+    def gather_all(self, values: torch.Tensor) -> torch.Tensor | None:
         return torch.tensor([int(seconds * 1e9) for seconds in next(self._script)])
 
 
@@ -46,6 +46,8 @@ def test_a_rank_is_named_once_and_again_when_it_comes_back():
     told = {number: event for number, found in enumerate(events) for event in found}
     assert [(number, kind, detail["slow_rank"]) for number, (kind, detail) in told.items()] == [
         (8, "straggler", 2), (12, "straggler_over", 2), (18, "straggler", 1)]
+    assert watch.reading() == [1.0, 2.0, 1.0]
+    assert watch.reading() == []
     assert told[8][1] == {"slow_rank": 2, "own_seconds": 1.75, "median_seconds": 1.025, "over": 0.707}
     watch.close()
 

@@ -1,0 +1,119 @@
+"""What the loop tells about its steps: measured here, handed to the sinks; an event for what is out of the ordinary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tidewheel.storage import Store
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.metrics.meter import Meter
+from tidewheel.train.metrics.profile import Profiler
+from tidewheel.train.metrics.sinks import Background, JsonSink, Sink
+from tidewheel.train.metrics.straggler import Stragglers
+from tidewheel.train.record import RunRecord, without_secrets
+
+OnEvent = Callable[..., None]
+"""Called with (kind, **detail) on rank 0."""
+LISTED_RANKS = 64
+"""Of so many ranks each one's own time is in metrics.jsonl; of more, the slowest only."""
+
+
+class Reporter:
+    """One rank's; all ranks make the same calls, only rank 0 writes.
+
+    Args:
+        flops_per_token: see `ModelConfig.flops_per_token`.
+        extra: sinks of whoever runs the loop.
+    """
+
+    def __init__(self, config: TrainConfig, record: RunRecord, collectives: Collectives, *, flops_per_token: float,
+                 generation: int, extra: Sequence[Sink], on_event: OnEvent) -> None:
+        self._config, self._record, self._generation = config, record, generation
+        self._extra, self._on_event, self._rank = tuple(extra), on_event, collectives.rank
+        self._world_size = collectives.world_size
+        self._meter = Meter(config.metrics.every_steps, config.steps, collectives.world_size, collectives.device,
+                            flops_per_token)
+        self._stragglers = Stragglers(config.metrics.straggler, collectives)
+        self._profiler = Profiler(config.profile, record.store, collectives.device) if self._rank == 0 else None
+        self._sinks: Background | None = None
+
+    def open(self, *, step: int, recorded: int) -> None:
+        """The run goes on after `step`; steps up to `recorded` have been told of before."""
+        if self._rank == 0:
+            sinks = [JsonSink(self._record.metrics), *_sinks(self._config, self._record.store, step, recorded,
+                                                             self._generation), *self._extra]
+            self._sinks = Background(sinks, self._failed)
+
+    def begin(self, step: int) -> None:
+        """`step` is about to start."""
+        if self._profiler is not None:
+            self._profiler.begin(step)
+
+    def step(self, step: int, figures: Mapping[str, Any], *, tokens: int, seconds: float, waited: float) -> None:
+        """`step` is done.
+
+        Args:
+            figures: what the step found: loss, gradient norm and the like.
+            tokens: real tokens of the global batch.
+            seconds: this rank's step took, with the wait for data.
+            waited: for data.
+        """
+        events = self._stragglers.step(waited)
+        line = self._meter.step(step, tokens=tokens, seconds=seconds, waited=waited)
+        if self._sinks is not None and line is not None:
+            self._sinks.write({"step": step, "generation": self._generation, "world_size": self._world_size,
+                               **figures, **line, **self._own_seconds()})
+        for kind, detail in events:
+            self._on_event(kind, step=step, **detail)
+        if self._profiler is not None and (written := self._profiler.end(step)):
+            self._on_event("profile", step=step, files=written)
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """A record of its own: an evaluation, a sample."""
+        if self._sinks is not None:
+            self._sinks.write({"time": time.time(), "step": step, **values})
+
+    def flush(self) -> None:
+        """Write out what the sinks still hold."""
+        if self._sinks is not None:
+            self._sinks.flush()
+
+    def close(self) -> None:
+        """The last call."""
+        if self._sinks is not None:
+            self._sinks.close()
+        if self._profiler is not None:
+            self._profiler.close()
+        self._stragglers.close()
+
+    def _failed(self, sink: str, reason: str) -> None:
+        self._on_event("sink_failed", sink=sink, reason=reason)
+
+    def _own_seconds(self) -> dict[str, Any]:
+        """The newest reading of the ranks' own time, once."""
+        readings = self._stragglers.reading()
+        if not readings:
+            return {}
+        slowest = max(range(len(readings)), key=readings.__getitem__)
+        found: dict[str, Any] = {"slowest_rank": slowest, "slowest_own_seconds": readings[slowest]}
+        if len(readings) <= LISTED_RANKS:
+            found["own_seconds"] = readings
+        return found
+
+
+def _sinks(config: TrainConfig, store: Store, step: int, recorded: int, generation: int) -> list[Sink]:
+    """The configured sinks beside metrics.jsonl."""
+    wanted, found = config.metrics, list[Sink]()
+    if wanted.tensorboard:
+        from tidewheel.train.metrics.tensorboard import TensorBoard
+
+        found.append(TensorBoard(store, step=step, generation=generation))
+    if wanted.wandb is not None:
+        from tidewheel.train.metrics.weights_and_biases import WeightsAndBiases
+
+        found.append(WeightsAndBiases(wanted.wandb, run=config.run.id, settings=without_secrets(config.canonical()),
+                                      recorded=recorded))
+    return found
