@@ -391,6 +391,31 @@ def report(
     return 0
 
 
+@app.command(name="generate")
+def generate_text(
+    source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
+                                          "RUN/checkpoints/step_00000100.")],
+    *,
+    prompt: Annotated[str, Parameter(help="Beginning of the text.")] = "",
+    tokens: Annotated[int, Parameter(help="Tokens to write; fewer where the document ends.")] = 100,
+    temperature: Annotated[float, Parameter(help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, Parameter(help="Draw among so many likeliest tokens; 0: all.")] = 50,
+    top_p: Annotated[float, Parameter(help="Draw among the fewest tokens whose probabilities reach this sum.")] = 1.0,
+    seed: Annotated[int, Parameter(help="The same seed draws the same text.")] = 0,
+    tokenizer: Annotated[str, Parameter(help="A tokenizer's file; by default that of the run's shard set.")] = "",
+    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; by default the first GPU if there is one.")] = "",
+) -> int:
+    """Continue a text with the model of a checkpoint, whichever number of workers and layout it was trained on."""
+    if tokens < 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise ConfigError("--tokens, --temperature and --top-k are 0 or more, --top-p is above 0 and at most 1",
+                          where="tidewheel generate", mend="correct the option")
+    from tidewheel.checkpoint.generation import Writer
+
+    writer = Writer.open(source, tokenizer=tokenizer, device=device)
+    print(writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
+    return 0
+
+
 @app.command
 def workflow(
     *,

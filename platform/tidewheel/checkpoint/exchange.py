@@ -58,7 +58,7 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -
     files, eos = _tokenizer(run, tokenizer)
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return _read(place, name, manifest, names)
+        return read_weights(place, name, manifest, names)
 
     target = storage.store(out)
     target.check()
@@ -128,7 +128,8 @@ def _count(config: ModelConfig, vocabulary_size: int) -> int:
     return sum(shape.numel() for shape in huggingface.parameter_shapes(config, vocabulary_size).values())
 
 
-def _read(place: Store, name: str, manifest: CheckpointManifest, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def read_weights(place: Store, name: str, manifest: CheckpointManifest,
+                 names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Whole tensors of parameters, by their names."""
     state = {}
     for each in names:

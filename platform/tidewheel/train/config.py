@@ -114,6 +114,8 @@ class EvaluationConfig(Config):
     """Sampling temperature; 0: the likeliest token."""
     top_k: int = Field(default=50, ge=0)
     """Sample among the so many likeliest tokens; 0: all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample among the fewest tokens whose probabilities reach this sum."""
 
 
 class CheckpointConfig(Config):

@@ -134,9 +134,11 @@ def text_sample(model: ParallelModel, domain: Domain, config: TrainConfig, colle
         return ""
     tokenizer = of_manifest(storage.store(domain.uri), domain.manifest.tokenizer)
     prompt = tokenizer.encode_plain([wanted.prompt])[0].tolist() or [tokenizer.eos]
+    alone = model.mesh.size("pipeline", "context", "tensor") == 1  # whole sequences here: a cache of keys can be kept
     with precision_context(collectives.device, config.precision):
-        new = generate(model, prompt, tokens=wanted.sample_tokens,
-                       context=domain.manifest.sequence_length, temperature=wanted.temperature, top_k=wanted.top_k,
-                       seed=config.seed, stop=tokenizer.eos)
+        new = generate(model.parts[0] if alone else model, prompt, tokens=wanted.sample_tokens,
+                       context=domain.manifest.sequence_length, device=collectives.device,
+                       temperature=wanted.temperature, top_k=wanted.top_k, top_p=wanted.top_p, seed=config.seed,
+                       stop=tokenizer.eos)
     model.reshard()
     return tokenizer.decode(prompt + new)

@@ -1,0 +1,83 @@
+"""Text from a checkpoint of any layout, on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tidewheel import storage
+from tidewheel.checkpoint import exchange
+from tidewheel.checkpoint.manifest import read_manifest
+from tidewheel.checkpoint.verify import locate, verify_files
+from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.generate import generate
+from tidewheel.shards.tokenizer import Encoder, load, of_manifest
+from tidewheel.train.record import recorded_source
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model and the tokenizer it was trained with."""
+
+    checkpoint: str
+    model: Decoder
+    tokenizer: Encoder
+    context: int
+    """Longest sequence the model is given."""
+
+    @classmethod
+    def open(cls, uri: str, *, tokenizer: str = "", device: str = "") -> Writer:
+        """The model of a checkpoint, whichever layout wrote it; every file's hash is checked.
+
+        Args:
+            uri: a run (its newest complete checkpoint is taken), or one checkpoint, RUN/checkpoints/step_00000100.
+            tokenizer: file of the tokenizer; default: that of the run's shard set, or what lies beside the run.
+            device: default: the first GPU if there is one, else the CPU.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+            ConfigError: there is no tokenizer, or it does not fit the model.
+        """
+        run, place, name = locate(uri)
+        manifest = read_manifest(place, name)
+        if problems := verify_files(place, name, manifest.files):
+            raise CheckpointError("; ".join(problems)[:500], where=place.at(name),
+                                  mend="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
+        config, vocabulary_size = exchange.model_of(manifest, place.at(name))
+        encoder, context = _tokenizer(run, tokenizer)
+        if encoder.vocabulary_size > vocabulary_size:
+            raise ConfigError(f"the tokenizer has {encoder.vocabulary_size} tokens, the model {vocabulary_size}",
+                              where=tokenizer or run.uri, mend="give the tokenizer that the model was trained with")
+        with torch.device("meta"):
+            model = Decoder(config, vocabulary_size)
+        weights = exchange.read_weights(place, name, manifest, [each for each, _ in model.named_parameters()])
+        model.load_state_dict(weights, assign=True)
+        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return cls(place.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))
+
+    def write(self, prompt: str, *, tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
+              cache: bool = True) -> str:
+        """`prompt` and its continuation, up to the end of a document; see `models.generate.generate`."""
+        ids = self.tokenizer.encode_plain([prompt])[0].tolist() or [self.tokenizer.eos]
+        device = next(self.model.parameters()).device
+        new = generate(self.model, ids, tokens=tokens, context=self.context, device=device, temperature=temperature,
+                       top_k=top_k, top_p=top_p, seed=seed, stop=self.tokenizer.eos, cache=cache)
+        return self.tokenizer.decode(ids + new)
+
+
+def _tokenizer(run: storage.Store, given: str) -> tuple[Encoder, int]:
+    """(tokenizer, sequence length it was trained with, 0 when that is not known)."""
+    if given:
+        place, key = storage.split(given)
+        try:
+            return load(place.read(key)), 0
+        except FileNotFoundError:
+            raise ConfigError("there is no such file", where=given, mend="give --tokenizer another path") from None
+    if run.exists("run.json"):
+        domain = recorded_source(run.read_json("run.json")).domains[0]
+        return of_manifest(storage.store(domain.uri), domain.manifest.tokenizer), domain.manifest.sequence_length
+    if run.exists(exchange.TOKENIZER):  # imported
+        return load(run.read(exchange.TOKENIZER)), 0
+    raise ConfigError("the tokenizer is not known", where=run.uri, mend="give it: --tokenizer PATH/tokenizer.json")
