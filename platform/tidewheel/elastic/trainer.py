@@ -53,7 +53,7 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainR
     from tidewheel.elastic.worker import run_worker
 
     weights_and_biases.check(config.metrics.wandb)
-    checks.read_data(config)  # what is wrong with the data is said before any process starts
+    checks.files(config, checks.read_data(config)[0])  # what is wrong with the data is said before any process starts
     return run_workers(config, run_worker, on_progress)
 
 
@@ -91,6 +91,8 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None) -> 
 
     config = _with_full_uris(config)
     place = storage.store(config.run_uri)
+    if read_result(place) is None:
+        checks.files(config, checks.read_data(config)[0])
     control = LocalControl(JsonLog(place, "events.jsonl"), on_progress)
     manager = CheckpointManager(place.child("checkpoints"), keep_last=config.checkpoint.keep_last,
                                 on_event=lambda kind, detail: control.event(kind, **detail),

@@ -31,14 +31,24 @@ class ShardFiles:
         self._store, self._bytes = store, cache_bytes
         self._cache = cache or Path(tempfile.gettempdir(), f"tidewheel-shards-{os.getuid()}")
 
-    def path(self, shard: ShardInfo) -> Path:
+    @property
+    def copies(self) -> bool:
+        """Whether files are copies, with their hash checked."""
+        return self._store.local_path("x") is None
+
+    def path(self, shard: ShardInfo, *, anew: bool = False) -> Path:
         """Path of a file that has the shard's length, and, if it is a copy, its hash.
+
+        Args:
+            anew: throw an earlier copy away.
 
         Raises:
             ShardError: the shard is missing, or its content is not what the manifest says.
         """
         local = self._store.local_path(shard.name)
         if local is None:
+            if anew:
+                (self._cache / shard.name).unlink(missing_ok=True)
             return self._copy(shard)
         try:
             size = local.stat().st_size

@@ -21,7 +21,8 @@ class Loader:
     """
 
     def __init__(self, reader: SourceReader, *, prefetch: int = 2) -> None:
-        self._read, self._end, self._prefetch = reader.read, reader.source.end, prefetch
+        self._reader, self._end, self._prefetch = reader, reader.source.end, prefetch
+        self._read = reader.read
         self._ahead: OrderedDict[bytes, Future[Rows]] = OrderedDict()
         self._last: np.ndarray | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards") if prefetch else None
@@ -43,11 +44,16 @@ class Loader:
         self._read_ahead(self._thread, positions)
         return rows
 
+    def settle(self) -> None:
+        """Return once all that was read is known to be right; ShardError when it is not."""
+        self._reader.settle()
+
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the threads."""
         self._forget()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
 
     def _forget(self) -> None:
         for future in self._ahead.values():

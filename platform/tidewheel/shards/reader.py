@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from tidewheel import storage
 from tidewheel.errors import ShardError
 from tidewheel.shards.cache import CACHE_BYTES, ShardFiles
 from tidewheel.shards.format import shard_schema
+from tidewheel.shards.integrity import Integrity, fingerprint, problem_of
 from tidewheel.shards.manifest import PACKED, REBUILD, Manifest, ShardInfo, read_manifest
 
+OnDamage = Callable[[str, str], None]
 OPEN_SHARDS = 1024
 """Maps held open; Linux allows a process 65,530 (vm.max_map_count)."""
 
@@ -85,16 +88,27 @@ def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> S
 class ShardSet:
     """A shard set opened for reading; safe for several threads."""
 
-    def __init__(self, store: storage.Store, manifest: Manifest, files: ShardFiles) -> None:
+    def __init__(self, store: storage.Store, manifest: Manifest, files: ShardFiles, *, verify: bool = False,
+                 on_damage: OnDamage | None = None) -> None:
         self.store, self.manifest, self._files = store, manifest, files
+        self._integrity, self._on_damage = Integrity(verify), on_damage
         self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._suspect: set[int] = set()  # something was wrong with them: to be checked whole before the next read
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, uri: str, cache: Path | None = None, *, cache_bytes: int = CACHE_BYTES) -> ShardSet:
+    def open(cls, uri: str, cache: Path | None = None, *, cache_bytes: int = CACHE_BYTES, verify: bool = False,
+             on_damage: OnDamage | None = None) -> ShardSet:
         """The set at `uri`. Shards open when first read: memory-mapped in place, or copied from an object store into
         `cache` with their hash checked.
+
+        Args:
+            uri: the set.
+            cache: folder of copies; default: a temporary one.
+            cache_bytes: room for them.
+            verify: hash files in place too, see `shards.integrity`.
+            on_damage: told (where, what) when a shard had to be read again, by whatever thread reads.
 
         Raises:
             ShardError: there is no set, its manifest is damaged, or it is a preference set.
@@ -104,7 +118,7 @@ class ShardSet:
         if manifest.kind != PACKED:
             raise ShardError(f"a set of {manifest.kind}: its rows are pairs, no packed sequences", where=store.uri,
                              mend="read it with tidewheel.shards.preferences.read_pairs")
-        return cls(store, manifest, ShardFiles(store, cache, cache_bytes))
+        return cls(store, manifest, ShardFiles(store, cache, cache_bytes), verify=verify, on_damage=on_damage)
 
     def shard(self, index: int) -> Shard:
         """Shard number `index`, opened at its first use.
@@ -116,25 +130,71 @@ class ShardSet:
             found = self._open.get(index)
             if found is not None:
                 self._open.move_to_end(index)
+                problem = self._integrity.problem(self.manifest.shards[index])
+                if problem:
+                    raise self._damaged(index, problem)
                 return found
-        info = self.manifest.shards[index]  # outside the lock: a download must not stop other readers
-        found = open_shard(self._files.path(info), info, self.manifest, self.store.at(info.name))
+        return self._load(index, anew=index in self._suspect)  # outside the lock: a download must not stop others
+
+    def _load(self, index: int, *, anew: bool = False) -> Shard:
+        """Open a shard; `anew`: from its origin, with its whole content checked."""
+        info = self.manifest.shards[index]
+        path = self._files.path(info, anew=anew)
+        before = fingerprint(path)
+        if anew and (problem := problem_of(path, info)):
+            raise self._damaged(index, f"{problem}; it was read twice")
+        found = open_shard(path, info, self.manifest, self.store.at(info.name))
         with self._lock:
-            found = self._open.setdefault(index, found)
+            if index not in self._open or anew:
+                self._open[index] = found
+                self._suspect.discard(index)
+                self._integrity.opened(info, path, before, hashed=anew or self._files.copies)
             while len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)
-        return found
+            return self._open[index]
+
+    def _read_again(self, indices: list[int], error: ShardError) -> None:
+        """Something is wrong with one of these shards: throw what is at hand away and get it from its origin."""
+        with self._lock:
+            for index in indices:
+                self._open.pop(index, None)
+                self._suspect.add(index)
+        for index in indices:
+            self._load(index, anew=True)
+        if self._on_damage is not None:
+            self._on_damage(error.where, error.what)
+
+    def settle(self) -> None:
+        """Return once the content of every shard read so far is known to be right.
+
+        Raises:
+            ShardError: that of one is not, nor when it is read again.
+        """
+        names = self._integrity.unsettled()
+        for index in [index for index, info in enumerate(self.manifest.shards) if info.name in names]:
+            self._read_again([index], self._damaged(index, "the shard's content is not what its manifest says"))
+
+    def close(self) -> None:
+        """Stop hashing in the background."""
+        self._integrity.close()
 
     def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
-        """Gather [B] rows: row `rows[i]` of shard number `shards[i]`.
+        """Gather [B] rows: row `rows[i]` of shard number `shards[i]`. A shard that is damaged is read again first.
 
         Raises:
             ShardError: a shard is missing or damaged.
             IndexError: there is no such shard or row.
         """
         shards, rows = np.asarray(shards, dtype=np.int64), np.asarray(rows, dtype=np.int64)
-        manifest, count = self.manifest, len(shards)
         self._check(shards, rows)
+        try:
+            return self._gather(shards, rows)
+        except ShardError as error:
+            self._read_again(np.unique(shards).tolist(), error)
+            return self._gather(shards, rows)
+
+    def _gather(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
+        manifest, count = self.manifest, len(shards)
         shape = (count, manifest.sequence_length)
         tokens = np.empty(shape, dtype=manifest.token_dtype)
         lengths = np.empty(count, dtype=np.int32)

@@ -20,7 +20,7 @@ from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import Manifest, read_manifest
 from tidewheel.shards.mixture import Mixture, Phase, integer_weights, temperature_weights
 from tidewheel.shards.order import Order, hash64
-from tidewheel.shards.reader import Rows, ShardSet
+from tidewheel.shards.reader import OnDamage, Rows, ShardSet
 
 LOCATED_AHEAD = 1024
 """Positions that a reader locates at once."""
@@ -113,7 +113,11 @@ class Source:
 
     def ids(self, start: int, count: int) -> list[str]:
         """Sequence ids of positions [start, start + count), without reading a shard."""
-        located = self.locate(np.arange(start, start + count, dtype=np.int64))
+        return self.ids_at(np.arange(start, start + count, dtype=np.int64))
+
+    def ids_at(self, positions: np.ndarray) -> list[str]:
+        """Sequence ids of `positions` [B] int64, without reading a shard."""
+        located = self.locate(positions)
         return [self.domains[domain].id(shard, row) for domain, shard, row in zip(*(part.tolist() for part in located))]
 
     def counts(self, positions: int) -> list[int]:
@@ -157,15 +161,27 @@ class SourceReader:
 
     Args:
         cache: local folder for shards of object stores; None: a temporary one.
+        verify, on_damage: as in `ShardSet.open`.
     """
 
-    def __init__(self, source: Source, cache: Path | None = None) -> None:
+    def __init__(self, source: Source, cache: Path | None = None, *, verify: bool = False,
+                 on_damage: OnDamage | None = None) -> None:
         self.source = source
-        self._sets = [ShardSet.open(domain.uri, cache) for domain in source.domains]
+        self._sets = [ShardSet.open(domain.uri, cache, verify=verify, on_damage=on_damage) for domain in source.domains]
         self._lock = threading.Lock()
         self._last: np.ndarray | None = None  # positions of the last call
         self._stride: np.ndarray | None = None  # by which they differed from those before
         self._located: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def settle(self) -> None:
+        """Return once all that was read is known to be right; ShardError when it is not."""
+        for opened in self._sets:
+            opened.settle()
+
+    def close(self) -> None:
+        """Stop hashing in the background."""
+        for opened in self._sets:
+            opened.close()
 
     def read(self, positions: np.ndarray) -> Rows:
         """Rows at `positions` [B] int64.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tidewheel.errors import ConfigError, ShardError
+from tidewheel.shards.integrity import check_files
 from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import store
@@ -42,6 +43,14 @@ def _validation(uri: str, manifest: Manifest) -> Manifest:
         raise ShardError("the validation set is empty", where=uri,
                          mend="raise pack.validation_fraction in the pipeline, or leave data.validation empty")
     return validation
+
+
+def files(config: TrainConfig, source: Source) -> None:
+    """Raise ShardError when a file of the training or validation sets is missing or damaged (`check_files`)."""
+    for domain in source.domains:
+        check_files(store(domain.uri), domain.manifest)
+    for uri in config.data.validation_sets.values():
+        check_files(store(uri), read_manifest(store(uri)))
 
 
 def _fits(config: TrainConfig, manifest: Manifest) -> None:
