@@ -5,7 +5,7 @@ The plan is recomputed from the manifests, the mixture and the seed alone; the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ from tidewheel.errors import StorageError
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.source import Source
 from tidewheel.storage import store
-from tidewheel.train.record import recorded_source
+from tidewheel.train.positions import Positions
+from tidewheel.train.record import positions, read_rollbacks, recorded_source
 
 SHOWN = 20
 """Mismatches listed one by one; the rest are counted."""
@@ -37,6 +38,8 @@ class AuditResult:
     """Records of steps that already had one."""
     sequences: int
     """Distinct positions read, steps done again not counted twice."""
+    passed_over: int
+    """Positions that a guard passed over on purpose, up to the last step."""
     epochs: float
     """Passes over the shard set, of a mixture over all its sets together."""
     generations: int
@@ -59,8 +62,9 @@ class AuditResult:
                 f"workers {sizes}, {self.redone} steps done again")
         head += "".join(f"\n  {part['domain']}: {part['sequences']} sequences, {part['share']:.2%}, "
                         f"{part['epochs']:.2f} epochs" for part in self.domains)
+        but = f" but {self.passed_over} that guards passed over on purpose" if self.passed_over else ""
         if self.ok:
-            return f"{head}\nevery global batch held the planned sequences in the planned order, each exactly once"
+            return f"{head}\nevery global batch held the planned sequences in the planned order, each exactly once{but}"
         listed = [f"- {line}" for line in self.mismatches[:SHOWN]]
         more = len(self.mismatches) - SHOWN
         return "\n".join([head, f"{len(self.mismatches)} mismatches:", *listed, *([f"- and {more} more"] * (more > 0))])
@@ -78,46 +82,55 @@ def audit(run_uri: str) -> AuditResult:
         raise StorageError("no run.json", where=run_uri, mend="give the folder of a run, such as runs/<id>")
     run = place.read_json("run.json")
     config, source = run["config"], recorded_source(run)
-    records = jsonlog.read(place, "batches.jsonl")
-    size = config["batch"]["global_sequences"]
-    steps = {int(record["step"]) for record in records}
+    records, rollbacks = jsonlog.read(place, "batches.jsonl"), read_rollbacks(place)
+    plan = positions(run, rollbacks)
+    steps = {int(record["step"]) for record in records if not _undone(record, rollbacks)}
     last = max(steps, default=0)
     mismatches = [f"step {step} has no record" for step in range(1, last + 1) if step not in steps]
-    mismatches += _differences(records, source, size)
-    mismatches += _repeats(source, sorted(steps), size)
-    rows = sum(domain.manifest.rows for domain in source.domains)
+    mismatches += _differences(records, source, plan)
+    mismatches += _repeats(source, sorted(steps), plan)
+    rows, end = sum(domain.manifest.rows for domain in source.domains), plan.end(last)
     sizes = [int(record["world_size"]) for record in records]
     return AuditResult(
         run_uri=run_uri, steps=last, planned_steps=max(config["steps"], last), records=len(records),
-        redone=len(records) - len(steps), sequences=len(steps) * size, epochs=last * size / rows,
+        redone=len(records) - len(steps), sequences=len(plan.of_steps(sorted(steps))), epochs=end / rows,
+        passed_over=len(plan.skipped(end)),
         generations=len({record["generation"] for record in records}),
         world_sizes=tuple(n for i, n in enumerate(sizes) if i == 0 or n != sizes[i - 1]), mismatches=tuple(mismatches),
-        domains=tuple(source.proportions(last * size)) if source.mixture is not None else ())
+        domains=tuple(source.proportions(end)) if source.mixture is not None else ())
 
 
-def _differences(records: list[dict], source: Source, size: int) -> Iterator[str]:
-    """Records that are not what the plan says for their step."""
-    planned: dict[int, str] = {}
+def _undone(record: dict[str, Any], rollbacks: Sequence[dict[str, int]]) -> bool:
+    """Whether the run went back behind this record's step later."""
+    return any(rollback["back_to"] < record["step"] for rollback in rollbacks[record.get("passed_over", 0):])
+
+
+def _differences(records: list[dict], source: Source, plan: Positions) -> Iterator[str]:
+    """Records that are not what the plan, with the windows known at their time, says for their step."""
+    planned: dict[tuple[int, int], str] = {}
+    plans: dict[int, Positions] = {}
     for record in records:
-        step = int(record["step"])
-        start = (step - 1) * size
+        step, known = int(record["step"]), int(record.get("passed_over", 0))
+        wanted = plans.setdefault(known, plan.known(known)).of(step)
+        start, size, key = int(wanted[0]), len(wanted), (known, step)
         who = f"step {step} (generation {record['generation']}, {record['world_size']} workers)"
         if (record["position"], record["count"]) != (start, size):
             yield (f"{who} read positions {record['position']} + {record['count']}, planned {start} + {size}")
             continue
-        if step not in planned:
-            planned[step] = sequence_digest(source.ids(start, size))
-        if record["digest"] != planned[step]:
-            yield f"{who} has digest {record['digest']}, planned {planned[step]}: other sequences, or another order"
+        if key not in planned:
+            planned[key] = sequence_digest(source.ids_at(wanted))
+        if record["digest"] != planned[key]:
+            yield f"{who} has digest {record['digest']}, planned {planned[key]}: other sequences, or another order"
 
 
-def _repeats(source: Source, steps: list[int], size: int) -> Iterator[str]:
-    """Sequences that the recorded steps read twice in an epoch of their domain, or not at all in a whole one."""
+def _repeats(source: Source, steps: list[int], plan: Positions) -> Iterator[str]:
+    """Sequences that the recorded steps read twice in an epoch of their domain, or not at all in a whole one, unless
+    a guard passed over them."""
     if not steps:
         return
-    positions = ((np.asarray(steps, dtype=np.int64)[:, None] - 1) * size + np.arange(size)).ravel()
-    owners, visits = source.visits(positions)
-    done = source.counts(steps[-1] * size)
+    end = plan.end(steps[-1])
+    owners, visits = source.visits(np.concatenate([plan.of_steps(steps), plan.skipped(end)]))
+    done = source.counts(end)
     for number, domain in enumerate(source.domains):
         counts = [shard.rows for shard in domain.manifest.shards]
         starts, total = np.cumsum([0, *counts]), domain.manifest.rows

@@ -1,8 +1,8 @@
 """Which rows a rank reads for a step, and the record of what it read.
 
-Global batch of step s (counted from 1) is positions [(s-1) G, s G) of the order. It is cut into V slices for V
-virtual ranks; data rank r of N runs the virtual ranks [r V/N, (r+1) V/N), each in micro-batches of the same shape.
-Ranks that share a copy of the model (tensor, context, pipeline) have one data rank and read the same rows.
+The global batch of a step is what `positions` says. It is cut into V slices for V virtual ranks; data rank r of N runs
+the virtual ranks [r V/N, (r+1) V/N), each in micro-batches of the same shape. Ranks that share a copy of the model
+(tensor, context, pipeline) have one data rank and read the same rows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tidewheel.shards.source import Source
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import BatchConfig
 from tidewheel.train.parallel.mesh import DATA, Mesh
+from tidewheel.train.positions import Positions
 from tidewheel.train.step import MicroBatch
 
 
@@ -37,9 +38,9 @@ class RankBatch:
 class BatchReader:
     """This rank's part of each global batch, read ahead by a thread."""
 
-    def __init__(self, loader: Loader, config: BatchConfig, data_rank: int, data_size: int, *, device: torch.device,
-                 steps: int, ahead: int) -> None:
-        self._loader, self._config, self._device = loader, config, device
+    def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, data_rank: int, data_size: int, *,
+                 device: torch.device, steps: int, ahead: int) -> None:
+        self._loader, self._config, self._positions, self._device = loader, config, positions, device
         self._rank, self._size, self._steps, self._ahead = data_rank, data_size, steps, ahead
         self._pending: dict[int, Future[RankBatch]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -51,16 +52,22 @@ class BatchReader:
                 self._pending[wanted] = self._thread.submit(self._load, wanted)
         return self._pending.pop(step).result()
 
+    def start_over(self, positions: Positions) -> None:
+        """Forget what was read ahead: steps take other positions from now on."""
+        self._positions = positions
+        for future in self._pending.values():
+            future.cancel()
+        self._pending.clear()
+
     def close(self) -> None:
         """Stop reading ahead."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._loader.close()
 
     def _load(self, step: int) -> RankBatch:
-        per_rank = self._config.global_sequences // self._size
-        per_virtual = self._config.global_sequences // self._config.virtual_ranks
-        first = (step - 1) * self._config.global_sequences + self._rank * per_rank
-        rows = self._loader.batch(np.arange(first, first + per_rank, dtype=np.int64))
+        positions = self._positions.of(step)
+        per_rank, per_virtual = len(positions) // self._size, len(positions) // self._config.virtual_ranks
+        rows = self._loader.batch(positions[self._rank * per_rank:(self._rank + 1) * per_rank])
         micros = []
         for start in range(0, per_rank, self._config.micro_sequences):
             virtual = (self._rank * per_rank + start) // per_virtual

@@ -34,6 +34,7 @@ from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.parallel import ParallelModel, legal
+from tidewheel.train.positions import Positions
 from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_result
 from tidewheel.train.runtime import Runtime
@@ -105,6 +106,7 @@ class Loop:
     metrics: Reporter
     progress: Progress
     loss_scale: LossScale | None
+    positions: Positions
 
     @classmethod
     def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source,
@@ -119,8 +121,10 @@ class Loop:
         vocabulary = config.model.vocabulary_size or source.manifest.vocabulary_size
         model = parallel.build(config, vocabulary, runtime)
         cache = Path(config.data.cache) if config.data.cache else None
-        reader = BatchReader(Loader(SourceReader(source, cache), prefetch=0), config.batch, model.mesh.data_rank,
-                             model.mesh.data_size, device=device, steps=config.steps, ahead=config.data.prefetch)
+        positions = Positions(config.batch.global_sequences)
+        reader = BatchReader(Loader(SourceReader(source, cache), prefetch=0), config.batch, positions,
+                             model.mesh.data_rank, model.mesh.data_size, device=device, steps=config.steps,
+                             ahead=config.data.prefetch)
         record = RunRecord(storage.store(config.run_uri))
         metrics = Reporter(
             config, record, collectives, generation=runtime.generation, extra=runtime.sinks,
@@ -131,7 +135,7 @@ class Loop:
             collectives=collectives, source=source,
             validation=evaluation.open_sets(config, device), model=model,
             optimizer=build_optimizer(model, config.optimizer), digest=BatchDigest(source, collectives, model.mesh),
-            progress=Progress(), reader=reader, metrics=metrics,
+            progress=Progress(), reader=reader, metrics=metrics, positions=positions,
             loss_scale=LossScale() if config.precision == "fp16" else None)
         if runtime.rank == 0:
             record.write_run(config, source, validation, parameters=model.num_parameters,
@@ -208,7 +212,7 @@ class Loop:
         return result
 
     def _write(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
-        config, progress, batch = self.config, self.progress, self.config.batch
+        config, progress = self.config, self.progress
         figures = {"tokens": progress.tokens, "loss": result.loss, "gradient_norm": result.gradient_norm,
                    "learning_rate": self.optimizer.learning_rate}
         if self.loss_scale is not None:
@@ -216,10 +220,10 @@ class Loop:
         self.metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited)
         if self.runtime.rank != 0:
             return
+        taken = self.positions.of(progress.step)
         self.record.batches.append({
-            "step": progress.step, "digest": digest, "position": (progress.step - 1) * batch.global_sequences,
-            "count": batch.global_sequences, "world_size": self.runtime.world_size,
-            "generation": self.runtime.generation})
+            "step": progress.step, "digest": digest, "position": int(taken[0]), "count": len(taken),
+            "world_size": self.runtime.world_size, "generation": self.runtime.generation})
         self.runtime.control.progress(progress.step, config.steps, loss=result.loss, tokens=progress.tokens,
                                       tokens_per_second=result.tokens / max(seconds, 1e-9),
                                       world_size=self.runtime.world_size)
@@ -257,9 +261,9 @@ class Loop:
     def _save(self, step: int) -> None:
         if self.progress.saved == step:
             return
-        config, batch = self.config, self.config.batch
+        config = self.config
         extra: dict[str, Any] = {
-            "step": step, "position": step * batch.global_sequences, "tokens": self.progress.tokens,
+            "step": step, "position": self.positions.end(step), "tokens": self.progress.tokens,
             "loss": self.progress.loss, "recipe_hash": config.recipe_hash(),
             "identity": checks.identity(config, self.source), "seed": config.seed,
             "schedule": {**config.schedule.canonical(), "steps": config.steps},

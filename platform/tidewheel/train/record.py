@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,10 @@ from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.positions import Positions, Window
 
+PASSED_OVER = "passed_over.jsonl"
+"""Log of rollbacks, see `RunRecord.pass_over`."""
 PACKAGES = ("tidewheel", "torch", "ray", "numpy", "pyarrow", "tokenizers", "safetensors", "pydantic")
 
 @dataclass(frozen=True)
@@ -74,9 +77,29 @@ class RunRecord:
         """The last step that has a record, 0 when none has."""
         return max((int(record["step"]) for record in jsonlog.read(self.store, "batches.jsonl")), default=0)
 
+    def pass_over(self, step: int, back_to: int, window: Window) -> None:
+        """Record for good that the run goes back from `step` to the checkpoint of `back_to` and passes over `window`.
+
+        Written out before anything else happens: after a crash the steps must take the same positions.
+        """
+        log = JsonLog(self.store, PASSED_OVER)
+        log.append({"time": time.time(), "step": step, "back_to": back_to, "start": window[0], "end": window[1]})
+        log.flush()
+
     def write_result(self, result: TrainResult) -> None:
         """Write result.json, the sign that the run is over."""
         self.store.write_json("result.json", asdict(result))
+
+
+def read_rollbacks(store: Store) -> list[dict[str, int]]:
+    """Rollbacks of a run, oldest first: "step" that made it, "back_to", "start" and "end" of what is passed over."""
+    return jsonlog.read(store, PASSED_OVER)
+
+
+def positions(run: dict[str, Any], rollbacks: Sequence[dict[str, int]] = ()) -> Positions:
+    """The positions of the steps of the run of this run.json, as they are after `rollbacks`."""
+    windows = [(line["start"], line["end"]) for line in rollbacks]
+    return Positions(int(run["config"]["batch"]["global_sequences"]), windows)
 
 
 def read_result(store: Store) -> TrainResult | None:

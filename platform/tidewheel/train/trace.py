@@ -12,7 +12,7 @@ from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.reader import ShardSet
 from tidewheel.shards.trace import SHOWN, document_lines, find_row, segments, token_lines, trace_document, trace_token
 from tidewheel.storage import store
-from tidewheel.train.record import recorded_source
+from tidewheel.train.record import positions, read_rollbacks, recorded_source
 
 _POSITIONS = 1 << 20
 """Positions located at once."""
@@ -28,10 +28,15 @@ class _Run:
         values = place.read_json("run.json")
         self.uri, self.source = place.uri, recorded_source(values, uri)
         self.sets = [ShardSet.open(domain.uri) for domain in self.source.domains]
-        self.size = int(values["config"]["batch"]["global_sequences"])
+        self.plan = positions(values, read_rollbacks(place))
         self.starts = [np.cumsum([0, *(shard.rows for shard in opened.manifest.shards)]) for opened in self.sets]
-        records = jsonlog.read(place, "batches.jsonl")
-        self.records: dict[int, dict[str, Any]] = {int(record["step"]): record for record in records}  # the last counts
+        self.lines = jsonlog.read(place, "batches.jsonl")
+        self.records: dict[int, dict[str, Any]] = {int(line["step"]): line for line in self.lines}  # the last counts
+        self.guards = [event["detail"] for event in jsonlog.read(place, "events.jsonl") if event.get("kind") == "guard"]
+
+    def attempts(self, step: int) -> list[dict[str, Any]]:
+        """A record of each time that `step` took other positions, oldest first; more than one after a rollback."""
+        return list({line.get("passed_over", 0): line for line in self.lines if int(line["step"]) == step}.values())
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(domain, row of its set counted through all shards) at `positions`."""
@@ -56,7 +61,8 @@ def trace_step(run_uri: str, step: int, *, batch_row: int | None = None, token: 
     Returns:
         {"run", "step", "digest", "as_recorded": the planned sequences give the recorded digest, "sequences":
         [{"batch_row", "set", "domain" ("" without a mixture), "row", "id", "segments"}], "token": `trace_token` or
-        None}.
+        None, "guards": what guards noticed at this step, "before": [{"digest", "as_recorded", "sequences"}], what the
+        step read before a rollback passed over it}.
 
     Raises:
         StorageError: there is no such run.
@@ -65,25 +71,33 @@ def trace_step(run_uri: str, step: int, *, batch_row: int | None = None, token: 
     run = _Run(run_uri, uri)
     if step not in run.records:
         raise ShardError(f"step {step} has no record", where=run_uri, mend=_steps_known(run.records))
-    if batch_row is not None and not 0 <= batch_row < run.size:
+    size = run.plan.count(step)
+    if batch_row is not None and not 0 <= batch_row < size:
         raise ShardError(f"there is no row {batch_row} in the batch", where=f"{run_uri} step {step}",
-                         mend=f"the rows of a global batch count from 0 to {run.size - 1}")
+                         mend=f"the rows of a global batch count from 0 to {size - 1}")
     if token is not None and batch_row is None:
         raise ShardError("a token without its row in the batch", where=f"{run_uri} step {step}",
                          mend="give --batch-row as well")
-    start = (step - 1) * run.size
-    ids = run.source.ids(start, run.size)
-    places = [part.tolist() for part in run.rows(np.arange(start, start + run.size))]
+    *before, last = [_reading(run, record, batch_row) for record in run.attempts(step)]
+    sequence = last["sequences"][0]
+    traced = None if token is None else trace_token(sequence["set"], sequence["row"], token)
+    return {"run": run.uri, "step": step, **last, "token": traced, "before": before,
+            "guards": [guard for guard in run.guards if guard.get("step") == step]}
+
+
+def _reading(run: _Run, record: dict[str, Any], batch_row: int | None) -> dict[str, Any]:
+    """What a recorded step read: "digest", "as_recorded" and "sequences" of `trace_step`."""
+    taken = run.plan.known(record.get("passed_over", 0)).of(int(record["step"]))
+    ids = run.source.ids_at(taken)
+    places = [part.tolist() for part in run.rows(taken)]
     sequences = []
-    for number in range(run.size) if batch_row is None else [batch_row]:
+    for number in range(len(taken)) if batch_row is None else [batch_row]:
         domain, row = places[0][number], places[1][number]
         opened = run.sets[domain]
         sequences.append({"batch_row": number, "set": opened.store.uri, "domain": run.source.domains[domain].name,
                           "row": row, "id": ids[number], "segments": segments(opened, *find_row(opened, row))})
-    traced = None if token is None else trace_token(sequences[0]["set"], sequences[0]["row"], token)
-    digest = run.records[step]["digest"]
-    return {"run": run.uri, "step": step, "digest": digest,
-            "as_recorded": sequence_digest(ids) == digest, "sequences": sequences, "token": traced}
+    return {"digest": record["digest"], "as_recorded": sequence_digest(ids) == record["digest"],
+            "sequences": sequences}
 
 
 def trace_document_steps(run_uri: str, document: str, *, uri: str | None = None) -> dict[str, Any]:
@@ -100,14 +114,15 @@ def trace_document_steps(run_uri: str, document: str, *, uri: str | None = None)
     wanted = np.unique(np.array([piece["row"] for piece in found["pieces"]], dtype=np.int64))
     steps = np.array(sorted(run.records), dtype=np.int64)
     uses: list[dict[str, int]] = []
-    chunk = max(1, _POSITIONS // run.size)
+    chunk = max(1, _POSITIONS // run.plan.sequences)
     for first in range(0, len(steps) if len(wanted) else 0, chunk):
-        positions = ((steps[first:first + chunk, None] - 1) * run.size + np.arange(run.size)).ravel()
-        domains, rows = run.rows(positions)
-        visits = run.source.visits(positions)[1]
+        part = steps[first:first + chunk]
+        taken, owners = run.plan.of_steps(part), run.plan.steps(part)
+        domains, rows = run.rows(taken)
+        visits = run.source.visits(taken)[1]
         for hit in np.flatnonzero(np.isin(rows, wanted) & (domains == number)).tolist():
-            position = int(positions[hit])
-            uses.append({"step": position // run.size + 1, "batch_row": position % run.size,
+            step = int(owners[hit])
+            uses.append({"step": step, "batch_row": hit - int(np.searchsorted(owners, step)),
                          "epoch": int(visits[hit]) // total, "row": int(rows[hit])})
     return {"run": run.uri, "domain": run.source.domains[number].name, **found, "recorded_steps": len(steps),
             "steps": uses}
@@ -138,12 +153,29 @@ def _steps_known(records: dict[int, Any]) -> str:
 def step_lines(found: dict[str, Any]) -> list[str]:
     """`trace_step` for people."""
     fits = "as recorded" if found["as_recorded"] else "NOT what was recorded: see `tidewheel audit`"
-    lines = [f"step {found['step']} read {found['digest']}, {fits}"]
-    for sequence in found["sequences"]:
+    lines = [f"step {found['step']} read {found['digest']}, {fits}", *_sequence_lines(found["sequences"])]
+    lines += token_lines(found["token"]) if found["token"] else []
+    for reading in found["before"]:
+        lines += [f"before, and passed over since, it read {reading['digest']}", *_sequence_lines(reading["sequences"])]
+    return lines + [f"guard: {guard_line(guard)}" for guard in found["guards"]]
+
+
+def guard_line(guard: dict[str, Any]) -> str:
+    """A guard's event for people."""
+    shown = {"loss": "loss", "gradient_norm": "gradient norm", "loss_z": "z", "gradient_norm_z": "z of the norm"}
+    values = [f"{name} {float(guard[key]):.4g}" for key, name in shown.items() if guard.get(key) is not None]
+    end = guard["position"] + guard["count"] - 1
+    return (f"{guard['reason']} at step {guard['step']} ({', '.join(values)}), positions {guard['position']} to {end}, "
+            f"digest {guard['digest']}: {guard['action']}")
+
+
+def _sequence_lines(sequences: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for sequence in sequences:
         lines.append(f"  {sequence['batch_row']}: row {sequence['row']} ({sequence['id']})")
         lines += [f"     tokens {each['start']} to {each['start'] + each['tokens'] - 1}: {each['document']}, its from "
                   f"{each['document_offset']}" for each in sequence["segments"]]
-    return lines + (token_lines(found["token"]) if found["token"] else [])
+    return lines
 
 
 def document_step_lines(found: dict[str, Any]) -> list[str]:

@@ -1,0 +1,49 @@
+"""Positions of a step are a pure function of the batch, the windows passed over and the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidewheel.train.positions import Positions
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Positions:
+    plan = Positions(draw(st.integers(1, 7)))
+    for _ in range(draw(st.integers(0, 4))):  # as a run finds them: the batches of some steps in a row
+        step, length = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+        taken = plan.of_steps(range(step, step + length))
+        for part in np.split(taken, np.flatnonzero(np.diff(taken) > 1) + 1):
+            plan = plan.passing_over((int(part[0]), int(part[-1]) + 1))
+    return plan
+
+
+@given(plans(), st.integers(1, 20))
+def test_every_position_is_taken_once_or_passed_over(plan: Positions, steps: int):
+    taken = plan.of_steps(range(1, steps + 1))
+    end = plan.end(steps)
+    brute = [position for position in range(end)
+             if not any(start <= position < stop for start, stop in plan.windows)]
+    assert taken.tolist() == brute == [p for step in range(1, steps + 1) for p in plan.of(step).tolist()]
+    assert sorted([*brute, *plan.skipped(end).tolist()]) == list(range(end))
+    assert plan.steps(range(1, steps + 1)).tolist() == sorted(plan.steps(range(1, steps + 1)).tolist())
+    assert len(plan.steps([steps])) == plan.count(steps)
+
+
+@given(plans())
+def test_a_window_changes_no_step_before_it(plan: Positions):
+    for number, (start, _) in enumerate(plan.windows):
+        before, after = plan.known(number), plan.known(number + 1)
+        for step in range(1, 16):
+            if before.end(step) <= start:
+                assert before.of(step).tolist() == after.of(step).tolist()
+
+
+def test_wrong_windows_are_refused():
+    assert Positions(4).end(0) == 0
+    for windows in ([(0, 4), (2, 6)], [(4, 4)], [(-4, 0)]):
+        with pytest.raises(ValueError, match="disjoint"):
+            Positions(4, windows)
