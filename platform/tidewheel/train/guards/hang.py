@@ -1,0 +1,220 @@
+"""A rank that stands still becomes an error that names it, in bounded time.
+
+Each rank keeps a mark of where it is (a step and a phase) in its own memory; a thread of its own publishes it in the
+ranks' shared store every few seconds, so nothing here waits for the network between two steps. A rank without progress
+for the configured time, neither a mark nor a collective begun, asks who is behind: whose thread is silent (the process
+is stopped, swapped out or gone), or whose mark or number of collectives is lower than the others'. If nobody is, all
+are at work on something long, and it goes on. Else the rank ends: by the time limit of the collective it waits in,
+which raises; or, if that does not come, with its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tidewheel.train.guards.config import GuardsConfig
+
+BEATS = 12
+"""Beats in the time limit; a survey takes two and a half of them."""
+MOST_SECONDS = 5.0
+"""Longest time between two beats."""
+EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+
+class HangError(RuntimeError):
+    """Other ranks waited in vain; names those that did not come. Starting again is the cure, as for a lost worker."""
+
+
+class Beat(NamedTuple):
+    """What a rank says of itself."""
+
+    number: int
+    """Counts up as long as the process lives."""
+    marks: int
+    """Counts up with every mark; equal on ranks that are equally far."""
+    step: int
+    phase: str
+    collectives: dict[str, int]
+    """Begun so far, by group."""
+
+    @property
+    def progress(self) -> tuple[int, tuple[tuple[str, int], ...]]:
+        """Changes when the rank gets on."""
+        return self.marks, tuple(sorted(self.collectives.items()))
+
+
+class Watch:
+    """Watches over the ranks of a run; does nothing for a single one.
+
+    Args:
+        config: time limits.
+        rank: of this process in the default group.
+        world_size: ranks to watch.
+        groups: process groups of the training's collectives; default: the default group. Their time limit is set.
+        name: told apart from other watches in the same store.
+        on_hang: told what was found, on the rank that found it; must be quick.
+    """
+
+    def __init__(self, config: GuardsConfig, rank: int, world_size: int, *, groups: Sequence[Any] | None = None,
+                 name: str = "0", on_hang: Callable[[str], None] | None = None) -> None:
+        self._config, self._rank, self._world_size, self._on_hang = config, rank, world_size, on_hang
+        self._marks, self._place = 0, (0, "start")
+        self._finding = ""
+        self._found, self._closed = threading.Event(), threading.Event()
+        self._limit = config.start_timeout_seconds
+        self._beat_seconds = min(min(config.collective_timeout_seconds, self._limit) / BEATS, MOST_SECONDS)
+        self._thread: threading.Thread | None = None
+        if world_size > 1:
+            self._groups: list[Any] = list(groups or [distributed_c10d._get_default_group()])
+            self._set_limits()
+            # two connections: one that waits for an answer would hold up the beats
+            shared: Any = distributed_c10d._get_default_store()
+            self._store, self._answers = (dist.PrefixStore(f"tidewheel/hang/{name}", shared.clone()) for _ in range(2))
+            self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+            self._thread.start()
+
+    def mark(self, step: int, phase: str) -> None:
+        """This rank is at `phase` of `step` now. All ranks mark the same things in the same order."""
+        self._place = step, phase
+        self._marks += 1
+
+    def started(self) -> None:
+        """The first step is done: the shorter time limit holds from now on."""
+        if self._limit != self._config.collective_timeout_seconds:
+            self._limit = self._config.collective_timeout_seconds
+            if self._thread is not None:
+                self._set_limits()
+
+    def explained(self, error: BaseException) -> BaseException:
+        """`error`, or the HangError that says why this collective did not end."""
+        text = str(error).lower()
+        waited = isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+        if self._thread is not None and waited:
+            self._found.wait(6 * self._beat_seconds)
+        return HangError(self._finding) if self._finding and isinstance(error, RuntimeError) else error
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * self._beat_seconds)
+
+    def _set_limits(self) -> None:
+        # a collective gives up after the survey, so that what it raises can be explained
+        limit = timedelta(seconds=self._limit + 6 * self._beat_seconds)
+        for group in self._groups:
+            distributed_c10d._set_pg_timeout(limit, group)
+
+    def _beat(self, number: int) -> Beat:
+        counts = {group.group_name: group._get_sequence_number_for_group() for group in self._groups}
+        return Beat(number, self._marks, *self._place, counts)
+
+    def _run(self) -> None:
+        number, since, before = 0, time.monotonic(), None
+        while not self._closed.wait(self._beat_seconds):
+            number += 1
+            beat = self._beat(number)
+            self._store.set(str(self._rank), json.dumps(beat))
+            if beat.progress != before:
+                before, since = beat.progress, time.monotonic()
+            elif time.monotonic() - since > self._limit and not self._finding:
+                self._ask()
+                since = time.monotonic()
+                if self._finding:
+                    threading.Thread(target=self._end, name="hang end", daemon=True).start()
+
+    def _ask(self) -> None:
+        """Have a survey made, by this rank or another; beats go on meanwhile."""
+        answer: list[str] = []
+        asking = threading.Thread(target=lambda: answer.append(self._survey()), name="hang survey", daemon=True)
+        asking.start()
+        number, until = 1 << 32, time.monotonic() + 5 * self._beat_seconds
+        while asking.is_alive() and time.monotonic() < until:
+            number += 1
+            self._store.set(str(self._rank), json.dumps(self._beat(number)))
+            asking.join(self._beat_seconds)
+        if answer:
+            self._finding = answer[0]
+        elif not self._closed.is_set():
+            self._finding = (f"rank {self._rank} waits since {self._limit:g} s at {_told(self._beat(0))}, and the "
+                             "store that the ranks share does not answer: the process that keeps it, of rank 0, is "
+                             "stopped or gone")
+        if self._finding:
+            self._found.set()
+
+    def _survey(self) -> str:
+        """What one rank finds out for all: who is behind; "": nobody."""
+        turn = self._answers.add("turn", 0)
+        if self._answers.compare_set(f"surveyor/{turn}", "", str(self._rank)).decode() != str(self._rank):
+            return self._answers.get(f"finding/{turn}").decode()
+        before = self._beats()
+        time.sleep(2.5 * self._beat_seconds)
+        finding = find(before, self._beats(), self._limit)
+        self._answers.set(f"finding/{turn}", finding)
+        if not finding:
+            self._answers.add("turn", 1)
+        elif self._on_hang is not None:
+            self._on_hang(finding)
+        return finding
+
+    def _beats(self) -> dict[int, Beat | None]:
+        """Newest beat of each rank, None of one that never said anything."""
+        found: dict[int, Beat | None] = {}
+        for rank in range(self._world_size):
+            known = self._answers.check([str(rank)])
+            found[rank] = Beat(*json.loads(self._answers.get(str(rank)))) if known else None
+        return found
+
+    def _end(self) -> None:
+        """The main thread has some time to end by itself. If it cannot, the process must: somebody waits for it."""
+        if not self._closed.wait(8 * self._beat_seconds):
+            print(f"rank {self._rank} ends: {self._finding}", file=sys.stderr, flush=True)
+            os._exit(EXIT_CODE)
+
+
+def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds: float) -> str:
+    """Who is behind, from two looks at all ranks a few beats apart; "": nobody."""
+    silent = [rank for rank, beat in after.items() if beat is None or beat == before[rank]]
+    alive = {rank: beat for rank, beat in after.items() if beat is not None and rank not in silent}
+    behind = [] if silent else _behind(alive)
+    if not silent and not behind:
+        return ""
+    lines = []
+    for rank in silent:
+        beat = after[rank]
+        lines.append(f"rank {rank} does not answer" + (f", last seen at {_told(beat)}" if beat else " and never did"))
+    lines += [f"rank {rank} is still at {_told(alive[rank])}" for rank in behind]
+    waiting = [rank for rank in alive if rank not in behind]
+    if waiting:
+        who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
+        lines.append(f"{who} since {seconds:g} s at {_told(alive[waiting[0]])}")
+    return "; ".join(lines)
+
+
+def _behind(beats: dict[int, Beat]) -> list[int]:
+    """Ranks with the fewest marks; if all have as many, those that began fewer collectives than others of a group."""
+    most = max((beat.marks for beat in beats.values()), default=0)
+    late = [rank for rank, beat in beats.items() if beat.marks < most]
+    if late:
+        least = min(beats[rank].marks for rank in late)
+        return [rank for rank in late if beats[rank].marks == least]
+    begun: dict[str, int] = {}
+    for beat in beats.values():
+        for group, count in beat.collectives.items():
+            begun[group] = max(begun.get(group, 0), count)
+    return [rank for rank, beat in beats.items() if any(count < begun[g] for g, count in beat.collectives.items())]
+
+
+def _told(beat: Beat) -> str:
+    return f"step {beat.step} ({beat.phase})"

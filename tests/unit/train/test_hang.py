@@ -1,0 +1,104 @@
+"""A rank that stands still is named by the others, in bounded time: real processes, one of them stopped by a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.ranks import _rank
+from tidewheel.train.guards.config import GuardsConfig
+from tidewheel.train.guards.hang import Beat, HangError, Watch, find
+
+SECONDS = 3.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def beat(number: int, marks: int = 5, collectives: int = 9, step: int = 2, phase: str = "report") -> Beat:
+    return Beat(number, marks, step, phase, {"g": collectives})
+
+
+@pytest.mark.parametrize(("late", "says"), [
+    ({1: (beat(4, phase="data"), beat(4, phase="data"))}, "rank 1 does not answer, last seen at step 2 (data)"),
+    ({1: (None, None)}, "rank 1 does not answer and never did"),
+    ({1: (beat(4, 3, step=1), beat(6, 3, step=1))}, "rank 1 is still at step 1 (report)"),
+    ({1: (beat(4, collectives=8), beat(6, collectives=8))}, "rank 1 is still at step 2 (report)"),
+])
+def test_who_is_behind(late: dict, says: str):
+    before = {rank: late.get(rank, (beat(4), None))[0] for rank in range(3)}
+    after = {rank: late.get(rank, (None, beat(6)))[1] for rank in range(3)}
+    found = find(before, after, 7)
+    assert found == f"{says}; 2 ranks wait since 7 s at step 2 (report)"
+
+
+def test_nobody_is_behind():
+    assert find({0: beat(1), 1: beat(1)}, {0: beat(3), 1: beat(4)}, 7) == ""
+
+
+def watched(folder: str, how: str) -> None:
+    """Steps of one all-reduce; rank 1 of 3 stands still at step 4. Each rank writes how it ended and when."""
+    rank = dist.get_rank()
+    said: list[str] = []
+    config = GuardsConfig(collective_timeout_seconds=SECONDS, start_timeout_seconds=60)
+    watch = Watch(config, rank, 3, on_hang=said.append)
+    place, began = Path(folder), time.time()
+    try:
+        for step in range(1, 8):
+            watch.mark(step, "data")
+            if step == 4:
+                time.sleep(2.0 * SECONDS)  # all of them: a long step is no hang
+                assert not said
+                began = time.time()
+            if step == 5 and rank == (0 if how == "store" else 1):
+                place.joinpath("stopped").write_text(str(os.getpid()))
+                if how != "sleep":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(120)
+            watch.mark(step, "report")
+            dist.all_reduce(torch.ones(8))
+            watch.started()
+    except RuntimeError as error:
+        told = watch.explained(error)
+        place.joinpath(f"rank{rank}").write_text(f"{type(told).__name__} {time.time() - began:.1f} {told}")
+        os._exit(0)  # the others of the group are no use any more
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_stands_still_is_named():
+    """Stopped by a signal, busy elsewhere, and the one that keeps the store: three groups side by side."""
+    folders = {how: tempfile.mkdtemp() for how in ("signal", "sleep", "store")}
+    contexts = [mp.start_processes(_rank, (3, f"tcp://127.0.0.1:{free_port()}", watched, (folder, how)), nprocs=3,
+                                   join=False, start_method="forkserver") for how, folder in folders.items()]
+    try:
+        for how, folder in folders.items():
+            still = 0 if how == "store" else 1
+            for rank in {0, 1, 2} - {still}:
+                path = Path(folder, f"rank{rank}")
+                until = time.time() + 60
+                while not path.exists() and time.time() < until:
+                    time.sleep(0.1)
+                kind, seconds, text = path.read_text().split(" ", 2)
+                assert kind == HangError.__name__, text
+                assert float(seconds) < 2 * SECONDS + 3, "bounded"
+                says = {"sleep": r"rank 1 is still at step 5 \(data\); 2 ranks wait since 3 s at step 5 \(report\)",
+                        "signal": r"rank 1 does not answer, last seen at step [45] .*; 2 ranks wait since 3 s",
+                        "store": "of rank 0, is stopped or gone"}[how]
+                assert re.fullmatch(f".*{says}.*", text), text
+    finally:
+        for context in contexts:
+            for process in context.processes:
+                process.kill()
