@@ -59,6 +59,10 @@ class BatchReader:
             future.cancel()
         self._pending.clear()
 
+    def settle(self) -> None:
+        """Return once all shards that were read are known to be intact; ShardError when one is not."""
+        self._loader.settle()
+
     def close(self) -> None:
         """Stop reading ahead."""
         self._thread.shutdown(wait=True, cancel_futures=True)

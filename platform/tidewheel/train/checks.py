@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from tidewheel.errors import ConfigError, ShardError
+from typing import Any
+
+from tidewheel.errors import CheckpointError, ConfigError, ShardError
 from tidewheel.shards.integrity import check_files
 from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import store
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
+from tidewheel.train.positions import Positions
 
 
 def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
@@ -100,3 +103,13 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
         raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
                           where=config.run_uri,
                           mend="restore them (run.json has the old ones), or start a new run with another run.id")
+
+
+def same_history(extra: dict[str, Any], positions: Positions, config: TrainConfig) -> None:
+    """Raise CheckpointError unless the run's rollbacks are those that the checkpoint with this `extra` knows, and
+    others that changed nothing before it. A damaged checkpoint that a rollback could not read may come back."""
+    saved = [tuple(window) for window in extra.get("passed_over", [])]
+    later = positions.windows[len(saved):]
+    if list(positions.windows[:len(saved)]) != saved or any(start < extra["position"] for start, _ in later):
+        raise CheckpointError(f"the checkpoint of step {extra['step']} is from a history that the run has given up",
+                              where=config.run_uri, mend="delete this checkpoint: an older one will do")

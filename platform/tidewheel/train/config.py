@@ -12,6 +12,7 @@ from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import LossConfig, ModelConfig
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
 from tidewheel.train.optim.config import OptimizerConfig, ScheduleConfig
@@ -42,6 +43,8 @@ class DataConfig(Config):
     """Local folder for shards read from an object store; default: a temporary one."""
     prefetch: int = Field(default=2, ge=0, le=64)
     """Batches read ahead."""
+    verify: bool = True
+    """Hash each shard in the background when it is first read; no checkpoint is saved before the answer is there."""
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -197,6 +200,8 @@ class TrainConfig(Config):
     """Validation loss and text sample."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save."""
+    guards: GuardsConfig = GuardsConfig()
+    """What is done about bad steps, and about ranks that stand still."""
     metrics: MetricsConfig = MetricsConfig()
     """Where its figures go."""
     profile: ProfileConfig = ProfileConfig()
@@ -234,6 +239,7 @@ class TrainConfig(Config):
             values.pop(group)
         values["model"].pop("attention")
         values["loss"].pop("chunk_tokens")
+        values["guards"] = {key: value for key, value in values["guards"].items() if key not in REPORTING}
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.canonical()

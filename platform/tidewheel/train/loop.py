@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,19 @@ from tidewheel.train.collectives import Collectives
 from tidewheel.train.compile import use_cache
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import ValidationSet
+from tidewheel.train.guards import policy
+from tidewheel.train.guards.hang import Watch
+from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.metrics import weights_and_biases
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.parallel import ParallelModel, legal
-from tidewheel.train.positions import Positions
+from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
-from tidewheel.train.record import RunRecord, TrainResult, read_result
-from tidewheel.train.runtime import Runtime
+from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
+from tidewheel.train.runtime import Control, Runtime
 from tidewheel.train.step import StepResult, train_step
 from tidewheel.train.timeline import Timeline
 
@@ -47,7 +51,8 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
 
     Raises:
         ConfigError, ShardError, CheckpointError, StorageError: something a user can mend.
-        RuntimeError: a collective failed because another rank is gone; start again with the ranks that are left.
+        HangError, RuntimeError: a collective failed because another rank stands still or is gone; start again with the
+            ranks that are left.
     """
     began, place = time.time(), storage.store(config.run_uri)
     finished = read_result(place)
@@ -60,15 +65,22 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
     timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
     with contextlib.ExitStack() as stack:
         stack.callback(timeline.flush)
-        loop = Loop.open(config, runtime, timeline, source, validation)
-        stack.callback(loop.close)
-        loop.resume()
-        timeline.spent("restart")
+        watch = Watch(config.guards, runtime.rank, runtime.world_size, name=str(runtime.generation),
+                      on_hang=lambda found: runtime.control.event("hang", found=found))
+        stack.callback(watch.close)
         try:
+            loop = Loop.open(config, runtime, timeline, source, validation, watch)
+            stack.callback(loop.close)
+            watch.include(loop.model.mesh.groups())
+            loop.resume()
+            timeline.spent("restart")
             loop.run()
             return loop.finish()
-        except BaseException:
+        except BaseException as error:
+            found = watch.explained(error)
             timeline.spent("detection")  # since the last whole step: most of it is waiting for a rank that is gone
+            if found is not error:
+                raise found from error
             raise
 
 
@@ -107,10 +119,12 @@ class Loop:
     progress: Progress
     loss_scale: LossScale | None
     positions: Positions
+    guard: Guard
+    watch: Watch
 
     @classmethod
     def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source,
-             validation: Mapping[str, Manifest]) -> Loop:
+             validation: Mapping[str, Manifest], watch: Watch) -> Loop:
         """Open the data and build the model; its values are not yet set."""
         device = torch.device(runtime.device)
         if device.type == "cpu":
@@ -122,7 +136,9 @@ class Loop:
         model = parallel.build(config, vocabulary, runtime)
         cache = Path(config.data.cache) if config.data.cache else None
         positions = Positions(config.batch.global_sequences)
-        reader = BatchReader(Loader(SourceReader(source, cache), prefetch=0), config.batch, positions,
+        reading: dict[str, Any] = {"cache": cache, "verify": config.data.verify,
+                                   "on_damage": partial(_read_again, runtime.control)}
+        reader = BatchReader(Loader(SourceReader(source, **reading), prefetch=0), config.batch, positions,
                              model.mesh.data_rank, model.mesh.data_size, device=device, steps=config.steps,
                              ahead=config.data.prefetch)
         record = RunRecord(storage.store(config.run_uri))
@@ -136,7 +152,8 @@ class Loop:
             validation=evaluation.open_sets(config, device), model=model,
             optimizer=build_optimizer(model, config.optimizer), digest=BatchDigest(source, collectives, model.mesh),
             progress=Progress(), reader=reader, metrics=metrics, positions=positions,
-            loss_scale=LossScale() if config.precision == "fp16" else None)
+            loss_scale=LossScale() if config.precision == "fp16" else None,
+            guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch)
         if runtime.rank == 0:
             record.write_run(config, source, validation, parameters=model.num_parameters,
                                   vocabulary_size=vocabulary)
@@ -145,19 +162,18 @@ class Loop:
     def resume(self) -> None:
         """Take model, optimizer and position from the newest intact checkpoint, or start at step 0."""
         progress = self.progress
+        self.watch.mark(0, "load")
         extra = self.runtime.checkpoints.load_latest(training_state(self.model, self.optimizer))
+        self._pass_over(self._windows())
         if extra is None:
             self._set_weights()
             self.optimizer.started()
+            if self.config.guards.may_roll_back:
+                self._save(0)
         else:
             checks.continues(extra["identity"], self.config, self.source)
-            progress.step = progress.saved = int(extra["step"])
-            progress.tokens = int(extra["tokens"])
-            progress.loss = extra["loss"]
-            if self.loss_scale is not None and extra.get("loss_scale"):
-                self.loss_scale.restore(extra["loss_scale"])
-            self.optimizer.restored()
-            self.model.refresh()
+            checks.same_history(extra, self.positions, self.config)
+            self._take_up(extra)
         progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
         self.metrics.open(step=progress.step, recorded=progress.recorded)
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
@@ -173,20 +189,59 @@ class Loop:
         self.runtime.checkpoints.load_from(self.config.model.init_from, {"model": weights})
         self.model.refresh()
 
+    def _take_up(self, extra: dict[str, Any]) -> None:
+        """Be where the checkpoint that was loaded is."""
+        progress = self.progress
+        progress.step = progress.saved = int(extra["step"])
+        progress.tokens, progress.loss = int(extra["tokens"]), extra["loss"]
+        if "guard" in extra:
+            self.guard.load(extra["guard"])
+        if self.loss_scale is not None and extra.get("loss_scale"):
+            self.loss_scale.restore(extra["loss_scale"])
+        self.optimizer.restored()
+        self.model.refresh()
+
+    def _windows(self) -> list[Window]:
+        """What the run's rollbacks pass over, as rank 0 finds it recorded."""
+        mine = [(line["start"], line["end"]) for line in read_rollbacks(self.record.store)] * (self.runtime.rank == 0)
+        count = self.collectives.from_first(len(mine))
+        mine = mine or [(0, 0)] * count
+        first = self.collectives.from_first
+        return [(first(start), first(end)) for start, end in mine]
+
+    def _pass_over(self, windows: Sequence[Window]) -> None:
+        """From now on steps take the positions that lie outside `windows`."""
+        self.positions = Positions(self.positions.sequences, windows)
+        end = self.source.end
+        if end is not None and windows and self.positions.end(self.config.steps) > end:
+            raise ConfigError(f"the mixture ends after {end:,} sequences, too early by what guards passed over",
+                              where="data.mixture", mend="raise max_repetitions, add data, or train fewer steps")
+        self.reader.start_over(self.positions)
+
     def run(self) -> None:
         """All steps that are left."""
         began = time.time()
         while self.progress.step < self.config.steps:
             step = self.progress.step + 1
+            self.watch.mark(step, "data")
             batch = self.reader.read(step)
             waited = self.timeline.spent("data_wait")
+            self.watch.mark(step, "step")
             self.metrics.begin(step)
             result = self._step(step, batch)
-            self.progress.step, self.progress.loss = step, result.loss
-            self.progress.tokens += result.tokens
             self.timeline.spent("redone" if step <= self.progress.recorded else "productive")
-            self._write(result, self.digest.of(batch.ids), time.time() - began, waited)
-            self._after(step, result.stop)
+            digest = self.digest.of(batch.ids)
+            self._guard(step, result, digest)
+            if result.verdict.action == "rollback":
+                self._record_batch(step, digest)
+                self._roll_back(step, result.verdict)
+            else:
+                self.progress.step = step
+                self.progress.tokens += result.tokens
+                self.progress.loss = result.loss if math.isfinite(result.loss) else self.progress.loss
+                self._write(result, digest, time.time() - began, waited)
+                self._after(step, result.stop)
+            self.watch.started()
             began = time.time()  # a step's seconds are its own: not the save, the evaluation, the wait
 
     def _step(self, step: int, batch: RankBatch) -> StepResult:
@@ -198,35 +253,61 @@ class Loop:
         stop = self.runtime.rank == 0 and self.runtime.control.poll()
         result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, stop=stop,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
-                            precision=config.precision, loss_scale=self.loss_scale)
+                            precision=config.precision, loss_scale=self.loss_scale, guard=self.guard)
         if self.loss_scale is not None:
-            finite = math.isfinite(result.gradient_norm)
-            self.loss_scale.update(finite)
-            if not finite and math.isfinite(result.loss):  # the scale was too large: this update was left out
-                self._event("overflow", step=step, loss_scale=self.loss_scale.scale)
-                return result
-        if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
-            raise ConfigError(f"the loss is {result.loss}, the gradient norm {result.gradient_norm} at step {step}",
-                              where=config.run_uri, mend="lower optimizer.learning_rate or raise "
-                              "schedule.warmup_steps, and continue from the last checkpoint")
+            self.loss_scale.update(math.isfinite(result.gradient_norm))
         return result
+
+    def _guard(self, step: int, result: StepResult, digest: str | None) -> None:
+        """Record what the guard has to say; ConfigError when it ends the run."""
+        if result.verdict.reason == "overflow" and self.loss_scale is not None:
+            self._event("overflow", step=step, loss_scale=self.loss_scale.scale)
+        elif result.verdict.reason:
+            self._event("guard", **policy.event(result.verdict, step, self.positions.of(step), digest, result.loss,
+                                                result.gradient_norm))
+            self.guard.check(result.verdict, step, self.config.run_uri)
+
+    def _roll_back(self, step: int, verdict: Verdict) -> None:
+        """Go back to the newest checkpoint, and pass over the data that ended in this step from now on."""
+        config, windows = self.config, self.positions.windows
+        self.guard.check_rollbacks(len(windows), verdict, step, config.run_uri)
+        self.watch.mark(step, "rollback")
+        extra = self.runtime.checkpoints.load_latest(training_state(self.model, self.optimizer))
+        if extra is None:
+            raise ConfigError(f"{verdict.reason} at step {step}, and no checkpoint to go back to", where=config.run_uri,
+                              mend="set checkpoint.every_steps, or guards.non_finite and guards.spike to skip")
+        back_to = int(extra["step"])
+        window = policy.window(self.positions, step, back_to, config.guards.pass_over)
+        if self.runtime.rank == 0:
+            self.record.pass_over(step, back_to, window)
+        self._pass_over((*windows, window))
+        self._take_up(extra)
+        self.progress.recorded = max(self.progress.recorded, step)
+        self.timeline.spent("restart")
+        self._event("rollback", step=step, back_to=back_to, position=window[0], count=window[1] - window[0],
+                    reason=verdict.reason)
 
     def _write(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
         config, progress = self.config, self.progress
-        figures = {"tokens": progress.tokens, "loss": result.loss, "gradient_norm": result.gradient_norm,
-                   "learning_rate": self.optimizer.learning_rate}
+        figures = {"tokens": progress.tokens, "loss": _finite(result.loss),
+                   "gradient_norm": _finite(result.gradient_norm), "learning_rate": self.optimizer.learning_rate}
         if self.loss_scale is not None:
             figures["loss_scale"] = self.loss_scale.scale
         self.metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited)
         if self.runtime.rank != 0:
             return
-        taken = self.positions.of(progress.step)
-        self.record.batches.append({
-            "step": progress.step, "digest": digest, "position": int(taken[0]), "count": len(taken),
-            "world_size": self.runtime.world_size, "generation": self.runtime.generation})
+        self._record_batch(progress.step, digest)
         self.runtime.control.progress(progress.step, config.steps, loss=result.loss, tokens=progress.tokens,
                                       tokens_per_second=result.tokens / max(seconds, 1e-9),
                                       world_size=self.runtime.world_size)
+
+    def _record_batch(self, step: int, digest: str | None) -> None:
+        if self.runtime.rank == 0:
+            taken, windows = self.positions.of(step), len(self.positions.windows)
+            self.record.batches.append({
+                "step": step, "digest": digest, "position": int(taken[0]), "count": len(taken),
+                "world_size": self.runtime.world_size, "generation": self.runtime.generation,
+                **({"passed_over": windows} if windows else {})})
 
     def _after(self, step: int, stop: bool) -> None:
         """What a step boundary may bring: a save, an evaluation (while the save is written), a planned stop."""
@@ -245,6 +326,7 @@ class Loop:
     def _evaluate(self) -> None:
         if not self.validation:
             return
+        self.watch.mark(self.progress.step, "evaluate")
         scores = evaluation.validate(self.model, self.validation, self.config, self.collectives)
         self.progress.validation_loss = evaluation.overall(scores)
         self.metrics.record(self.progress.step, evaluation.record(scores))
@@ -252,6 +334,7 @@ class Loop:
 
     def _sample(self) -> str:
         """A text by the model as it is now."""
+        self.watch.mark(self.progress.step, "sample")
         text = evaluation.text_sample(self.model, self.source.domains[0], self.config, self.collectives)
         if text:
             self.metrics.record(self.progress.step, {"sample": text})
@@ -262,9 +345,12 @@ class Loop:
         if self.progress.saved == step:
             return
         config = self.config
+        self.watch.mark(step, "save")
+        self.reader.settle()  # what was learnt from a damaged shard is not kept
         extra: dict[str, Any] = {
             "step": step, "position": self.positions.end(step), "tokens": self.progress.tokens,
-            "loss": self.progress.loss, "recipe_hash": config.recipe_hash(),
+            "loss": self.progress.loss, "guard": self.guard.state(),
+            "passed_over": [list(window) for window in self.positions.windows], "recipe_hash": config.recipe_hash(),
             "identity": checks.identity(config, self.source), "seed": config.seed,
             "schedule": {**config.schedule.canonical(), "steps": config.steps},
             "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None}
@@ -275,6 +361,7 @@ class Loop:
 
     def _make_way(self, step: int) -> None:
         """A planned resize or drain: commit, say so, and wait to be replaced."""
+        self.watch.mark(step, "hold")
         self.runtime.checkpoints.wait()
         self.timeline.spent("save_stall")
         self.metrics.flush()
@@ -311,3 +398,12 @@ class Loop:
         self.metrics.close()
         if self.runtime.rank == 0:
             self.record.flush()
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _read_again(control: Control, where: str, what: str) -> None:
+    control.event("shard_read_again", shard=where, problem=what)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel.train.collectives import Collectives
+from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.precision import LossScale, Precision, precision_context
@@ -42,18 +43,21 @@ class StepResult:
     """Tokens that were predicted."""
     stop: bool
     """Rank 0 asked for a planned stop."""
+    verdict: Verdict
+    """What the guard says."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> StepResult:
+    def of(cls, values: Sequence[float], verdict: Verdict) -> StepResult:
         """From the numbers of all fields, in their order."""
         loss, norm, tokens, targets, stop = values
-        return cls(loss, norm, int(tokens), int(targets), bool(stop))
+        return cls(loss, norm, int(tokens), int(targets), bool(stop), verdict)
 
 
 def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
-               precision: Precision = "fp32", loss_scale: LossScale | None = None, stop: bool = False) -> StepResult:
-    """Forward, backward, clip, update.
+               precision: Precision = "fp32", loss_scale: LossScale | None = None, stop: bool = False,
+               guard: Guard | None = None) -> StepResult:
+    """Forward, backward, clip, update, unless `guard` withholds the update.
 
     Gradients are of the SUM of token losses; after the last micro-batch they are divided by the global number of
     targets, once. Losses travel as one entry per virtual rank (disjoint, so the sum is exact and its order fixed),
@@ -78,9 +82,15 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
     if gradients:
         first = gradients[0][1]
         torch._foreach_mul_([g for _, g in gradients], (scale / (targets * scaled)).to(first.device, first.dtype))
-    optimizer.step(skip=norm.isfinite().logical_not() if loss_scale is not None else None)
+    if guard is None:
+        judged, skip = report.new_zeros(4), norm.isfinite().logical_not() if loss_scale is not None else None
+    else:
+        judged = guard.judge(loss, norm)
+        skip = judged[-1]
+    optimizer.step(skip=skip)
     model.refresh()
-    return StepResult.of(torch.stack([loss, norm, tokens, targets, stopped]).tolist())
+    values = torch.cat([torch.stack([loss, norm, tokens, targets, stopped]), judged]).tolist()
+    return StepResult.of(values[:-4], guard.verdict(values[-4:]) if guard is not None else Verdict())
 
 
 def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_ranks: int,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tidewheel.errors import ConfigError
 from tidewheel.train.guards import policy
 from tidewheel.train.guards.config import GuardsConfig
-from tidewheel.train.guards.detect import DEVIATION, LEAST, Detector, step_unless
+from tidewheel.train.guards.detect import DEVIATION, LEAST, Detector
 from tidewheel.train.guards.policy import Guard
+from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.positions import Positions
 
 CPU = torch.device("cpu")
@@ -110,13 +111,14 @@ def test_a_withheld_step_leaves_no_trace(fused: bool):
     """Neither in the weights nor in the moments nor in the count of steps; fused AdamW is told on the device."""
     weights = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
     optimizers = [torch.optim.AdamW([weight], fused=fused) for weight in weights]
+    guarded = Optimizer([("w", weights[0])], optimizers[:1])
+    assert guarded.skips_on_device == fused
     for withheld in (0.0, 1.0, 0.0):
-        for weight, optimizer, wanted in zip(weights, optimizers, (True, not withheld)):
+        for weight in weights:
             weight.grad = torch.full((5,), math.nan if withheld else 0.5)
-            if weight is weights[0]:
-                step_unless(optimizer, torch.tensor(withheld, dtype=torch.float64))
-            elif wanted:
-                optimizer.step()
+        guarded.step(skip=torch.tensor(withheld, dtype=torch.float64))
+        if not withheld:
+            optimizers[1].step()
     assert torch.equal(*weights)
     states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
     for name in states[0]:

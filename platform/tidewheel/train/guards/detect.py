@@ -85,19 +85,3 @@ def _median(values: torch.Tensor) -> torch.Tensor:
     count = values.isnan().logical_not().sum(dim=1, keepdim=True)
     lower, upper = (count - 1).clamp(min=0) // 2, (count // 2).clamp(max=values.shape[1] - 1)
     return ((ordered.gather(1, lower) + ordered.gather(1, upper)) / 2)[:, 0]
-
-
-def step_unless(optimizer: torch.optim.Optimizer, withheld: torch.Tensor) -> None:
-    """`optimizer.step()` unless `withheld` ([], 0 or 1) says no.
-
-    Fused optimizers are told on the device (`found_inf`, as of torch's GradScaler) and the host goes on at once; for
-    any other the host waits for the answer.
-    """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = withheld.to(torch.float32)  # type: ignore[attr-defined]
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-    elif not withheld.item():
-        optimizer.step()

@@ -61,13 +61,12 @@ class Watch:
         config: time limits.
         rank: of this process in the default group.
         world_size: ranks to watch.
-        groups: process groups of the training's collectives; default: the default group. Their time limit is set.
         name: told apart from other watches in the same store.
         on_hang: told what was found, on the rank that found it; must be quick.
     """
 
-    def __init__(self, config: GuardsConfig, rank: int, world_size: int, *, groups: Sequence[Any] | None = None,
-                 name: str = "0", on_hang: Callable[[str], None] | None = None) -> None:
+    def __init__(self, config: GuardsConfig, rank: int, world_size: int, *, name: str = "0",
+                 on_hang: Callable[[str], None] | None = None) -> None:
         self._config, self._rank, self._world_size, self._on_hang = config, rank, world_size, on_hang
         self._marks, self._place = 0, (0, "start")
         self._finding = ""
@@ -76,13 +75,20 @@ class Watch:
         self._beat_seconds = min(min(config.collective_timeout_seconds, self._limit) / BEATS, MOST_SECONDS)
         self._thread: threading.Thread | None = None
         if world_size > 1:
-            self._groups: list[Any] = list(groups or [distributed_c10d._get_default_group()])
+            self._groups: list[Any] = [distributed_c10d._get_default_group()]
             self._set_limits()
             # two connections: one that waits for an answer would hold up the beats
             shared: Any = distributed_c10d._get_default_store()
             self._store, self._answers = (dist.PrefixStore(f"tidewheel/hang/{name}", shared.clone()) for _ in range(2))
             self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
             self._thread.start()
+
+    def include(self, groups: Sequence[Any]) -> None:
+        """The process groups that training uses beside the default group. In each all ranks begin the same
+        collectives, so pipelines are left out."""
+        if self._thread is not None:
+            self._groups = [self._groups[0], *(group for group in groups if group is not self._groups[0])]
+            self._set_limits()
 
     def mark(self, step: int, phase: str) -> None:
         """This rank is at `phase` of `step` now. All ranks mark the same things in the same order."""

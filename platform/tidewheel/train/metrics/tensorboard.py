@@ -48,12 +48,16 @@ class TensorBoard:
         self._folder = local or Path(tempfile.mkdtemp(prefix="tidewheel-tensorboard-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None
-        self._parts, self._flushed = 0, time.monotonic()
+        self._parts, self._flushed, self._last = 0, time.monotonic(), step
         if step or generation:  # TensorBoard forgets the events from this step on
             self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, record: Record) -> None:
         step, at = int(record["step"]), float(record["time"])
+        if "loss" in record:
+            if step <= self._last:  # after a rollback
+                self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+            self._last = step
         for tag, value in scalars(record).items():
             self._add(Event(step=step, wall_time=at, summary=summary.scalar(tag, value)))
         if record.get("sample"):

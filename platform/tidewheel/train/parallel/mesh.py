@@ -72,6 +72,11 @@ class Mesh:
         mesh = self.of(*dims)
         return None if mesh is None else mesh.get_group()
 
+    def groups(self) -> list[Any]:
+        """The process groups of this rank's dimensions, the pipeline left out."""
+        wide = [] if self.device_mesh is None else [name for name in DIMS[1:] if self.sizes[name] > 1]
+        return [self.device_mesh.get_group(name) for name in wide] if self.device_mesh is not None else []
+
     def shard_mesh(self) -> DeviceMesh | None:
         """What FSDP2 shards over: shard x context in one dimension; with several replicas (HSDP) those in front."""
         inner = self.of("shard", "context")
