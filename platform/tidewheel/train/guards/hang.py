@@ -10,6 +10,7 @@ which raises; or, if that does not come, with its process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -127,6 +128,11 @@ class Watch:
         return Beat(number, self._marks, *self._place, counts)
 
     def _run(self) -> None:
+        # an error of the store: the process that kept it has ended, and the collectives say so themselves
+        with contextlib.suppress(RuntimeError):
+            self._watch()
+
+    def _watch(self) -> None:
         number, since, before = 0, time.monotonic(), None
         while not self._closed.wait(self._beat_seconds):
             number += 1
@@ -143,7 +149,12 @@ class Watch:
     def _ask(self) -> None:
         """Have a survey made, by this rank or another; beats go on meanwhile."""
         answer: list[str] = []
-        asking = threading.Thread(target=lambda: answer.append(self._survey()), name="hang survey", daemon=True)
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # no answer
+                answer.append(self._survey())
+
+        asking = threading.Thread(target=ask, name="hang survey", daemon=True)
         asking.start()
         number, until = 1 << 32, time.monotonic() + 5 * self._beat_seconds
         while asking.is_alive() and time.monotonic() < until:
