@@ -115,15 +115,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     weight_gradient.addmm_(gradient.T, x)
                 else:
                     weight_gradient += gradient.T @ x
-        ctx.gradients = x_gradient, weight_gradient
+        ctx.save_for_backward(x_gradient, weight_gradient)
+        ctx.scaled = False
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (scale,) = grad_outputs
-        x_gradient, weight_gradient = ctx.gradients
-        ctx.gradients = None  # a second backward pass is a mistake, and would find them scaled
-        return x_gradient.mul_(scale), weight_gradient.mul_(scale), None, None, None, None, None
+        x_gradient, weight_gradient = ctx.saved_tensors
+        # In place, behind autograd's back: one such gradient is large enough. A zero-bubble pipeline comes a second
+        # time, for the weights, with the same scale.
+        if not ctx.scaled:
+            x_gradient.data.mul_(scale)
+            weight_gradient.data.mul_(scale)
+            ctx.scaled = True
+        return x_gradient, weight_gradient, None, None, None, None, None
 
 
 def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,

@@ -54,10 +54,24 @@ def reason_against(config: TrainConfig) -> str | None:
     for name in NOT_BUILT:
         if getattr(config.parallel, name) > 1:
             return f"parallel.{name} is not built yet; nearest that is legal: 1"
-    if config.compile and config.parallel.pipeline > 1 and "zero_bubble" in config.parallel.pipeline_schedule:
-        return (f"compile: torch cannot split the backward pass of compiled blocks, as pipeline_schedule "
-                f"{config.parallel.pipeline_schedule} does; nearest that is legal: interleaved_1f1b, or compile false")
-    return _workers(config) or shape(config.parallel, config.model, config.model.vocabulary_size)
+    return (_zero_bubble(config) or _workers(config)
+            or shape(config.parallel, config.model, config.model.vocabulary_size))
+
+
+def _zero_bubble(config: TrainConfig) -> str | None:
+    """Why the backward pass cannot be split in one for inputs and one for weights, or None."""
+    parallel = config.parallel
+    if parallel.pipeline == 1 or "zero_bubble" not in parallel.pipeline_schedule:
+        return None
+    what = f"pipeline_schedule {parallel.pipeline_schedule} takes the gradients of weights in a pass of their own"
+    if config.compile:
+        return f"{what}, which compiled blocks do not have; nearest that is legal: interleaved_1f1b, or compile false"
+    if parallel.data == "zero3":
+        return f"{what}, but zero3 has given the weights up by then; nearest that is legal: data zero2"
+    if config.memory.activation_checkpointing == "selective":
+        return (f"{what}, but what selective activation checkpointing keeps serves one pass; nearest that is legal: "
+                "activation_checkpointing full")
+    return None
 
 
 def _workers(config: TrainConfig) -> str | None:

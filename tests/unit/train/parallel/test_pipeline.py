@@ -20,10 +20,11 @@ from tidewheel.train.step import MicroBatch
 VOCABULARY, LENGTH, SEED, SCALE = 64, 16, 3, 0.5
 
 
-def config(layout: dict[str, Any], layers: int = 2, tied: bool = True) -> TrainConfig:
+def config(layout: dict[str, Any], layers: int = 2, tied: bool = True, **more: Any) -> TrainConfig:
     model = {"dim": 16, "num_layers": layers, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32, "tie_embeddings": tied}
     batch = {"global_sequences": 16, "micro_sequences": 2, "virtual_ranks": 2}
-    return build(TrainConfig, {"model": model, "parallel": layout, "batch": batch, "elastic": {"max_workers": 4}})
+    return build(TrainConfig, {"model": model, "parallel": layout, "batch": batch, "elastic": {"max_workers": 4},
+                               **more})
 
 
 def micro_batches(data_rank: int, number: int = 4) -> list[MicroBatch]:
@@ -97,8 +98,8 @@ def of_all(model: ParallelModel, values: torch.Tensor) -> torch.Tensor:
 def every_schedule() -> None:
     for schedule in SCHEDULES:
         layout = {"pipeline": 2, "pipeline_schedule": schedule}
-        check(config({**layout, "data": "zero2"}))
-        check(config({**layout, "data": "zero1"}, tied=False))
+        check(config({**layout, "data": "zero2"}, loss={"chunk_tokens": 8}))
+        check(config({**layout, "data": "zero1"}, tied=False, memory={"activation_checkpointing": "full"}))
         check(config({**layout, "pipeline": 4}, layers=6))
 
 
