@@ -80,6 +80,12 @@ ROWS: list[Row] = [
       for kind in ("full", "selective", "every_nth", "offload")),
     Row("DDP, activations full, 4 ranks", 4, ("parallel.data=ddp", "memory.activation_checkpointing=full")),
     Row("PP 2, 1f1b, activations full", 2, ("parallel.pipeline=2", "memory.activation_checkpointing=full")),
+    Row("ZeRO-3, loss in chunks, 4 ranks", 4, ("parallel.data=zero3", "loss.chunk_tokens=24")),
+    Row("DDP, loss in chunks, z-loss, 2 ranks", 2, ("parallel.data=ddp", "loss.chunk_tokens=24"), (
+        "loss.z_loss=1e-3",)),
+    Row("ZeRO-2, loss in chunks, untied, activations full, 2 ranks", 2, (
+        "parallel.data=zero2", "loss.chunk_tokens=24", "memory.activation_checkpointing=full"),
+        ("model.tie_embeddings=false",)),
     Row("ZeRO-3, compiled, 2 ranks", 2, ("parallel.data=zero3", "compile=true")),
     Row("ZeRO-3, compiled, activations selective, 2 ranks", 2, (
         "parallel.data=zero3", "compile=true", "memory.activation_checkpointing=selective")),

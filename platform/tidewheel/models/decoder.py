@@ -16,7 +16,7 @@ from torch import nn
 
 from tidewheel.models.attention import DocumentMask, choose_kernel, document_attention, document_mask
 from tidewheel.models.config import LossConfig, ModelConfig
-from tidewheel.models.loss import IGNORED, TokenLoss
+from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype
 from tidewheel.models.rope import RopeTable, apply_rope, rope_table
 
 
@@ -131,9 +131,7 @@ class Decoder(nn.Module):
 
         Context parallelism and a cache of keys set a function of their own in its place, whose mask has `keys`.
         """
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return document_mask(segment_ids, choose_kernel(self.config.attention, x.device, dtype))
+        return document_mask(segment_ids, choose_kernel(self.config.attention, x.device, product_dtype(x)))
 
     def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """What the last block made, to logits, or to the loss; see `forward`."""

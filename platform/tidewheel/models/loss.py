@@ -58,6 +58,13 @@ def chunk_rows(tokens: int, vocabulary_size: int, wanted: int | None) -> int:
     return -(-tokens // -(-tokens // wanted))
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The type in which matrix products of `x` are computed: autocast's, or its own."""
+    kind = x.device.type
+    lowered = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if lowered else x.dtype
+
+
 def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
     """The sum of token losses of whole logits; the softmax in fp32."""
     logits = logits_NV.float()
@@ -78,8 +85,7 @@ def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N:
     In fp16 the logits are computed again in the backward pass: only there is the loss scale known, without which
     gradients of tokens are lost to underflow.
     """
-    kind = x_ND.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_ND.dtype
+    dtype = product_dtype(x_ND)
     if dtype == torch.float16 and torch.is_grad_enabled():
         def of(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return cross_entropy(F.linear(x, weight_VD), targets, z_loss)
