@@ -45,6 +45,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "compute": f"{flops:.3g} FLOPs",
         "workers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "
                    f"{config.elastic.gpus_per_worker:g} GPUs each; the batches are the same for all of them",
+        "layout": f"{config.parallel.data} data parallelism"
+                  + (f" over copies on {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""),
         "checkpoints": f"every {config.checkpoint.every_steps} steps, newest {config.checkpoint.keep_last} kept",
         "recipe": config.recipe_hash(),
     }

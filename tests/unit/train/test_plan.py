@@ -14,8 +14,18 @@ def test_the_plan_says_what_would_run_and_writes_nothing(tmp_path):
     rows = {row["what"]: row["value"] for row in plan(config(tmp_path))}
     assert f"{manifest.rows:,} sequences" in rows["shards"]
     assert rows["workers"].startswith("any of [1, 2]")
+    assert rows["layout"] == "auto data parallelism"
     assert "1.07 epochs" in rows["tokens"]  # 8 steps of 8 sequences over 60
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_plan_says_how_the_model_is_spread(tmp_path):
+    write_shards(tmp_path / "shards")
+    spread = config(tmp_path, "run", "parallel.data=zero3", "parallel.pipeline=2", "elastic.max_workers=4",
+                    "batch.micro_sequences=1")
+    rows = {row["what"]: row["value"] for row in plan(spread)}
+    assert rows["layout"] == "zero3 data parallelism over copies on a mesh of pipeline 2"
+    assert rows["workers"].startswith("any of [2, 4]")
 
 
 def test_a_run_that_exists_would_be_resumed(tmp_path):

@@ -87,7 +87,7 @@ class Replicated(Alone):
                 self._send()
 
     def _send(self) -> None:
-        flat = torch.cat([local(_gradient(p)).reshape(-1) for p in self._buckets[len(self._flying)]])
+        flat = torch.cat([local(_gradient(p)).reshape(-1) for p in self._buckets[len(self._flying)]]).float()
         self._flying.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def finish(self) -> None:
