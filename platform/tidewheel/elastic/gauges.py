@@ -25,6 +25,9 @@ class RayGauges:
             group, *domain, name = tag.split("/")
             self._set(f"{group}_{name}", value, "/".join(domain))
 
+    def restart(self, step: int) -> None:
+        """The next step sets them anew."""
+
     def flush(self) -> None:
         """Ray sends them by itself."""
 

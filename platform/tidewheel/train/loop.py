@@ -43,7 +43,7 @@ from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
 from tidewheel.train.runtime import Control, Runtime
 from tidewheel.train.step import StepResult, train_step
-from tidewheel.train.timeline import Timeline
+from tidewheel.train.timeline import Category, Timeline
 
 
 def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
@@ -229,7 +229,8 @@ class Loop:
             self.watch.mark(step, "step")
             self.metrics.begin(step)
             result = self._step(step, batch)
-            self.timeline.spent("redone" if step <= self.progress.recorded else "productive")
+            spent: Category = "redone" if step <= self.progress.recorded else "productive"
+            self.timeline.spent(spent)
             digest = self.digest.of(batch.ids)
             self._guard(step, result, digest)
             if result.verdict.action == "rollback":
@@ -240,6 +241,7 @@ class Loop:
                 self.progress.tokens += result.tokens
                 self.progress.loss = result.loss if math.isfinite(result.loss) else self.progress.loss
                 self._write(result, digest, time.time() - began, waited)
+                self.timeline.spent(spent)  # telling of a step is part of it, not of waiting for the next one's data
                 self._after(step, result.stop)
             self.watch.started()
             began = time.time()  # a step's seconds are its own: not the save, the evaluation, the wait
@@ -282,6 +284,7 @@ class Loop:
             self.record.pass_over(step, back_to, window)
         self._pass_over((*windows, window))
         self._take_up(extra)
+        self.metrics.restart(self.progress.step)
         self.progress.recorded = max(self.progress.recorded, step)
         self.timeline.spent("restart")
         self._event("rollback", step=step, back_to=back_to, position=window[0], count=window[1] - window[0],

@@ -19,6 +19,9 @@ LINES = {
     "resize_called_off": "the change of size is called off",
     "resume": "resumed at step {step}, world size {world_size}, {redo} steps to do again",
     "checkpoint_refused": "checkpoint {checkpoint} is refused: {reason}; trying the one before",
+    "straggler": "rank {slow_rank} is slow: {own_seconds} s of its own a step, the median is {median_seconds} s",
+    "straggler_over": "rank {slow_rank} is no longer slow",
+    "sink_failed": "metrics do not reach {sink}: {reason}; training goes on",
     "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training goes on",
 }
 WIDTH = 200

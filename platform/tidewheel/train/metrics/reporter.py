@@ -76,6 +76,11 @@ class Reporter:
         if self._sinks is not None:
             self._sinks.write({"time": time.time(), "step": step, **values})
 
+    def restart(self, step: int) -> None:
+        """The run went back and goes on after `step`."""
+        if self._sinks is not None:
+            self._sinks.restart(step)
+
     def flush(self) -> None:
         """Write out what the sinks still hold."""
         if self._sinks is not None:

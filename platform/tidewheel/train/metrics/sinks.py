@@ -24,6 +24,9 @@ class Sink(Protocol):
     def write(self, record: Record) -> None:
         """Take one record."""
 
+    def restart(self, step: int) -> None:
+        """The run goes on after `step`: what was told of later ones no longer holds."""
+
     def flush(self) -> None:
         """Write out what is collected."""
 
@@ -41,6 +44,9 @@ class JsonSink:
 
     def write(self, record: Record) -> None:
         self._log.append(dict(record))
+
+    def restart(self, step: int) -> None:
+        """Lines stay; whoever reads them takes the last one of a step."""
 
     def flush(self) -> None:
         self._log.flush()
@@ -70,6 +76,10 @@ class Background:
     def write(self, record: Record) -> None:
         """Hand over one record, which must not change afterwards."""
         self._queue.put(lambda sink: sink.write(record))
+
+    def restart(self, step: int) -> None:
+        """See `Sink.restart`."""
+        self._queue.put(lambda sink: sink.restart(step))
 
     def flush(self) -> None:
         """Return once everything handed over has been written out, or its failure told."""

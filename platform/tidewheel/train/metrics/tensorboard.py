@@ -49,8 +49,8 @@ class TensorBoard:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None
         self._parts, self._flushed, self._last = 0, time.monotonic(), step
-        if step or generation:  # TensorBoard forgets the events from this step on
-            self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        if step or generation:
+            self.restart(step)
 
     def write(self, record: Record) -> None:
         step, at = int(record["step"]), float(record["time"])
@@ -65,6 +65,10 @@ class TensorBoard:
             self._add(Event(step=step, wall_time=at, summary=summary.text("sample", text)))
         if time.monotonic() - self._flushed >= self._flush_seconds:
             self.flush()
+
+    def restart(self, step: int) -> None:
+        """TensorBoard forgets the events after `step`."""
+        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def flush(self) -> None:
         self._flushed = time.monotonic()

@@ -58,6 +58,9 @@ class WeightsAndBiases:
         if int(record["step"]) > self._recorded:
             self._run.log({"step": int(record["step"]), **scalars(record)})
 
+    def restart(self, step: int) -> None:
+        """Its history cannot be taken back: steps after a rollback, which read other data, are there twice."""
+
     def flush(self) -> None:
         """The client sends from a process of its own."""
 

@@ -33,6 +33,9 @@ def write_run(place: storage.Store) -> None:
         first.write(line(step, 10.0 - step))
     first.flush()  # and nothing more: killed
     again = TensorBoard(place, step=3, generation=1)
+    again.write(line(4, 0.1))
+    again.write(line(5, 0.1))
+    again.restart(3)  # a rollback
     for step in range(4, 9):
         again.write(line(step, 20.0 - step))
         again.flush()  # on an object store a part each
@@ -87,6 +90,9 @@ class Fragile:
         if record["step"] in self._failing:
             raise OSError("away")
         self.taken.append(record["step"])
+
+    def restart(self, step: int) -> None:
+        return
 
     def flush(self) -> None:
         return
