@@ -83,7 +83,7 @@ def audit(run_uri: str) -> AuditResult:
     run = place.read_json("run.json")
     config, source = run["config"], recorded_source(run)
     records, rollbacks = jsonlog.read(place, "batches.jsonl"), read_rollbacks(place)
-    plan = positions(run, rollbacks)
+    plan = positions(run, source, rollbacks)
     steps = {int(record["step"]) for record in records if not _undone(record, rollbacks)}
     last = max(steps, default=0)
     mismatches = [f"step {step} has no record" for step in range(1, last + 1) if step not in steps]

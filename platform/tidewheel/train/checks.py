@@ -9,6 +9,7 @@ from tidewheel.shards.integrity import check_files
 from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import store
+from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.positions import Positions
@@ -75,7 +76,9 @@ def _fits(config: TrainConfig, manifest: Manifest) -> None:
 
 def _lasts(config: TrainConfig, source: Source) -> None:
     """The domains must be enough for all steps, read as often as they may be."""
-    wanted, length = config.steps * config.batch.global_sequences, source.manifest.sequence_length
+    length = source.manifest.sequence_length
+    sizes = BatchSizes.of(config.batch, length)
+    wanted = sizes.total(config.steps)
     if source.end is None or wanted <= source.end:
         return
     most = config.data.mixture.max_repetitions if config.data.mixture else 0
@@ -83,16 +86,17 @@ def _lasts(config: TrainConfig, source: Source) -> None:
         f"the mixture ends after {source.end:,} sequences ({source.end * length:,} tokens): its domains are read "
         f"{most:g} times at most; {config.steps:,} steps need {wanted:,} ({wanted * length:,} tokens)",
         where="data.mixture", mend=f"raise max_repetitions, add data, or train "
-        f"{source.end // config.batch.global_sequences:,} steps")
+        f"{sizes.steps(source.end):,} steps")
 
 
-IDENTITY = ("model", "global_sequences", "virtual_ranks", "data_seed", "shards")
+IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards")
 
 
 def identity(config: TrainConfig, source: Source) -> dict[str, object]:
     """What a checkpoint must share with the run that continues from it, lest order or shapes change midway."""
     return {"model": config.model.shape(), "global_sequences": config.batch.global_sequences,
-            "virtual_ranks": config.batch.virtual_ranks, "data_seed": config.data.seed, "shards": source.hash}
+            "ramp": config.batch.canonical()["ramp"] or None, "virtual_ranks": config.batch.virtual_ranks,
+            "data_seed": config.data.seed, "shards": source.hash}
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:

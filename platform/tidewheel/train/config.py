@@ -12,6 +12,7 @@ from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import LossConfig, ModelConfig
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.train.batch_size import BatchConfig
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
@@ -73,31 +74,6 @@ class DataConfig(Config):
     def place(self) -> str:
         """What messages about the data name: the URI, or that it is a mixture."""
         return self.uri or ("data.mixture" if self.mixture else "data.uri")
-
-
-class BatchConfig(Config):
-    """The global batch; it never depends on the number of workers."""
-
-    global_sequences: int = Field(default=32, ge=1)
-    """Sequences per optimizer step, over all workers."""
-    micro_sequences: int = Field(default=4, ge=1)
-    """Sequences per forward and backward pass; the same for every number of workers."""
-    virtual_ranks: int = Field(default=4, ge=1)
-    """The global batch is cut in this many slices, spread evenly over the workers: their number must divide it."""
-
-    @pydantic.model_validator(mode="after")
-    def _divides(self) -> BatchConfig:
-        unit = self.virtual_ranks * self.micro_sequences
-        if self.global_sequences % unit:
-            nearest = max(1, round(self.global_sequences / unit)) * unit
-            raise ValueError(
-                f"global_sequences {self.global_sequences} is not a multiple of virtual_ranks x micro_sequences = "
-                f"{self.virtual_ranks} x {self.micro_sequences} = {unit}; nearest that is: {nearest}")
-        return self
-
-    def micro_batches(self, data_size: int) -> int:
-        """Micro-batches per step and data rank."""
-        return self.global_sequences // self.micro_sequences // data_size
 
 
 class EvaluationConfig(Config):

@@ -24,6 +24,7 @@ from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, SourceReader
 from tidewheel.train import checks, evaluation, parallel
+from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.batches import BatchDigest, BatchReader, RankBatch
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.compile import use_cache
@@ -135,7 +136,7 @@ class Loop:
         vocabulary = config.model.vocabulary_size or source.manifest.vocabulary_size
         model = parallel.build(config, vocabulary, runtime)
         cache = Path(config.data.cache) if config.data.cache else None
-        positions = Positions(config.batch.global_sequences)
+        positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length))
         reading: dict[str, Any] = {"cache": cache, "verify": config.data.verify,
                                    "on_damage": partial(_read_again, runtime.control)}
         reader = BatchReader(Loader(SourceReader(source, **reading), prefetch=0), config.batch, positions,
@@ -211,7 +212,7 @@ class Loop:
 
     def _pass_over(self, windows: Sequence[Window]) -> None:
         """From now on steps take the positions that lie outside `windows`."""
-        self.positions = Positions(self.positions.sequences, windows)
+        self.positions = Positions(self.positions.sizes, windows)
         end = self.source.end
         if end is not None and windows and self.positions.end(self.config.steps) > end:
             raise ConfigError(f"the mixture ends after {end:,} sequences, too early by what guards passed over",
@@ -248,10 +249,11 @@ class Loop:
 
     def _step(self, step: int, batch: RankBatch) -> StepResult:
         config = self.config
-        tokens = config.batch.global_sequences * self.source.manifest.sequence_length
-        size = tokens if config.schedule.unit == "tokens" else 1
-        self.optimizer.set_learning_rate(learning_rate(step * size, config.steps * size, config.optimizer.learning_rate,
-                                                       config.schedule))
+        done, total = step, config.steps
+        if config.schedule.unit == "tokens":
+            length, sizes = self.source.manifest.sequence_length, self.positions.sizes
+            done, total = sizes.total(step) * length, sizes.total(config.steps) * length
+        self.optimizer.set_learning_rate(learning_rate(done, total, config.optimizer.learning_rate, config.schedule))
         stop = self.runtime.rank == 0 and self.runtime.control.poll()
         result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, stop=stop,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,

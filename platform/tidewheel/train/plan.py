@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.errors import ConfigError
+from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 
@@ -29,9 +30,9 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     manifest, rows = source.manifest, sum(domain.manifest.rows for domain in source.domains)
     vocabulary = config.model.vocabulary_size or manifest.vocabulary_size
     batch, length = config.batch, manifest.sequence_length
-    step_tokens = batch.global_sequences * length
-    sequences = config.steps * batch.global_sequences
-    flops = config.model.flops_per_token(vocabulary, length) * step_tokens * config.steps
+    sequences = BatchSizes.of(batch, length).total(config.steps)
+    flops = config.model.flops_per_token(vocabulary, length) * sequences * length
+    growing = " -> ".join(f"{size:,}" for size in batch.sizes)
     run = storage.store(config.run_uri)
     values: dict[str, Any] = {
         "run": config.run_uri + (" (exists: would be resumed)" if run.exists("run.json") else ""),
@@ -40,8 +41,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
                                 in config.data.validation_sets.items()) or "none",
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
-        "steps": f"{config.steps:,} of {batch.global_sequences} sequences ({step_tokens:,} tokens) each",
-        "tokens": f"{config.steps * step_tokens:,}, {sequences / rows:.2f} epochs",
+        "steps": f"{config.steps:,} of {growing} sequences ({batch.global_sequences * length:,} tokens) each",
+        "tokens": f"{sequences * length:,}, {sequences / rows:.2f} epochs",
         "compute": f"{flops:.3g} FLOPs",
         "workers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "
                    f"{config.elastic.gpus_per_worker:g} GPUs each; the batches are the same for all of them",

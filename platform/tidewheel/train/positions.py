@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tidewheel.train.batch_size import BatchSizes
+
 Window = tuple[int, int]
 """Positions [start, end) that are passed over."""
 
@@ -19,15 +21,15 @@ class Positions:
     """Positions of every step's global batch; immutable.
 
     Args:
-        sequences: sequences of a global batch.
+        sizes: sequences of every global batch.
         windows: what is passed over, in the order in which the run found it; disjoint.
 
     Raises:
         ValueError: windows that overlap, or are empty or negative.
     """
 
-    def __init__(self, sequences: int, windows: Iterable[Window] = ()) -> None:
-        self.sequences = sequences
+    def __init__(self, sizes: BatchSizes, windows: Iterable[Window] = ()) -> None:
+        self.sizes = sizes
         self.windows = tuple((int(start), int(end)) for start, end in windows)
         bounds = np.array(sorted(self.windows), dtype=np.int64).reshape(-1, 2)
         starts, ends = bounds[:, 0], bounds[:, 1]
@@ -38,11 +40,11 @@ class Positions:
 
     def known(self, number: int) -> Positions:
         """The positions as they were when the run knew the first `number` windows."""
-        return Positions(self.sequences, self.windows[:number])
+        return Positions(self.sizes, self.windows[:number])
 
     def passing_over(self, window: Window) -> Positions:
         """The same with one more window."""
-        return Positions(self.sequences, (*self.windows, window))
+        return Positions(self.sizes, (*self.windows, window))
 
     def count(self, step: int) -> int:
         """Sequences of the global batch of `step`, counted from 1."""
@@ -74,11 +76,11 @@ class Positions:
         return np.concatenate([*parts, np.empty(0, dtype=np.int64)])
 
     def _counts(self, steps: np.ndarray) -> np.ndarray:
-        return np.full(len(steps), self.sequences, dtype=np.int64)
+        return self.sizes.counts(steps)
 
     def _taken(self, steps: np.ndarray) -> np.ndarray:
         """Sequences taken by steps 1 to each of `steps`."""
-        return steps * self.sequences
+        return self.sizes.taken(steps)
 
     def _place(self, taken: np.ndarray) -> np.ndarray:
         """Position of the sequence before which `taken` others were taken."""

@@ -19,6 +19,7 @@ from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store
+from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.positions import Positions, Window
 
@@ -60,7 +61,8 @@ class RunRecord:
         """Write run.json unless it is there."""
         if self.store.exists("run.json"):
             return
-        sets = _data(source, config.steps * config.batch.global_sequences)
+        sequences = BatchSizes.of(config.batch, source.manifest.sequence_length).total(config.steps)
+        sets = _data(source, sequences)
         named = {name: _shard_set(uri, validation[name]) for name, uri in config.data.validation_sets.items()}
         if named:
             sets["validation"] = named.get("", named)
@@ -96,10 +98,10 @@ def read_rollbacks(store: Store) -> list[dict[str, int]]:
     return jsonlog.read(store, PASSED_OVER)
 
 
-def positions(run: dict[str, Any], rollbacks: Sequence[dict[str, int]] = ()) -> Positions:
-    """The positions of the steps of the run of this run.json, as they are after `rollbacks`."""
+def positions(run: dict[str, Any], source: Source, rollbacks: Sequence[dict[str, int]] = ()) -> Positions:
+    """The positions of the steps of the run of this run.json, which reads `source`, as they are after `rollbacks`."""
     windows = [(line["start"], line["end"]) for line in rollbacks]
-    return Positions(int(run["config"]["batch"]["global_sequences"]), windows)
+    return Positions(BatchSizes(run["config"]["batch"], source.manifest.sequence_length), windows)
 
 
 def read_result(store: Store) -> TrainResult | None:

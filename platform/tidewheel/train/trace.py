@@ -28,7 +28,7 @@ class _Run:
         values = place.read_json("run.json")
         self.uri, self.source = place.uri, recorded_source(values, uri)
         self.sets = [ShardSet.open(domain.uri) for domain in self.source.domains]
-        self.plan = positions(values, read_rollbacks(place))
+        self.plan = positions(values, self.source, read_rollbacks(place))
         self.starts = [np.cumsum([0, *(shard.rows for shard in opened.manifest.shards)]) for opened in self.sets]
         self.lines = jsonlog.read(place, "batches.jsonl")
         self.records: dict[int, dict[str, Any]] = {int(line["step"]): line for line in self.lines}  # the last counts
@@ -114,7 +114,7 @@ def trace_document_steps(run_uri: str, document: str, *, uri: str | None = None)
     wanted = np.unique(np.array([piece["row"] for piece in found["pieces"]], dtype=np.int64))
     steps = np.array(sorted(run.records), dtype=np.int64)
     uses: list[dict[str, int]] = []
-    chunk = max(1, _POSITIONS // run.plan.sequences)
+    chunk = max(1, _POSITIONS // run.plan.sizes.largest)
     for first in range(0, len(steps) if len(wanted) else 0, chunk):
         part = steps[first:first + chunk]
         taken, owners = run.plan.of_steps(part), run.plan.steps(part)

@@ -29,6 +29,7 @@ from tidewheel.shards.manifest import read_manifest
 from tidewheel.shards.source import Source
 from tidewheel.train import batches, checks, trace
 from tidewheel.train.audit import audit
+from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.parallel import ParallelModel, local
@@ -247,7 +248,7 @@ def test_enough_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch, overrid
 
 
 def test_a_checkpoint_of_a_history_that_was_given_up_is_refused():
-    now, settings = Positions(8, [(40, 48), (16, 24)]), config(Path("nowhere"))
+    now, settings = Positions(BatchSizes({"global_sequences": 8}, 1), [(40, 48), (16, 24)]), config(Path("nowhere"))
     for extra in ({"step": 4, "position": 32, "passed_over": []}, {"step": 6, "position": 48, "passed_over": []},
                   {"step": 2, "position": 16, "passed_over": [[0, 8]]}):
         with pytest.raises(CheckpointError, match="given up"):

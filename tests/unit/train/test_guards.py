@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
+from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.guards import policy
 from tidewheel.train.guards.config import GuardsConfig
 from tidewheel.train.guards.detect import DEVIATION, LEAST, Detector
@@ -127,7 +128,7 @@ def test_a_withheld_step_leaves_no_trace(fused: bool):
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12), st.integers(1, 5)), max_size=5))
 def test_a_window_holds_the_bad_batch_and_nothing_older_than_the_checkpoint(size: int, rollbacks: list):
-    plan = Positions(size)
+    plan = Positions(BatchSizes({"global_sequences": size}, 1))
     for step, back, batches in rollbacks:
         back = min(back, step - 1)
         start, end = policy.window(plan, step, back, batches)

@@ -7,12 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.positions import Positions
+
+FOURS = BatchSizes({"global_sequences": 4}, 1)
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Positions:
-    plan = Positions(draw(st.integers(1, 7)))
+    stages = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    ramp = [{"sequences": size, "tokens": draw(st.integers(1, 20))} for size in stages[:-1]]
+    plan = Positions(BatchSizes({"global_sequences": stages[-1], "ramp": ramp}, 1))
     for _ in range(draw(st.integers(0, 4))):  # as a run finds them: the batches of some steps in a row
         step, length = draw(st.integers(1, 12)), draw(st.integers(1, 3))
         taken = plan.of_steps(range(step, step + length))
@@ -43,7 +48,7 @@ def test_a_window_changes_no_step_before_it(plan: Positions):
 
 
 def test_wrong_windows_are_refused():
-    assert Positions(4).end(0) == 0
+    assert Positions(FOURS).end(0) == 0
     for windows in ([(0, 4), (2, 6)], [(4, 4)], [(-4, 0)]):
         with pytest.raises(ValueError, match="disjoint"):
-            Positions(4, windows)
+            Positions(FOURS, windows)

@@ -40,13 +40,14 @@ def sizes(config: TrainConfig) -> tuple[int, ...]:
 def schedule(config: TrainConfig, world_size: int) -> str | None:
     """Why the pipeline's schedule cannot run the micro-batches that each of so many workers has, or None."""
     parallel, batch, data = config.parallel, config.batch, world_size // config.parallel.unit
-    number = batch.micro_batches(data)
-    if parallel.pipeline == 1 or takes(parallel.pipeline_schedule, parallel.pipeline, number):
-        return None
-    near = nearest_micro_batches(parallel.pipeline_schedule, parallel.pipeline, number)
-    return (f"parallel.pipeline_schedule {parallel.pipeline_schedule} cannot run {number} micro-batches on a pipeline "
-            f"of {parallel.pipeline}, which is what {world_size} workers have of batch.global_sequences "
-            f"{batch.global_sequences} in micro_sequences {batch.micro_sequences}; nearest number that it can: {near}")
+    for size, number in zip(batch.sizes, batch.micro_batches(data)):
+        if parallel.pipeline > 1 and not takes(parallel.pipeline_schedule, parallel.pipeline, number):
+            near = nearest_micro_batches(parallel.pipeline_schedule, parallel.pipeline, number)
+            name = "batch.global_sequences" if size == batch.global_sequences else "batch.ramp"
+            return (f"parallel.pipeline_schedule {parallel.pipeline_schedule} cannot run {number} micro-batches on a "
+                    f"pipeline of {parallel.pipeline}, which is what {world_size} workers have of {name} {size} in "
+                    f"micro_sequences {batch.micro_sequences}; nearest number that it can: {near}")
+    return None
 
 
 def reason_against(config: TrainConfig) -> str | None:
