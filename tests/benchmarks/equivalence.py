@@ -99,6 +99,11 @@ ROWS: list[Row] = [
     Row("PP 2 x ZeRO-1, 2 ranks", 4, ("parallel.pipeline=2", "parallel.data=zero1")),
     Row("PP 2, untied embeddings", 2, ("parallel.pipeline=2",), ("model.tie_embeddings=false",)),
     Row("PP 4, 4 layers", 4, ("parallel.pipeline=4",), DEEP),
+    Row("Adafactor, ZeRO-3, 4 ranks", 4, ("parallel.data=zero3",), ("optimizer.kind=adafactor",)),
+    Row("Lion, HSDP 2 x 2", 4, ("parallel.data=zero3", "parallel.replicate=2"), ("optimizer.kind=lion",)),
+    Row("Batch ramp, ZeRO-3, 4 ranks", 4, ("parallel.data=zero3",),
+        (f"batch.ramp=[{{sequences: 8, tokens: {40 * LENGTH}}}]",)),
+    Row("compile, ZeRO-3, 2 ranks", 2, ("parallel.data=zero3", "compile=true")),
 ]
 """Add rows here; ranks 1, 2 and 4. A layout that is refused by the configuration is an error, not a missing row."""
 

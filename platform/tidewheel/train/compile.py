@@ -7,8 +7,10 @@ stays there: inductor's entries are pickles, and nothing that comes from storage
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +31,13 @@ def use_cache(folder: str) -> None:
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
     """Compile the forward pass of each block, in place: after activation checkpointing, before anything is sharded.
 
-    Names of parameters stay as they are, and hooks (FSDP's) stay outside of the compiled code.
+    Names of parameters stay as they are, and hooks (FSDP's) stay outside of the compiled code. Without gradients (in
+    evaluations and text samples, whose shapes differ) blocks run as they were.
     """
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+        compiled = torch.compile(block.forward, backend=backend)
+        block.forward = partial(_forward, compiled, block.forward)  # type: ignore[method-assign]
+
+
+def _forward(compiled: Callable[..., Any], plain: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return (compiled if torch.is_grad_enabled() else plain)(*arguments, **named)

@@ -194,6 +194,9 @@ class TrainConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
+        if self.optimizer.kind == "adamw8bit" and self.parallel.offload:
+            raise ValueError("parallel.offload keeps optimizer state in host memory, where adamw8bit cannot be; "
+                             "nearest that is legal: optimizer.kind adamw")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
             raise ValueError(f"parameters bf16 with precision {self.precision}: nearest that is legal: precision bf16")
         from tidewheel.train.parallel import legal
