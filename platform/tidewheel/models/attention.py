@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from tidewheel.errors import ConfigError
 
@@ -145,16 +144,27 @@ def _repeated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""torch 2.11's varlen attention does not share key heads yet."""
+@functools.cache
+def _flash() -> tuple[Callable[..., Any], dict[str, Any], bool]:
+    """torch's varlen attention, what makes it causal, and whether it lets query heads share key heads (not in 2.11).
+
+    Imported by those who use it: it brings the compiler along, 825 modules and more than a second.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+    return varlen_attn, causal, "enable_gqa" in takes
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if not GROUPED:
+    flash, options, shares = _flash()
+    if shares:
+        options = {**options, "enable_gqa": True}
+    else:
         k, v = _repeated(q, k), _repeated(q, v)
     rows, length = q.shape[0], q.shape[2]
     laid = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B x L, heads, E]
     # the longest possible document: its true length would have to be read from the device
-    varlen: Any = varlen_attn
-    out = varlen(*laid, offsets, offsets, length, length, window_size=(-1, 0), **GROUPED)
+    out = flash(*laid, offsets, offsets, length, length, **options)
     return out.unflatten(0, (rows, length)).transpose(1, 2)

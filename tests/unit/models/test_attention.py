@@ -1,5 +1,6 @@
 """Every kernel against attention computed document by document, and the slices that context parallelism asks for."""
 
+import inspect
 import itertools
 import math
 from unittest import mock
@@ -52,6 +53,10 @@ def flash_by_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable
     return torch.cat(parts)
 
 
+def flash():
+    return flash_by_documents, {"window_size": (-1, 0)}, True
+
+
 @st.composite
 def packed_rows(draw):
     length = draw(st.integers(2, 24))
@@ -69,7 +74,7 @@ def test_every_kernel_is_attention_by_documents(segments: torch.Tensor, heads: t
     q, k, v = tensors(*segments.shape, *heads, seed)
     expected = brute_force(q, k, v, segments)
     for kernel in ("masked", "flex", "varlen"):
-        with (mock.patch.object(attention, "varlen_attn", flash_by_documents), torch.no_grad(),
+        with (mock.patch.object(attention, "_flash", flash), torch.no_grad(),
               mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)):  # or seconds a shape
             out = document_attention(q, k, v, document_mask(segments, kernel))
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, msg=lambda text, of=kernel: f"{of}: {text}")
@@ -99,6 +104,12 @@ def test_bf16_on_a_cpu():
     assert out.dtype == torch.bfloat16
     exact = brute_force(q.float(), k.float(), v.float(), segments)
     torch.testing.assert_close(out.float(), exact, rtol=0.03, atol=0.03)
+
+
+def test_the_arguments_are_those_of_this_torch():
+    call, options, shares = attention._flash()
+    arguments = [torch.empty(0)] * 5 + [4, 4]
+    inspect.signature(call).bind(*arguments, **options, **({"enable_gqa": True} if shares else {}))
 
 
 def test_offsets_of_documents():

@@ -14,6 +14,7 @@ __all__ = ["MemoryConfig", "apply"]
 
 def apply(model: nn.Module, config: MemoryConfig) -> None:
     """Checkpoint the activations of the decoder's blocks, in place; before compilation and before FSDP."""
-    from tidewheel.train.memory.activations import checkpoint_blocks
+    if config.activation_checkpointing != "none":
+        from tidewheel.train.memory.activations import checkpoint_blocks
 
-    checkpoint_blocks(model, config)
+        checkpoint_blocks(model, config)

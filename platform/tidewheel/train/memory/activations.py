@@ -26,18 +26,17 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_fused_attention_overrideable.default, torch.ops.higher_order.flex_attention,
-    torch.ops.torch_attn._varlen_attn.default, aten.bmm.default}
-"""Attention by each kernel; on a CPU it is batched matrix products."""
+    aten.bmm.default}
+"""Attention by each kernel but varlen, which is an operator once it was imported; on a CPU it is batched products."""
+VARLEN = "torch_attn::_varlen_attn"
 COLLECTIVES = {torch.ops._c10d_functional.reduce_scatter_tensor.default,
                torch.ops._c10d_functional.all_gather_into_tensor.default}
 """What waits for other ranks is not done twice."""
 
 
 def checkpoint_blocks(model: nn.Module, config: MemoryConfig) -> None:
-    """Replace `forward` of the blocks of `model`, a decoder or a pipeline stage's part of one."""
+    """Replace `forward` of the blocks of `model`, a decoder or a pipeline stage's part of one; not for kind none."""
     kind = config.activation_checkpointing
-    if kind == "none":
-        return
     blocks = [(name, block) for name, block in model.named_modules() if isinstance(block, Block)]
     for name, block in blocks:
         if kind == "every_nth" and int(name.rpartition(".")[2]) % config.every:  # its number in the whole model
@@ -63,7 +62,7 @@ def _selective(recompute_products: int) -> Any:
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        save = operator in ATTENTION or operator in COLLECTIVES
+        save = operator in ATTENTION or operator in COLLECTIVES or operator.name() == VARLEN
         if operator in PRODUCTS:
             seen[context.is_recompute] += 1
             save = not recompute_products or seen[context.is_recompute] % recompute_products != 0
