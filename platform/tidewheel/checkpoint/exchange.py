@@ -131,16 +131,19 @@ def _count(config: ModelConfig, vocabulary_size: int) -> int:
 def read_weights(place: Store, name: str, manifest: CheckpointManifest,
                  names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Whole tensors of parameters, by their names."""
-    state = {}
+    held = {}
     for each in names:
-        entry = manifest.tensors.get(f"model/{each}")
-        if entry is None:
+        # of bf16 parameters the optimizer has an fp32 master copy, which says more
+        keys = [key for key in (f"optimizer/{each}.master", f"model/{each}") if key in manifest.tensors]
+        if not keys:
             raise CheckpointError(f"{each} is not in the checkpoint", where=place.at(name),
                                   mend="use the version of Tidewheel that wrote it")
-        state[f"model/{each}"] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        held[each] = keys[0]
+    state = {key: torch.empty(manifest.tensors[key].shape, dtype=getattr(torch, manifest.tensors[key].dtype))
+             for key in held.values()}
     reader = Reader(place, name, manifest, persist=lambda attempt: attempt())
     torch_checkpoint.load(dict(state), storage_reader=reader, planner=load_planner(), no_dist=True)
-    return {each: state[f"model/{each}"] for each in names}
+    return {each: state[key] for each, key in held.items()}
 
 
 def _tokenizer(run: Store, given: str) -> tuple[dict[str, bytes], int | None]:

@@ -14,6 +14,7 @@ from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate
 from tidewheel.cli import run_command
 from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.models import huggingface
 from tidewheel.models.decoder import Decoder
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime
@@ -109,6 +110,19 @@ def test_one_checkpoint_and_half_precision(folder: Path):
     assert done.tokenizer
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "third")
     assert model.dtype == torch.bfloat16
+
+
+def test_of_bf16_parameters_the_fp32_masters_are_exported(folder: Path):
+    settings = config(folder, "half", "steps=2", "evaluation.sample_tokens=0", "precision=bf16", "parameters=bf16")
+    place = storage.store(settings.run_uri).child("checkpoints")
+    train(settings, Runtime(checkpoints=CheckpointManager(place, asynchronous=False)))
+    export(settings.run_uri, str(folder / "masters"))
+    weights = dict(huggingface.read_weights(storage.store(folder / "masters"), settings.model, VOCABULARY))
+    name = "blocks.0.ffn.w1.weight"
+    saved = {"model": {name: torch.empty(64, 32, dtype=torch.bfloat16)}}
+    CheckpointManager(place).load_latest(saved)
+    assert torch.equal(weights[name].bfloat16(), saved["model"][name])
+    assert not torch.equal(weights[name], saved["model"][name].float())
 
 
 def test_what_cannot_be_exported_is_said(folder: Path, tmp_path: Path):

@@ -12,7 +12,7 @@ from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models import huggingface
 from tidewheel.models.config import PRESETS, ModelConfig
 from tidewheel.models.decoder import Decoder
-from tidewheel.storage import store
+from tidewheel.storage import LocalStore, store
 
 VOCABULARY, LENGTH = 96, 48
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -135,6 +135,14 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path):
     path.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickled weights are not loaded"):
         ours(tmp_path)
+
+
+def test_what_is_not_on_this_machine_is_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    theirs("llama").save_pretrained(tmp_path)
+    here = ours(tmp_path).state_dict()
+    monkeypatch.setattr(LocalStore, "local_path", lambda self, key: None)  # as of an object store
+    for name, value in ours(tmp_path).state_dict().items():
+        assert torch.equal(value, here[name])
 
 
 def test_padding_the_vocabulary_keeps_logits_and_leaves_new_tokens_their_share_at_most(tmp_path: Path):
