@@ -18,7 +18,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     """Rows of "what" and "value".
 
     Raises:
-        ConfigError: no shard set is given.
+        ConfigError: no shard set is given, or the mesh does not fit it.
         ShardError: the shard set is missing or damaged.
     """
     from tidewheel.shards.source import open_source
@@ -30,6 +30,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     manifest, rows = source.manifest, sum(domain.manifest.rows for domain in source.domains)
     vocabulary = config.model.vocabulary_size or manifest.vocabulary_size
     batch, length = config.batch, manifest.sequence_length
+    legal.check_data(config, vocabulary, length)
     sequences = BatchSizes.of(batch, length).total(config.steps)
     flops = config.model.flops_per_token(vocabulary, length) * sequences * length
     growing = " -> ".join(f"{size:,}" for size in batch.sizes)
