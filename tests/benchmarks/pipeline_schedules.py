@@ -116,10 +116,10 @@ def plot(path: str, lines: dict[str, list[list[Work]]]) -> None:
     height, row, top = 30.0, 18.0, 30.0
     tall = sum(height + row * len(ranks) for ranks in lines.values()) + top
     figure = Svg(height=tall, label="timelines of pipeline schedules")
-    for number, kind in enumerate("FBIW"):
-        if kind != "B":
-            figure.rect(20 + 200 * number, 6, 12, 12, COLOUR[kind])
-            figure.text(38 + 200 * number, 16, MEANING[kind])
+    for left, kind, meaning in ((60, "F", MEANING["F"]), (220, "B", "backward, or its part for inputs"),
+                                (480, "W", MEANING["W"])):
+        figure.rect(left, 6, 12, 12, COLOUR[kind])
+        figure.text(left + 18, 16, meaning)
     for name, ranks in lines.items():
         top += height
         figure.text(0, top - 6, f"{name}: {bubble(ranks):.0%} waiting")

@@ -51,6 +51,9 @@ class ParallelConfig(Config):
         if self.reduce == "micro_batch" and not self.fully_sharded:
             raise ValueError(f"reduce micro_batch is for zero2 and zero3, but data is {self.data}, which keeps whole "
                              "gradients anyway; nearest that is legal: step")
+        if self.reduce == "micro_batch" and self.pipeline > 1:
+            raise ValueError("reduce micro_batch, but torch's pipelines reduce after the last micro-batch; nearest "
+                             "that is legal: step")
         if self.offload and not self.fully_sharded:
             raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest that is legal: zero2")
         usual = default_per_rank(self.pipeline_schedule)

@@ -174,15 +174,8 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     parts = [cut(copy.deepcopy(whole), stage) for stage in cuts if stage.rank == mesh.coordinate("pipeline")]
     spreads = [spread(part, config, mesh, device, number) for part in parts]
     pipeline = Pipeline(parts, cuts, wanted.pipeline_schedule, group=mesh.group("pipeline"), device=device,
-                        sequence_parts=wanted.tensor, dtype=_stream_type(config, mesh, device))
+                        sequence_parts=wanted.tensor, dtype=whole.weight.dtype)
     return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline)
-
-
-def _stream_type(config: TrainConfig, mesh: Mesh, device: torch.device) -> torch.dtype:
-    """Type of the residual stream: what the embedding makes, in which the blocks' outputs are added up."""
-    stored = torch.bfloat16 if config.parameters == "bf16" else torch.float32
-    sharded = config.parallel.fully_sharded and mesh.shard_mesh() is not None
-    return (sharded_precision(config.precision, device).param_dtype if sharded else None) or stored
 
 
 def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int) -> Alone:

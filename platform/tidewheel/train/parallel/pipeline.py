@@ -58,7 +58,7 @@ class Pipeline:
         stages: the stages of the whole pipeline.
         group: the ranks of this pipeline, in order.
         sequence_parts: ranks over which sequence parallelism spreads the positions of the residual stream.
-        dtype: of the residual stream.
+        dtype: of the residual stream: that of the embedding, to which the blocks' outputs are added.
     """
 
     def __init__(self, parts: Sequence[Decoder], stages: Sequence[Stage], schedule: ScheduleName, *,
@@ -149,7 +149,7 @@ class Pipeline:
         self._sending[index] = (work, x)  # the tensor must live until it is sent
 
     def _plan(self, number: int, tokens: torch.Tensor) -> _Prepared:
-        """The schedule for `number` micro-batches of the shape of `tokens`; it keeps its receive buffers."""
+        """The schedule for `number` micro-batches of the shape of `tokens`; kept, with its receive buffers."""
         key = (number, *tokens.shape)
         if key not in self._prepared:
             loss = _Loss()
@@ -158,7 +158,8 @@ class Pipeline:
                                 group=self._group) for (stage, part), (given, returned) in zip(self._mine, ends)]
             kind = get_schedule_class(TORCH_NAMES[self._schedule])
             held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-            self._prepared[key] = _Prepared(kind(held, number, loss_fn=loss, scale_grads=False), stages, loss)
+            plan = _Prepared(kind(held, number, loss_fn=loss, scale_grads=False), stages, loss)
+            self._prepared = {key: plan}  # a batch-size ramp never comes back to fewer
         return self._prepared[key]
 
     def _shape(self, tokens: torch.Tensor) -> tuple[int, ...]:

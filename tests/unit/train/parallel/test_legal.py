@@ -54,6 +54,7 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
      "nearest that is legal: data zero2"),
     (["parallel.pipeline=2", "parallel.pipeline_schedule=interleaved_zero_bubble",
       "memory.activation_checkpointing=selective"], "nearest that is legal: activation_checkpointing full"),
+    (["parallel.pipeline=2", "parallel.reduce=micro_batch"], "nearest that is legal: step"),
     (["parallel.pipeline_stages=2"], "nearest that is legal: pipeline_stages 1"),
     (["parallel.pipeline=4", "elastic.min_workers=16"], "cannot run 2 micro-batches on a pipeline of 4"),
     (["parallel.pipeline=4", "parallel.pipeline_schedule=interleaved_1f1b", "batch.global_sequences=9",

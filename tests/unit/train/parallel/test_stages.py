@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from tests.benchmarks.pipeline_schedules import bubble, timeline
 from tidewheel.train.parallel.pipeline import TORCH_NAMES
 from tidewheel.train.parallel.stages import SCHEDULES, default_per_rank, nearest_micro_batches, stages, takes
 
@@ -51,3 +52,14 @@ def _torch_takes(schedule, pipeline, number):
     except ValueError:
         return False
     return True
+
+
+@pytest.mark.parametrize(("pipeline", "number"), [(2, 4), (4, 8), (4, 16), (3, 9)])
+def test_ranks_wait_as_long_as_the_papers_say(pipeline, number):
+    """(p - 1) / (v m + p - 1) with v stages on a rank: section 2.2 of https://arxiv.org/abs/2104.04473."""
+    waiting = {schedule: bubble(timeline(schedule, pipeline, number)) for schedule in SCHEDULES}
+    assert waiting["gpipe"] == pytest.approx((pipeline - 1) / (number + pipeline - 1))
+    assert waiting["1f1b"] == pytest.approx((pipeline - 1) / (number + pipeline - 1))
+    assert waiting["interleaved_1f1b"] == pytest.approx((pipeline - 1) / (2 * number + pipeline - 1))
+    assert waiting["interleaved_zero_bubble"] < waiting["interleaved_1f1b"]
+    assert waiting["zbv_zero_bubble"] < waiting["interleaved_1f1b"]
