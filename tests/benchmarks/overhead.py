@@ -36,7 +36,6 @@ from tidewheel.train.runtime import NoControl, Runtime
 from tidewheel.train.step import MicroBatch
 
 WANTED_OVERHEAD, WANTED_WAIT = 0.02, 0.01
-ROWS = 512
 
 
 @dataclass
@@ -85,7 +84,8 @@ def main() -> int:
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(prefix="tw-overhead-") as folder:
         uri = str(Path(folder, "shards"))
-        tokens = np.random.default_rng(0).integers(2, 2000, (ROWS, given.length), dtype=np.uint16)
+        rows = 8 * (given.pairs + given.warm + 1)
+        tokens = np.random.default_rng(0).integers(2, 2000, (rows, given.length), dtype=np.uint16)
         write_shards(uri, tokens, vocabulary=2048, document=given.length // 4)
         config = _config(folder, uri, given)
         control = InTurn(_bare_loop(config, uri))
@@ -134,12 +134,12 @@ def _bare_loop(config: TrainConfig, uri: str) -> Iterator[float]:
 
 
 def _batches(config: TrainConfig, uri: str) -> list[list[MicroBatch]]:
-    """The run's own first batches, in memory."""
+    """The run's own batches, in memory."""
     from tidewheel.shards.source import SourceReader, open_source
 
     reader, batch = SourceReader(open_source(uri, None, config.data.seed)), config.batch
     found = []
-    for first in range(0, ROWS, batch.global_sequences):
+    for first in range(0, config.steps * batch.global_sequences, batch.global_sequences):
         rows = reader.read(np.arange(first, first + batch.global_sequences))
         found.append([micro_batch(rows, slice(start, start + batch.micro_sequences), 0, torch.device("cpu"))
                       for start in range(0, batch.global_sequences, batch.micro_sequences)])
