@@ -1,6 +1,7 @@
 """From 1x to 16x the corpus: documents a second by stage, memory by process, and what Ray costs.
 
     python -m tests.benchmarks.scale [--up-to 16] [--megabytes 16] [--plot scale.svg] [--partitions N]
+        [--folder F [--prepare]]
 
 The corpus is replicated with edits (`driver.corpus`), a file for each copy; each size runs on one CPU: once on Ray,
 once without, the same functions one after the other in one process. Overhead is told by CPU time of all processes
@@ -13,6 +14,7 @@ they take.
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +24,8 @@ import numpy as np
 from tests.benchmarks.driver import RECIPE, Cost, Driver, corpus, set_hashes
 from tidewheel.report.plots import Svg
 
-WORKER_BASE_MB = 320  # of a worker: Python, Arrow, machine code, the tables
-WORKER_BYTES_PER_BYTE = 9  # beside it, for each byte of text in the largest partition
+WORKER_BASE_MB = 550  # of a worker: Python, Arrow, machine code, tables, a batch of encodings (100 bytes a token)
+WORKER_BYTES_PER_BYTE = 10  # beside it, for each byte of text in the largest partition
 OVERHEAD = 0.2
 COLOURS = ("#2a6fdb", "#d9622b", "#2e9e5b", "#8a4fd3", "#c23b6b", "#7a7a2a", "#1f9aa8")
 FLAT = ("ingest", "partition", "dedup_exact", "dedup_near", "pack")
@@ -54,25 +56,29 @@ class Row:
 
     def cells(self) -> list[str]:
         """Of the table's line, as `HEAD`."""
-        return [f"{self.copies}x", f"{self.documents:,}", *(f"{rate:,.0f}" for rate in self.rates().values()),
-                f"{self.ray.partition_bytes / 1e6:,.1f}", f"{self.ray.peaks.get('worker', 0):,.0f}",
-                f"{self.bound():,.0f}", f"{self.ray.peaks.get('driver', 0):,.0f}",
+        memory = [self.ray.partition_bytes / 1e6, self.ray.peaks.get("worker", 0), self.bound(),
+                  self.ray.peaks.get("driver", 0), self.plain.peaks.get("driver", 0)]
+        return [f"{self.copies}x", *(f"{number:,.0f}" for number in (self.documents, *self.rates().values(), *memory)),
                 _against(self.ray.seconds, self.plain.seconds), _against(self.ray.cpu_seconds, self.plain.cpu_seconds)]
 
 
 HEAD = ("size", "documents", *(f"{name}, docs/s" for name in (*FLAT, "whole run")), "largest partition, MB",
-        "worker MB", "at most", "driver MB", "wall: Ray, plain, overhead", "CPU: Ray, plain, overhead")
+        "worker MB", "at most", "driver MB", "without Ray MB", "wall: Ray, plain, overhead",
+        "CPU: Ray, plain, overhead")
 
 
-def measure(root: Path, megabytes: float, copies: int, partitions: int | str) -> Row:
-    """One size of the corpus."""
+def measure(root: Path, everything: Path, documents: int, copies: int, partitions: int | str) -> Row:
+    """One size: the first `copies` files of `everything`."""
     place = root / f"{copies}"
-    documents = corpus(place / "in", megabytes, copies, files=1)
+    (place / "in").mkdir(parents=True)
+    for path in sorted(everything.iterdir())[:copies]:
+        (place / "in" / path.name).hardlink_to(path)
     recipe = {**RECIPE, "partitions": partitions}
     on_ray = Driver(recipe, str(place / "in"), str(place / "ray"), "--cpus", "1").watch()
     plain = Driver(recipe, str(place / "in"), str(place / "plain"), "--plain").watch()
     if set_hashes(str(place / "ray")) != set_hashes(str(place / "plain")):
         raise SystemExit("with and without Ray gave other bytes")
+    shutil.rmtree(place)
     return Row(copies, documents, on_ray, plain)
 
 
@@ -118,13 +124,21 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--plot", default="")
     parser.add_argument("--partitions", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keeps the corpus for another run")
+    parser.add_argument("--prepare", action="store_true", help="make the corpus in --folder, and no more")
     given = parser.parse_args()
     sizes = [2 ** power for power in range(given.up_to.bit_length()) if 2 ** power <= given.up_to]
     rows: list[Row] = []
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    with tempfile.TemporaryDirectory(prefix="tw-scale-") as name:
+    with tempfile.TemporaryDirectory(prefix="tw-scale-", dir=given.folder) as name:
+        everything = (given.folder or Path(name)) / f"corpus-{given.megabytes:g}x{sizes[-1]}"
+        if not everything.exists():
+            corpus(everything, given.megabytes, sizes[-1], files=1)
+        documents = [sum(1 for _ in path.open("rb")) for path in sorted(everything.iterdir())]
+        if given.prepare:
+            return
+        print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
         for copies in sizes:
-            rows.append(measure(Path(name), given.megabytes, copies, given.partitions or "auto"))
+            rows.append(measure(Path(name), everything, sum(documents[:copies]), copies, given.partitions or "auto"))
             print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
     largest = rows[-1]
     roles = sorted(set(largest.ray.cpu_by_role) | set(largest.plain.cpu_by_role))
