@@ -182,7 +182,7 @@ def mask(length):
     return (_U1 << np.uint64(8 * length)) - _U1 if length < 8 else ~_U0
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, cache=True)  # kept too: `textpass` calls it from Python, and each worker would compile it
 def hash_bytes(at, start, stop):
     """64-bit hash of bytes [start, stop) of the text at an address."""
     h, i = SEED, start
