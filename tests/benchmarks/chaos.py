@@ -1,6 +1,6 @@
 """SIGKILL at random: the driver, a worker process or a whole node, and run again until the pipeline is done.
 
-    python -m tests.benchmarks.chaos [--kills 10] [--nodes 2] [--seed 0] [--megabytes 2]
+    python -m tests.benchmarks.chaos [--kills 10] [--nodes 2] [--seed 0] [--megabytes 20]
 
 Runs on a `LocalCluster`. When a run ends before all kills are spent, the next one starts with an empty output. Every
 finished output must have the bytes of the undisturbed run.
@@ -44,7 +44,7 @@ class Chaos:
             driver, began = Driver(RECIPE, input, output, "--address", self.cluster.address), time.monotonic()
             starts += 1
             driver.begun()
-            while not driver.wait(self._pause() if done < kills else 600):
+            while not driver.wait(self._pause() if done < kills else 1800):
                 if done >= kills:
                     raise RuntimeError("no end after the last kill")
                 at = driver.progress() or "start"
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--megabytes", type=float, default=2)
+    parser.add_argument("--megabytes", type=float, default=20)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tw-chaos-") as name, LocalCluster(given.nodes) as cluster:
         root = Path(name)
