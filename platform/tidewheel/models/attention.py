@@ -30,6 +30,9 @@ Keys = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 """(attention layer, k, v of the local positions) to the k and v that the queries may see: those of all context ranks
 in the order of `key_segments`, or a cache's with the new ones behind. Called by every layer, after RoPE."""
 
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q, k, v as for `document_attention`, offsets) to its result."""
+
 
 @dataclass(frozen=True)
 class DocumentMask:
@@ -42,6 +45,8 @@ class DocumentMask:
     """flex."""
     offsets: torch.Tensor | None = None
     """varlen: int32 [documents + 1], where each document begins among the B x L tokens, and their number."""
+    flash: Flash | None = None
+    """varlen: the kernel, found before a compiler looks at its caller."""
     keys: Keys | None = None
     """Brings keys and values from elsewhere; None: the local ones are all there are."""
 
@@ -76,7 +81,7 @@ def document_mask(segment_ids: torch.Tensor, kernel: str = "masked", *, places: 
         keys: what fetches those keys, see `Keys`.
     """
     if kernel == "varlen":
-        return DocumentMask(kernel, offsets=document_offsets(segment_ids), keys=keys)
+        return DocumentMask(kernel, offsets=document_offsets(segment_ids), flash=_flash(), keys=keys)
     if places is None:
         places = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     if key_segments is None or key_places is None:
@@ -126,10 +131,11 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     """
     grouped = q.shape[1] != k.shape[1]
     if mask.blocks is not None:
-        flex: Any = _compiled(flex_attention) if q.is_cuda else flex_attention
+        alone = q.is_cuda and not torch.compiler.is_compiling()  # in a compiled block it is compiled with the rest
+        flex: Any = _compiled(flex_attention) if alone else flex_attention
         return flex(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
-    if mask.offsets is not None:
-        return _varlen(q, k, v, mask.offsets)
+    if mask.flash is not None and mask.offsets is not None:
+        return mask.flash(q, k, v, mask.offsets)
     if grouped:
         k, v = _repeated(q, k), _repeated(q, v)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= PLAIN_LENGTH:
@@ -145,26 +151,26 @@ def _repeated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _flash() -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """torch's varlen attention, what makes it causal, and whether it lets query heads share key heads (not in 2.11).
+def _flash() -> Flash:
+    """Flash attention over documents laid end to end, by torch's varlen attention.
 
     Imported by those who use it: it brings the compiler along, 825 modules and more than a second.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     takes = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
-    return varlen_attn, causal, "enable_gqa" in takes
-
-
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    flash, options, shares = _flash()
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+    shares = "enable_gqa" in takes  # not in torch 2.11
     if shares:
-        options = {**options, "enable_gqa": True}
-    else:
-        k, v = _repeated(q, k), _repeated(q, v)
-    rows, length = q.shape[0], q.shape[2]
-    laid = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B x L, heads, E]
-    # the longest possible document: its true length would have to be read from the device
-    out = flash(*laid, offsets, offsets, length, length, **options)
-    return out.unflatten(0, (rows, length)).transpose(1, 2)
+        options["enable_gqa"] = True
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if not shares:
+            k, v = _repeated(q, k), _repeated(q, v)
+        rows, length = q.shape[0], q.shape[2]
+        laid = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B x L, heads, E]
+        # the longest possible document: its true length would have to be read from the device
+        out = varlen_attn(*laid, offsets, offsets, length, length, **options)  # type: ignore[call-arg, misc, arg-type]
+        return out.unflatten(0, (rows, length)).transpose(1, 2)  # type: ignore[union-attr]
+
+    return attend

@@ -1,6 +1,7 @@
 """Every kernel against attention computed document by document, and the slices that context parallelism asks for."""
 
-import inspect
+import contextlib
+import dataclasses
 import itertools
 import math
 from unittest import mock
@@ -15,6 +16,9 @@ from torch.nn.attention import flex_attention
 from tidewheel.errors import ConfigError
 from tidewheel.models import attention
 from tidewheel.models.attention import choose_kernel, document_attention, document_mask, document_offsets
+from tidewheel.models.config import ModelConfig
+from tidewheel.models.decoder import Block
+from tidewheel.models.rope import rope_table
 
 
 def segments_of(*rows: list[int], padding: int = 0) -> torch.Tensor:
@@ -53,8 +57,12 @@ def flash_by_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable
     return torch.cat(parts)
 
 
-def flash():
-    return flash_by_documents, {"window_size": (-1, 0)}, True
+@contextlib.contextmanager
+def fresh_flash():
+    """The kernel is looked up anew, inside and afterwards."""
+    attention._flash.cache_clear()
+    yield
+    attention._flash.cache_clear()
 
 
 @st.composite
@@ -74,7 +82,7 @@ def test_every_kernel_is_attention_by_documents(segments: torch.Tensor, heads: t
     q, k, v = tensors(*segments.shape, *heads, seed)
     expected = brute_force(q, k, v, segments)
     for kernel in ("masked", "flex", "varlen"):
-        with (mock.patch.object(attention, "_flash", flash), torch.no_grad(),
+        with (mock.patch("torch.nn.attention.varlen.varlen_attn", flash_by_documents), fresh_flash(), torch.no_grad(),
               mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)):  # or seconds a shape
             out = document_attention(q, k, v, document_mask(segments, kernel))
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, msg=lambda text, of=kernel: f"{of}: {text}")
@@ -106,10 +114,25 @@ def test_bf16_on_a_cpu():
     torch.testing.assert_close(out.float(), exact, rtol=0.03, atol=0.03)
 
 
-def test_the_arguments_are_those_of_this_torch():
-    call, options, shares = attention._flash()
-    arguments = [torch.empty(0)] * 5 + [4, 4]
-    inspect.signature(call).bind(*arguments, **options, **({"enable_gqa": True} if shares else {}))
+@pytest.mark.parametrize(("kernel", "device"), [("masked", "cpu"), ("flex", "cpu"), ("varlen", "meta")])
+@torch.no_grad()
+def test_a_block_compiles_in_one_piece_with_every_kernel(kernel: str, device: str):
+    """The real varlen operator runs on the meta device, which checks its arguments and shapes."""
+    config = ModelConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=32)
+    with torch.device(device):
+        block, x = Block(config), torch.zeros(2, 16, 32)
+        rope = rope_table(torch.arange(16).expand(2, 16), 8, 1e4)
+    for parameter in block.parameters():
+        parameter.fill_(0.1)
+    segments = segments_of([5, 11], [9, 7])
+    mask = document_mask(segments, kernel)
+    if mask.offsets is not None:
+        mask = dataclasses.replace(mask, offsets=mask.offsets.to(device))
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    assert compiled(x, rope, mask).shape == x.shape
+    if device == "cpu":
+        torch.testing.assert_close(compiled(x, rope, mask), block(x, rope, mask))
 
 
 def test_offsets_of_documents():

@@ -130,3 +130,21 @@ def test_small_logits_stay_whole_and_chunks_are_even():
     assert chunk_rows(100, 50, 40) == 34, "three chunks, not two and a rest"
     assert WHOLE_BYTES < 32768 * 128_256 * 4
     assert chunk_rows(32768, 128_256, None) == 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fused_gradients_on_a_gpu():
+    """Where the softmax and its gradient are compiled: beside the whole loss, in bf16 under autocast."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 64, generator=generator).cuda().requires_grad_()
+    weight = torch.randn(1000, 64, generator=generator).cuda().requires_grad_()
+    targets = torch.randint(0, 1000, (600,), generator=generator).cuda()
+    targets[::7] = IGNORED
+    with torch.autocast("cuda", torch.bfloat16):
+        whole = value_and_gradients(cross_entropy(F.linear(x, weight), targets, 0.01), x, weight)
+        chunked = value_and_gradients(linear_cross_entropy(x, weight, targets, rows=200, z_loss=0.01), x, weight)
+    torch.testing.assert_close(chunked[0], whole[0], rtol=1e-3, atol=0)
+    for ours, expected in zip(chunked[1:], whole[1:]):
+        assert ours.dtype == torch.float32
+        assert ((ours - expected).norm() / expected.norm()).item() < 0.02
