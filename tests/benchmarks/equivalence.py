@@ -104,6 +104,23 @@ ROWS: list[Row] = [
     Row("Batch ramp, ZeRO-3, 4 ranks", 4, ("parallel.data=zero3",),
         (f"batch.ramp=[{{sequences: 8, tokens: {40 * LENGTH}}}]",)),
     Row("compile, ZeRO-3, 2 ranks", 2, ("parallel.data=zero3", "compile=true")),
+    Row("TP 2", 2, ("parallel.tensor=2",)),
+    Row("TP 2, untied embeddings", 2, ("parallel.tensor=2",), ("model.tie_embeddings=false",)),
+    Row("TP 2, activations full", 2, ("parallel.tensor=2", "memory.activation_checkpointing=full")),
+    Row("TP 2 x DDP 2", 4, ("parallel.tensor=2", "parallel.data=ddp")),
+    Row("TP 2 x ZeRO-1 2", 4, ("parallel.tensor=2", "parallel.data=zero1")),
+    Row("TP 2 x FSDP 2", 4, ("parallel.tensor=2", "parallel.data=zero3")),
+    Row("TP 4, 4 key heads", 4, ("parallel.tensor=4",), ("model.num_kv_heads=4",)),
+    Row("CP 2", 2, ("parallel.context=2",)),
+    Row("CP 2, activations selective", 2, ("parallel.context=2", "memory.activation_checkpointing=selective")),
+    Row("CP 2 x DDP 2", 4, ("parallel.context=2", "parallel.data=ddp")),
+    Row("CP 2 x ZeRO-1 2", 4, ("parallel.context=2", "parallel.data=zero1")),
+    Row("CP 2 x FSDP 2", 4, ("parallel.context=2", "parallel.data=zero3")),
+    Row("CP 2 x HSDP 2", 4, ("parallel.context=2", "parallel.replicate=2")),
+    Row("CP 4, untied embeddings", 4, ("parallel.context=4",), ("model.tie_embeddings=false",)),
+    Row("TP 2 x CP 2", 4, ("parallel.tensor=2", "parallel.context=2")),
+    Row("PP 2 x TP 2", 4, ("parallel.pipeline=2", "parallel.tensor=2")),
+    Row("PP 2 x CP 2", 4, ("parallel.pipeline=2", "parallel.context=2")),
 ]
 """Add rows here; ranks 1, 2 and 4. A layout that is refused by the configuration is an error, not a missing row."""
 

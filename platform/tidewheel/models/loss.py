@@ -21,6 +21,11 @@ CHUNK_TOKENS = 4096
 """Otherwise so many tokens at a time. With D = 2048 each chunk adds to a [V, D] gradient; fewer tokens and that
 addition would cost more than a tenth of the chunk's matrix products on an H200."""
 
+CrossEntropy = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""Logits [N, V], targets [N] and the weight of the z-loss to the sum of token losses."""
+TokenGradients = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+"""The same to the sum and its gradient by the logits."""
+
 
 class TokenLoss(nn.Module):
     """Hidden states to the sum of token losses. A module of its own, so that loss-parallel can take its place.
@@ -77,8 +82,11 @@ def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: floa
 
 
 def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, *, rows: int,
-                         z_loss: float = 0.0) -> torch.Tensor:
+                         z_loss: float = 0.0, cross_entropy: CrossEntropy = cross_entropy,
+                         gradients: TokenGradients | None = None) -> torch.Tensor:
     """`cross_entropy` of x @ weight.T, the logits of `rows` tokens at a time.
+
+    Loss-parallel gives a `cross_entropy` of its own, and `gradients` in the place of `token_gradients`.
 
     The gradient of a chunk is taken while its logits are there, in the forward pass, so that nothing is computed twice
     (as in Liger Kernel, https://arxiv.org/abs/2410.10989); it costs the memory of the weight's gradient until backward.
@@ -94,14 +102,16 @@ def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N:
                  for x, targets in zip(x_ND.split(rows), targets_N.split(rows))]
         return torch.stack(parts).sum()
     wanted = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, z_loss, dtype, wanted)
+    if gradients is None:
+        gradients = _compiled_gradients() if x_ND.is_cuda else token_gradients
+    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, z_loss, dtype, wanted, cross_entropy, gradients)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int,
-                z_loss: float, dtype: torch.dtype, wanted: bool) -> torch.Tensor:
-        gradients = _compiled_gradients() if x_ND.is_cuda else token_gradients
+                z_loss: float, dtype: torch.dtype, wanted: bool, cross_entropy: CrossEntropy,
+                gradients: TokenGradients) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         x_gradient = torch.empty_like(x_ND) if wanted else None
         weight_gradient = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted else None
@@ -112,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 x, targets = x_ND[part].to(dtype), targets_N[part]
                 logits = F.linear(x, weight)
                 if x_gradient is None or weight_gradient is None:
-                    loss += cross_entropy(logits, targets)
+                    loss += cross_entropy(logits, targets, 0.0)
                     continue
                 value, gradient = gradients(logits, targets, z_loss)
                 loss += value
@@ -135,7 +145,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_gradient.data.mul_(scale)
             weight_gradient.data.mul_(scale)
             ctx.scaled = True
-        return x_gradient, weight_gradient, None, None, None, None, None
+        return x_gradient, weight_gradient, *[None] * 7
 
 
 def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,

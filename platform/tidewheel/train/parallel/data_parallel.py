@@ -23,6 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tidewheel.train.parallel.tensor import complete_gradients
+
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel in pieces of about this size, as in torch's DistributedDataParallel."""
 
@@ -53,6 +55,7 @@ class Alone:
 
     def finish(self) -> None:
         """All backward passes of the step are done: gradients are summed when this returns."""
+        complete_gradients(self.part.parameters())
 
     def refresh(self) -> None:
         """What `named_parameters` gives has changed: the forward pass must see it."""
@@ -99,6 +102,7 @@ class Replicated(Alone):
             pieces = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients)])
         self._flying, self._armed = [], False
+        super().finish()
 
 
 class ShardedOptimizer(Replicated):

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
 
 
-NOT_BUILT = ("tensor", "context")
-
-
 def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | None = None, *, unit: int = 1,
                 replicate: int = 1) -> tuple[int, ...]:
     """Worker counts from `min_workers` to `max_workers` that a run may have, ascending.
@@ -52,10 +49,7 @@ def schedule(config: TrainConfig, world_size: int) -> str | None:
 
 def reason_against(config: TrainConfig) -> str | None:
     """Why the configuration alone cannot be, or None; what is known later has checks of its own below."""
-    for name in NOT_BUILT:
-        if getattr(config.parallel, name) > 1:
-            return f"parallel.{name} is not built yet; nearest that is legal: 1"
-    return (_zero_bubble(config) or _workers(config)
+    return (_zero_bubble(config) or _kernels(config) or _workers(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
 
@@ -72,6 +66,16 @@ def _zero_bubble(config: TrainConfig) -> str | None:
     if config.memory.activation_checkpointing == "selective":
         return (f"{what}, but what selective activation checkpointing keeps serves one pass; nearest that is legal: "
                 "activation_checkpointing full")
+    return None
+
+
+def _kernels(config: TrainConfig) -> str | None:
+    if config.parallel.tensor > 1 and config.precision == "fp8":
+        return (f"precision fp8 cannot be had with parallel.tensor {config.parallel.tensor}: torchao's layers are not "
+                "cut here; nearest that is legal: precision bf16, or tensor 1")
+    if config.parallel.context > 1 and config.model.attention == "varlen":
+        return (f"model.attention varlen needs whole rows, but with parallel.context {config.parallel.context} each "
+                "worker has slices of them; nearest that is legal: attention flex")
     return None
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -17,7 +18,8 @@ from tidewheel.models.decoder import Decoder, init_parameter
 from tidewheel.train import memory
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.parallel import legal
+from tidewheel.train.parallel import context as context_parallel
+from tidewheel.train.parallel import legal, tensor
 from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, blocks, local
 from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
 from tidewheel.train.parallel.pipeline import Pipeline, cut
@@ -88,6 +90,7 @@ class ParallelModel:
             ranks that must not report; the sum over all ranks is the loss. After it gradients are the SUM over the
             micro-batches of all data ranks.
         """
+        micro_batches = [self._share(micro) for micro in micro_batches]
         if self.pipeline is not None:
             losses = self.pipeline.forward_backward(micro_batches, context, scale)
         else:
@@ -112,6 +115,7 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, micro: MicroBatch, context: AbstractContextManager[None] | None = None) -> torch.Tensor:
         """The SUM of token losses, fp32 scalar, zero on ranks that must not report; call `reshard` after the last."""
+        micro = self._share(micro)
         with context or nullcontext():
             if self.pipeline is None:
                 loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets)
@@ -123,9 +127,16 @@ class ParallelModel:
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
         """[B, L, V] logits on every rank, see `Decoder.forward`; call `reshard` after the last."""
-        if self.pipeline is None:
-            return self.parts[0](tokens, positions, segment_ids)
-        return self.pipeline.logits(tokens, positions, segment_ids)
+        length = tokens.shape[1]
+        padding = (0, -length % self.mesh.size("tensor"))  # sequence parallelism spreads positions evenly
+        tokens, positions = F.pad(tokens, padding), F.pad(positions, padding)
+        segment_ids = F.pad(segment_ids, padding, value=-1)
+        model = self.parts[0] if self.pipeline is None else self.pipeline.logits
+        return model(tokens, positions, segment_ids)[:, :length]
+
+    def _share(self, micro: MicroBatch) -> MicroBatch:
+        """The positions of a micro-batch that this rank computes."""
+        return context_parallel.share(micro, self.mesh.coordinate("context"), self.mesh.size("context"))
 
     def _reported(self, losses: torch.Tensor) -> torch.Tensor:
         """Every tensor-parallel rank has the loss: the first one tells it."""
@@ -178,7 +189,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline)
 
 
-def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int) -> Alone:
+def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int) -> Alone:
     """Apply what the configuration asks for to one part of the model, from the inside out, and give it memory.
 
     Args:
@@ -189,6 +200,10 @@ def spread(part: nn.Module, config: TrainConfig, mesh: Mesh, device: torch.devic
     # compilation wrap what they left, data parallelism comes last and sees only parameters.
     parallel = config.parallel
     convert_linears(part, config.precision)
+    if (ranks := mesh.of("tensor")) is not None:
+        tensor.apply(part, ranks)
+    if (ranks := mesh.of("context")) is not None:
+        context_parallel.apply(part, ranks, mesh.size("tensor"))
     memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))

@@ -23,7 +23,8 @@ from tidewheel.train.step import train_step
 # zero2 places everything as zero3 does
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"data": "ddp"}, "zero1": {"data": "zero1"}, "hsdp": {"data": "zero3", "replicate": 2},
-    "zero3": {"data": "zero3", "offload": True},
+    "zero3": {"data": "zero3", "offload": True}, "tensor zero1": {"data": "zero1", "tensor": 2},
+    "tensor context": {"tensor": 2, "context": 2},
     "pipeline x zero3": {"data": "zero3", "pipeline": 2, "pipeline_schedule": "gpipe"},
     "pipeline x zero1": {"data": "zero1", "pipeline": 2, "pipeline_schedule": "zbv_zero_bubble"}}
 
@@ -76,7 +77,8 @@ def every_layout(folder: Path) -> None:
                 assert torch.equal(value, expected[key]), (layout, name, key)
             if isinstance(model.data[0], Replicated):  # what the forward pass uses
                 for key, parameter in model.parts[0].named_parameters():
-                    assert torch.equal(parameter, expected[f"model/{key}"]), (layout, name, key)
+                    value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                    assert torch.equal(value, expected[f"model/{key}"]), (layout, name, key)
 
 
 @pytest.mark.timeout(200)

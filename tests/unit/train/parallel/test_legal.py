@@ -63,6 +63,8 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
     (["parallel.tensors=2"], "did you mean 'tensor'"),
     (["parallel.replicate=3", "batch.virtual_ranks=4"], "replicate 3 does not divide batch.virtual_ranks 4; nearest"),
     (["parallel.replicate=4", "elastic.max_workers=2"], "nearest that is: 4"),
+    (["parallel.tensor=2", "precision=fp8"], "nearest that is legal: precision bf16, or tensor 1"),
+    (["parallel.context=2", "model.attention=varlen"], "nearest that is legal: attention flex"),
     (["elastic.min_workers=3", "elastic.max_workers=3"], "divides batch.virtual_ranks 4"),
 ])
 def test_a_configuration_is_refused(overrides: list[str], says: str):

@@ -1,0 +1,83 @@
+"""Tensor parallelism with sequence parallelism, by torch's parallel styles.
+
+Queries, keys, values and the first two matrices of SwiGLU are cut by columns, the matrices that write to the residual
+stream by rows (Megatron-LM, https://arxiv.org/abs/1909.08053). Between them, the residual stream and the norms are
+spread over the positions (sequence parallelism, https://arxiv.org/abs/2205.05198): an all-gather before and a
+reduce-scatter after each half of a block, in the place of an all-reduce. The vocabulary: `vocabulary.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tidewheel.models.decoder import Decoder
+from tidewheel.train.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss, spread_rows, whole_logits
+
+
+def apply(model: Decoder, mesh: DeviceMesh) -> None:
+    """Spread the parameters of `model`, on the meta device, over the one-dimensional `mesh`.
+
+    All become DTensors on it, those of norms replicated. A stage of a pipeline, which lacks an embedding or an
+    output, takes and gives the residual stream as [B, L/T, D], spread over the positions.
+    """
+    for block in model.blocks:
+        parallelize_module(block, mesh, _block_plan(qk_norm=model.config.qk_norm))
+    if model.embedding is not None:
+        model.register_module("embedding", VocabularyEmbedding(model.embedding.weight, mesh))
+    if model.norm is not None:
+        parallelize_module(model, mesh, {"norm": SequenceParallel()})
+        model.register_module("token_loss", VocabularyLoss(model.token_loss.config, mesh))
+        model.logits = functools.partial(_logits, model, mesh)  # type: ignore[method-assign]
+    if model.output is not None:
+        model.output.weight = spread_rows(model.output.weight, mesh)
+
+
+def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+    """Style by name of module; x [B, L/T, D] between modules is this rank's part of the positions."""
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1), None, None),  # x, rope, mask
+                                        desired_input_layouts=(Replicate(), None, None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "ffn": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "ffn.w1": ColwiseParallel(),
+        "ffn.w3": ColwiseParallel(),
+        "ffn.w2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    if qk_norm:  # on [B, H/T, L, E]: spread over the heads, but to the norm that is as good as over positions
+        plan["attention.q_norm"] = plan["attention.k_norm"] = SequenceParallel(use_local_output=True)
+    return plan
+
+
+def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Sum over the group the gradients of replicated parameters, of which each rank computed a part.
+
+    Norms see the positions or heads of one rank only. FSDP2 does the same by itself before it reduces.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) \
+                and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _logits(model: Decoder, mesh: DeviceMesh, x_BLD: torch.Tensor) -> torch.Tensor:
+    """In the place of `Decoder.logits`."""
+    return whole_logits(x_BLD, model.weight, mesh)

@@ -1,0 +1,136 @@
+"""Embedding, logits and loss over a vocabulary that is spread over the ranks of a tensor-parallel group.
+
+Rank t of T holds rows [t V/T, (t+1) V/T) of the embedding and of the output matrix (one matrix when they are tied).
+The loss needs of the other ranks' logits only three numbers per token, the maximum, the sum of exponentials and the
+target's logit, so no rank ever holds whole logits (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
+
+Suffixes of names give shapes: B rows, L positions, N = B L, D model width, V vocabulary, S = V/T this rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tidewheel.models.config import LossConfig
+from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy
+
+
+def spread_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """[V, D] to a DTensor of which each rank holds [V/T, D]."""
+    return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
+
+
+class VocabularyEmbedding(nn.Module):
+    """Takes the place of `nn.Embedding`; the output is spread over the positions.
+
+    torch's `RowwiseParallel` of an embedding computes the gradient of all V rows on every rank; here each rank
+    computes that of its own.
+    """
+
+    def __init__(self, weight: torch.Tensor, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight, self.mesh = spread_rows(weight, mesh), mesh
+
+    def forward(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """[B, L] int64 to [B, L/T, D]; L must be a multiple of T."""
+        weight_SD = _local(self.weight)
+        row_BL, here_BL = _own_rows(tokens_BL, weight_SD.shape[0], self.mesh)
+        part_BLD = F.embedding(row_BL, weight_SD) * here_BL[..., None]
+        part = DTensor.from_local(part_BLD, self.mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[Shard(1)]).to_local()
+
+
+def whole_logits(x_BLD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Hidden states that are spread over the positions to whole logits [B, L, V] on every rank, for generation."""
+    logits_BLS = F.linear(all_positions(x_BLD, mesh), _local(weight_VD))
+    return DTensor.from_local(logits_BLS, mesh, [Shard(2)], run_check=False).full_tensor()
+
+
+class VocabularyLoss(nn.Module):
+    """Takes the place of `models.loss.TokenLoss`: the same sum, the same on every rank of the group."""
+
+    def __init__(self, config: LossConfig, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+
+    def forward(self, x_BLD: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], weight_VD: torch.Tensor,
+                targets_BL: torch.Tensor) -> torch.Tensor:
+        """As `TokenLoss.forward`, but `x_BLD` is spread over the positions and `output` is never called."""
+        x_ND, weight_SD = all_positions(x_BLD, self.mesh).flatten(0, 1), _local(weight_VD)
+        targets_N, z_loss = targets_BL.flatten(), self.config.z_loss
+        rows = chunk_rows(len(targets_N), weight_SD.shape[0], self.config.chunk_tokens)
+        if rows == len(targets_N):
+            return self.cross_entropy(F.linear(x_ND, weight_SD), targets_N, z_loss)
+        return linear_cross_entropy(x_ND, weight_SD, targets_N, rows=rows, z_loss=z_loss,
+                                    cross_entropy=self.cross_entropy, gradients=self.token_gradients)
+
+    def cross_entropy(self, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
+        """As `models.loss.cross_entropy`, of this rank's share of the logits."""
+        loss: torch.Tensor = _CrossEntropy.apply(logits_NS, targets_N, z_loss, self)
+        return loss
+
+    def token_gradients(self, logits_NS: torch.Tensor, targets_N: torch.Tensor,
+                        z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `models.loss.token_gradients`, of and by this rank's share of the logits."""
+        loss, gradient = self._loss_and_gradient(logits_NS.float(), targets_N, z_loss)
+        return loss, gradient.to(logits_NS.dtype)
+
+    def _loss_and_gradient(self, logits_NS: torch.Tensor, targets_N: torch.Tensor,
+                           z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+        known_N, group = targets_N != IGNORED, self.mesh.get_group()
+        row_N, here_N = _own_rows(targets_N, logits_NS.shape[1], self.mesh)
+        top_N = logits_NS.amax(dim=1)
+        dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
+        below_NS = logits_NS - top_N[:, None]
+        target_N = below_NS.gather(1, row_N[:, None])[:, 0] * here_N
+        exp_NS = below_NS.exp_()
+        sums_2N = torch.stack((exp_NS.sum(dim=1), target_N))
+        dist.all_reduce(sums_2N, group=group)
+        sum_N, target_N = sums_2N.unbind()
+        loss = (sum_N.log() - target_N).masked_fill(~known_N, 0.0).sum()
+        factor_N = (1 + 2 * z_loss * (sum_N.log() + top_N)) / sum_N
+        gradient_NS = exp_NS.mul_(factor_N[:, None])
+        gradient_NS.scatter_add_(1, row_N[:, None], -here_N[:, None].float())
+        return loss, gradient_NS.masked_fill_(~known_N[:, None], 0.0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float,
+                loss: VocabularyLoss) -> torch.Tensor:
+        value, gradient_NS = loss._loss_and_gradient(logits_NS.float(), targets_N, z_loss)
+        ctx.dtype = logits_NS.dtype
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(gradient_NS)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (gradient_NS,) = ctx.saved_tensors
+        return (gradient_NS * grad_outputs[0]).to(ctx.dtype), None, None, None
+
+
+def all_positions(x_BLD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """[B, L/T, D] to [B, L, D]. Of its gradient each rank has the part of its share of the vocabulary: they are summed
+    on the way back."""
+    spread = x_BLD if isinstance(x_BLD, DTensor) else DTensor.from_local(x_BLD, mesh, [Shard(1)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _own_rows(ids: torch.Tensor, share: int, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row within this rank's share, whether the id is in it); ids of others get row 0."""
+    row = ids - mesh.get_local_rank() * share
+    here = (row >= 0) & (row < share)
+    return torch.where(here, row, 0), here
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,90 @@
+"""Training the same rows under different layouts, to be compared with one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tidewheel.config import build
+from tidewheel.models.decoder import next_tokens
+from tidewheel.train import parallel
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.optim.build import build_optimizer
+from tidewheel.train.parallel import ParallelModel
+from tidewheel.train.runtime import Runtime
+from tidewheel.train.step import MicroBatch, StepResult, train_step
+
+VOCABULARY, LENGTH, ROWS, MICRO = 96, 32, 8, 2
+SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 64, "init_std": 0.1}
+
+
+def config(parallel_values: dict[str, Any], **changes: Any) -> TrainConfig:
+    """A small model on `parallel_values`; `changes` are of the model, or blocks of their own."""
+    model = {**SHAPE, **changes.pop("model", {})}
+    values = {"model": model, "parallel": parallel_values, "elastic": {"max_workers": 4}, **changes,
+              "batch": {"global_sequences": ROWS, "micro_sequences": MICRO, "virtual_ranks": 4}}
+    return build(TrainConfig, values)
+
+
+def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tokens, positions and segment ids [ROWS, LENGTH]: three documents each that end anywhere, and some padding."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    cuts = torch.randint(1, LENGTH - 5, (ROWS, 2), generator=generator).sort(dim=1).values
+    place = torch.arange(LENGTH)[None]
+    segments = (place >= cuts[:, :1]).long() + (place >= cuts[:, 1:])
+    begins = torch.stack((torch.zeros_like(cuts[:, 0]), cuts[:, 0], cuts[:, 1]), dim=1).gather(1, segments)
+    segments[::3, -3:] = -1
+    return tokens, place - begins, segments
+
+
+def micro_batches(seed: int, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
+    """What a data rank computes of the global batch `seed`."""
+    tokens, positions, segments = rows(seed)
+    targets, each = next_tokens(tokens, segments), ROWS // data_size
+    parts = [slice(start, start + MICRO) for start in range(data_rank * each, (data_rank + 1) * each, MICRO)]
+    return [MicroBatch(tokens[part], positions[part], segments[part], targets[part], part.start * 4 // ROWS,
+                       int((segments[part] >= 0).sum()), int((targets[part] >= 0).sum())) for part in parts]
+
+
+def train(wanted: TrainConfig, world_size: int, steps: int) -> tuple[ParallelModel, list[StepResult]]:
+    """A few optimizer steps; with a world size of 1 each process on its own."""
+    runtime = Runtime(dist.get_rank() if world_size > 1 else 0, world_size)
+    model = parallel.build(wanted, VOCABULARY, runtime)
+    parallel.init_weights(model, seed=3)
+    optimizer, collectives, mesh = build_optimizer(model, wanted.optimizer), Collectives(runtime), model.mesh
+    return model, [train_step(model, optimizer, micro_batches(step, mesh.data_rank, mesh.data_size), collectives,
+                              virtual_ranks=4, clip_norm=0.5, precision=wanted.precision) for step in range(steps)]
+
+
+def whole_values(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """Every parameter, gathered."""
+    with torch.no_grad():
+        return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, or all of a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def assert_same_training(wanted: TrainConfig, steps: int = 3) -> ParallelModel:
+    """Under `wanted`, on all ranks there are, losses, norms and parameters must be those of one process."""
+    alone = wanted.model_copy(update={"parallel": type(wanted.parallel)()})
+    reference, expected = train(alone, 1, steps)
+    model, results = train(wanted, dist.get_world_size(), steps)
+    where = str(wanted.parallel)
+    for ours, theirs in zip(results, expected):
+        assert abs(ours.loss / theirs.loss - 1) < 1e-5, f"{where}: loss {ours.loss}, not {theirs.loss}"
+        assert abs(ours.gradient_norm / theirs.gradient_norm - 1) < 1e-4, f"{where}: norm"
+        assert (ours.tokens, ours.targets) == (theirs.tokens, theirs.targets), where
+    values = whole_values(model)
+    assert list(values) == [name for name, _ in reference.named_parameters()]
+    for name, parameter in reference.named_parameters():
+        worst = (values[name] - parameter.detach()).abs().max().item()
+        assert worst < 1e-4, f"{where}: {name} differs by {worst}"
+    return model
