@@ -22,7 +22,8 @@ NAMESPACE = "tidewheel"
 WATCH_SECONDS = 0.5
 #: Events that the driver tells people at once; the rest is for the report.
 NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
-                        "checkpoint_refused", "save_failed", "straggler", "straggler_over", "sink_failed"})
+                        "checkpoint_refused", "save_failed", "straggler", "straggler_over", "sink_failed", "guard",
+                        "rollback", "hang", "shard_read_again"})
 
 
 @dataclass(frozen=True)

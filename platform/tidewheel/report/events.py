@@ -14,7 +14,8 @@ CAUSES = FAILURES | {"driver_start", "node_draining", "node_joined"}
 CONSEQUENCES = frozenset({"start", "resize", "resume"})
 QUIET = frozenset({"save", "commit"})  # handed over, and published; many, so a row of the clock figure of their own
 SAME_FAILURE_SECONDS = 30.0  # a lost node and the failure of its workers are noticed apart
-SAYS_ITS_STEP = QUIET | {"start", "resume", "finish"}  # for the others the metrics say where the run was
+GUARD = "guard"  # a bad step: marked on the loss curve itself, there may be many
+SAYS_ITS_STEP = QUIET | {"start", "resume", "finish", GUARD, "rollback"}  # for the others the metrics say it
 SLACK_SECONDS = 0.05  # between a worker's clock reading and the event's
 LOST = ("redone", "save_stall", "detection", "restart", "idle")
 
@@ -63,7 +64,7 @@ def marks(events: Sequence[Event]) -> list[Mark]:
     lost = [event.time for event in events if event.kind == "node_lost"]
     shown: list[Mark] = []
     for event in events:
-        if event.kind in QUIET or event.kind in ("driver_start", "resize_asked"):
+        if event.kind in QUIET or event.kind in ("driver_start", "resize_asked", GUARD):
             continue
         if event.kind == "failure" and any(abs(event.time - at) < SAME_FAILURE_SECONDS for at in lost):
             continue
@@ -77,6 +78,12 @@ def marks(events: Sequence[Event]) -> list[Mark]:
         else:
             shown.append(Mark(event.time, event.step, event.kind, event.label))
     return shown
+
+
+def bad_steps(events: Sequence[Event]) -> list[Mark]:
+    """What the guards noticed, as marks on the loss curve."""
+    return [Mark(event.time, event.step, GUARD, f"{event.detail.get('reason', 'bad step')} at step {event.step}: "
+                 f"{event.detail.get('action', '')}") for event in events if event.kind == GUARD]
 
 
 def checkpoints(events: Sequence[Event]) -> list[Event]:

@@ -12,7 +12,7 @@ from typing import Any
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
 from tidewheel.report import mixture, validation
-from tidewheel.report.events import QUIET, Event, checkpoints, marks, read_events
+from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
 from tidewheel.report.page import (
     Html,
     Page,
@@ -35,6 +35,8 @@ from tidewheel.storage import Store
 
 SECRET = re.compile(r"secret|passw|credential|api_?key|access_?key|authori[sz]ation|(^|_)token$", re.I)
 MAX_EVENTS = 200
+BADGES = {**dict.fromkeys(("node_lost", "failure", "checkpoint_refused", "guard", "rollback", "hang"), "bad"),
+          **dict.fromkeys(("node_joined", "finish"), "good")}
 DAY = 86_400
 
 
@@ -75,9 +77,11 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page = Page(f"Run {read.run.get('id') or run_uri.rstrip('/').rpartition('/')[2]}", _status(read),
                 subtitle=_subtitle(read))
     page.headline(_cards(read, audit, audit_error))
-    page.section("Loss", loss_figure(read.metrics, marks(read.events), _references(read)), _reading(read),
+    page.section("Loss", loss_figure(read.metrics, marks(read.events), _references(read), bad_steps(read.events)),
+                 _reading(read),
                  note="Training loss (thin: each step, thick: smoothed), validation loss, and the entropies of the "
-                      "same validation text; under it the speed and the number of workers.")
+                      "same validation text; red dots are steps that a guard noticed; under it the speed and the "
+                      "number of workers.")
     page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
                  note="The line falls back where steps were done again after a failure. Dots are checkpoints; each "
@@ -263,8 +267,7 @@ def _events(events: list[Event]) -> Html:
     shown = [event for event in events if event.kind not in QUIET]
     rows: list[tuple[Any, ...]] = [
         (seconds(event.time - begin), f"{event.step:,}",
-         badge(event.kind.replace("_", " "), {"node_lost": "bad", "failure": "bad", "checkpoint_refused": "bad",
-                                              "node_joined": "good", "finish": "good"}.get(event.kind, "")),
+         badge(event.kind.replace("_", " "), BADGES.get(event.kind, "")),
          _detail(event.detail), _cost(event.cost)) for event in shown[:MAX_EVENTS]]
     saves = checkpoints(events)
     if saves:

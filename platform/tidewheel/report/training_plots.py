@@ -12,7 +12,8 @@ from tidewheel.report.plots import CHARACTER, Scale, Svg, grid, lanes, legend, s
 
 CATEGORIES = ("productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
 COLOURS = {name: f"var(--{name})" for name in CATEGORIES}
-TONES = {"node_lost": "var(--bad)", "failure": "var(--bad)", "checkpoint_refused": "var(--bad)",
+TONES = {"node_lost": "var(--bad)", "failure": "var(--bad)", "rollback": "var(--bad)", "hang": "var(--bad)",
+         "checkpoint_refused": "var(--bad)",
          "node_joined": "var(--good)", "finish": "var(--soft)", "start": "var(--soft)"}
 LEFT, RIGHT = 52.0, 880.0
 LANE = 17.0
@@ -30,8 +31,9 @@ class Mark:
     label: str
 
 
-def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict[str, float]) -> Html:
-    """Training and validation loss by step, reference entropies, tokens/s, world size and events.
+def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict[str, float],
+                bad_steps: Sequence[Mark] = ()) -> Html:
+    """Training and validation loss by step, reference entropies, tokens/s, world size and events; bad steps as dots.
 
     A step done again after a failure counts as it was done last; the clock figure shows both.
     """
@@ -61,6 +63,9 @@ def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict
     svg.curve([(x(step), y(valid[step])) for step in sorted(valid)], "var(--second)", 1.6)
     for step in sorted(valid):
         svg.dot(x(step), y(valid[step]), "var(--second)", title=f"validation loss {valid[step]:.3f} at step {step}")
+    for mark in bad_steps:  # one whose loss is no number is drawn at the top
+        loss = steps.get(mark.step, {}).get("loss", y.high)
+        svg.dot(x(min(max(mark.step, x.low), x.high)), y(loss), "var(--bad)", title=mark.label)
     _speed(svg, [(x(step), steps[step].get("tokens_per_second")) for step in order], speed_start, speed_end)
     _sizes(svg, [(step, int(steps[step].get("world_size", 1))) for step in order], x, size_start, bottom)
     for value in ticks(x.low, x.high, 8):

@@ -22,6 +22,10 @@ LINES = {
     "straggler": "rank {slow_rank} is slow: {own_seconds} s of its own a step, the median is {median_seconds} s",
     "straggler_over": "rank {slow_rank} is no longer slow",
     "sink_failed": "metrics do not reach {sink}: {reason}; training goes on",
+    "guard": "{reason} at step {step}: {action} (loss {loss}, gradient norm {gradient_norm})",
+    "rollback": "back from step {step} to {back_to}: {count} sequences from position {position} are passed over",
+    "hang": "{found}",
+    "shard_read_again": "{shard} was read again: {problem}",
     "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training goes on",
 }
 WIDTH = 200

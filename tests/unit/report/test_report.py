@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.errors import StorageError
+from tidewheel.jsonlog import JsonLog
 from tidewheel.report import events, page, plots
 from tidewheel.report.events import Event
 from tidewheel.report.pipeline import write_pipeline_report
@@ -255,3 +256,17 @@ def test_marks_name_consequences_with_their_cause() -> None:
     assert [mark.label for mark in shown] == ["start → 2 workers", "node lost → 1 worker"]
     refused = [Event(at, "checkpoint_refused", {}, 70) for at in range(3)]
     assert [mark.label for mark in events.marks(refused)] == ["checkpoint refused ×3"]
+
+
+def test_bad_steps_are_dots_on_the_loss_curve(run: Store) -> None:
+    log = JsonLog(run, "events.jsonl")
+    for step, reason, action in ((31, "loss spike", "ignore"), (40, "non-finite loss", "rollback")):
+        log.append({"time": runs.BEGAN + step, "kind": "guard", "detail": {
+            "step": step, "reason": reason, "action": action, "loss": "nan", "digest": "ab" * 16}})
+    log.append({"time": runs.BEGAN + 41, "kind": "rollback", "detail": {"step": 40, "back_to": 30, "position": 320,
+                                                                       "count": 8, "reason": "non-finite loss"}})
+    log.flush()
+    html, checker = check(write_run_report(run.uri))
+    for label in ("loss spike at step 31: ignore", "non-finite loss at step 40: rollback"):
+        assert html.count(f"<title>{label}</title>") == 1
+    assert "rollback" in " ".join(checker.text)
