@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -150,6 +153,35 @@ def test_a_drained_node_is_left_before_it_goes(cluster, shards, tmp_path):
     assert found.ok, found.summary()
     assert found.world_sizes == (2, 1)
     assert found.redone == 0
+
+
+def workers() -> list[int]:
+    """Process ids of the trainers."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if "RayTrainWorker" in place.read_text():
+                found.append(int(place.parent.name))
+    return found
+
+
+def test_a_worker_that_stands_still_is_replaced(cluster, shards, tmp_path, record_property):
+    """It is stopped by a signal, alive for the cluster, silent for the others: they name it, and the run recovers."""
+    while len(cluster.nodes) < 2:
+        cluster.add_node()
+    config = settings(shards, tmp_path, "still", steps=60, guards={"collective_timeout_seconds": 4})
+    stop = At((15, lambda: os.kill(max(workers()), signal.SIGSTOP)))
+    result = fit(config, on_progress=stop)
+    stop.join()
+    assert result.steps == 60
+    found = audit(config.run_uri)
+    assert found.ok, found.summary()
+    [failure] = events(config, "failure")
+    assert "HangError" in failure["detail"]["error"]
+    assert re.search(r"rank \d does not answer|of rank 0, is stopped", failure["detail"]["error"])
+    seconds = failure["time"] - stop.times[0]
+    record_property("stop_to_failure_seconds", seconds)
+    assert seconds < 20
 
 
 DRIVER = """
