@@ -129,7 +129,7 @@ class Coordinator(RunState):
         """Append one event, at Unix time `at` or now."""
         record = {"time": at or time.time(), "kind": kind, "detail": detail}
         self._log.append(record)
-        if kind in NEWSWORTHY:
+        if kind in NEWSWORTHY and detail.get("action") != "ignore":
             self._news.append(record)
 
     def news(self) -> list[dict[str, Any]]:
