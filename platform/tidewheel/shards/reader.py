@@ -204,11 +204,12 @@ class ShardSet:
             shard = self.shard(index)
             here = np.flatnonzero(shards == index)
             wanted = rows[here]
-            tokens[here], lengths[here] = shard.tokens[wanted], shard.lengths[wanted]
+            found = shard.tokens[wanted]
+            tokens[here], lengths[here] = found, shard.lengths[wanted]
             if mask is not None and shard.loss_mask is not None:
                 mask[here] = shard.loss_mask[wanted]
             self._mark(marks, index, shard, here, wanted)
-            if len(here) and int(tokens[here].max()) >= manifest.vocabulary_size:
+            if len(here) and int(found.max()) >= manifest.vocabulary_size:
                 raise self._damaged(index, f"a token is outside the vocabulary of {manifest.vocabulary_size}")
         segment_ids, positions = _spell_out(marks, lengths)
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
