@@ -86,6 +86,22 @@ def test_a_vocabulary_that_does_not_divide():
     assert legal.shape(ParallelConfig(tensor=2), MODEL, 128) is None
 
 
+@pytest.mark.parametrize(("parallel", "tokens", "says"), [
+    ({"context": 3}, 32, "needs sequences of a multiple of 6 tokens, they have 32; nearest that is legal: 2"),
+    ({"context": 4}, 12, "nearest that is legal: 3"),
+    ({"tensor": 4, "context": 2}, 36, "does not divide the 18 tokens of a rank's sequence; nearest that does: 3"),
+])
+def test_sequences_that_cannot_be_cut(parallel: dict[str, int], tokens: int, says: str):
+    assert says in (legal.length(ParallelConfig(**parallel), tokens) or "")
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 96))
+def test_sequences_that_can_be_cut_give_every_rank_the_same(tensor, context, tokens):
+    if legal.length(ParallelConfig(tensor=tensor, context=context), tokens) is None:
+        assert tokens % (context * tensor) == 0
+        assert context == 1 or tokens % (2 * context) == 0
+
+
 @pytest.mark.parametrize(("parallel", "world", "says"), [
     ({"replicate": 2}, 1, "1 data-parallel workers are no multiple of parallel.replicate 2; nearest"),
     ({}, 3, "3 workers cannot share 4 virtual ranks"),
