@@ -103,7 +103,6 @@ ROWS: list[Row] = [
     Row("Lion, HSDP 2 x 2", 4, ("parallel.data=zero3", "parallel.replicate=2"), ("optimizer.kind=lion",)),
     Row("Batch ramp, ZeRO-3, 4 ranks", 4, ("parallel.data=zero3",),
         (f"batch.ramp=[{{sequences: 8, tokens: {40 * LENGTH}}}]",)),
-    Row("compile, ZeRO-3, 2 ranks", 2, ("parallel.data=zero3", "compile=true")),
     Row("TP 2", 2, ("parallel.tensor=2",)),
     Row("TP 2, untied embeddings", 2, ("parallel.tensor=2",), ("model.tie_embeddings=false",)),
     Row("TP 2, activations full", 2, ("parallel.tensor=2", "memory.activation_checkpointing=full")),

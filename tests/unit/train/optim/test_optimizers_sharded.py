@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import on_ranks
 from tests.unit.train.optim.test_optimizers import KINDS, Weights, made
@@ -18,28 +19,30 @@ from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.config import OptimizerConfig
 
 RANKS, STEPS = 4, 3
-LAYOUTS = {
-    "rows": ((RANKS,), [Shard(0)]), "replicas": ((2, 2), [Replicate(), Shard(0)]),
-    "rows and columns": ((2, 2), [Shard(0), Shard(1)])}
+LAYOUTS = {"rows": ((RANKS,), ("shard",)), "replicas": ((2, 2), ("replicate", "shard")),
+           "tensor and rows": ((2, 2), ("shard", "tensor"))}
 EXACT = {"adamw", "lion", "adamw8bit"}
 """Element-wise or by row: the same bits however they are cut."""
 
 
 class Spread(Weights):
-    """The same parameters as DTensors; vectors are cut by rows or not at all."""
+    """The same parameters as DTensors, cut by FSDP2 and, if the layout has it, by tensor parallelism before."""
 
     def __init__(self, layout: str) -> None:
         super().__init__()
-        sizes, self.placements = LAYOUTS[layout]
-        self.mesh = init_device_mesh("cpu", sizes)
-        self.held = {name: nn.Parameter(self.cut(value.detach())) for name, value in self.held.items()}
-
-    def cut(self, value: torch.Tensor) -> DTensor:
-        placements = [Replicate() if p == Shard(1) and value.ndim == 1 else p for p in self.placements]
-        return distribute_tensor(value, self.mesh, placements, src_data_rank=None)
+        mesh, names = init_device_mesh("cpu", LAYOUTS[layout][0], mesh_dim_names=LAYOUTS[layout][1]), list(self.held)
+        module = nn.Module()
+        for number, (name, value) in enumerate(self.held.items()):
+            if "tensor" in LAYOUTS[layout][1]:  # by columns, by rows, or not at all
+                kind = Shard(1) if name == "output.weight" else Replicate() if "norm" in name else Shard(0)
+                value = nn.Parameter(distribute_tensor(value.detach(), mesh["tensor"], [kind], src_data_rank=None))
+            module.register_parameter(str(number), value)
+        fully_shard(module, mesh=mesh["shard"] if "tensor" in LAYOUTS[layout][1] else mesh)
+        self.held = dict(zip(names, module.parameters()))
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        return {name: self.cut(gradient) for name, gradient in super().gradients(step).items()}
+        return {name: distribute_tensor(gradient, self.held[name].device_mesh, self.held[name].placements,
+                                        src_data_rank=None) for name, gradient in super().gradients(step).items()}
 
 
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if layout == "rows" or kind not in EXACT]
@@ -80,7 +83,7 @@ def a_rank(folder: str) -> None:
         spread.take(optimizer, range(STEPS - 1, STEPS))
         found[name].append(apart(spread, kind))
     with pytest.raises(ConfigError, match="cut into columns of 128"):
-        build_optimizer(Spread("rows and columns"), OptimizerConfig(kind="adamw8bit"))
+        build_optimizer(Spread("tensor and rows"), OptimizerConfig(kind="adamw8bit"))
     if torch.distributed.get_rank() == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
 
