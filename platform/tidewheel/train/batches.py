@@ -19,7 +19,7 @@ from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.reader import Rows
 from tidewheel.shards.source import Source
-from tidewheel.train.batch_size import BatchConfig
+from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions

@@ -12,7 +12,7 @@ from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import LossConfig, ModelConfig
 from tidewheel.shards.config import MixtureConfig
-from tidewheel.train.batch_size import BatchConfig
+from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
-from tidewheel.train.batch_size import BatchConfig, BatchSizes
+from tidewheel.train.batch_config import BatchConfig
+from tidewheel.train.batch_size import BatchSizes
 
 ramps = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 200)), max_size=3, unique_by=lambda stage: stage[0]).map(
     lambda stages: [{"sequences": 2 * size, "tokens": tokens} for size, tokens in sorted(stages)])

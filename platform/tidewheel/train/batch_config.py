@@ -1,0 +1,58 @@
+"""Configuration of the global batch. Nothing here imports numpy or torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pydantic
+from pydantic import Field
+
+from tidewheel.config import Config
+
+
+class RampStage(Config):
+    """A part of the beginning of the run with smaller global batches."""
+
+    sequences: int = Field(ge=1)
+    """Sequences per optimizer step."""
+    tokens: int = Field(ge=1)
+    """Lasts so many tokens (sequences x their length, padding included), rounded up to whole steps."""
+
+
+class BatchConfig(Config):
+    """The global batch; it never depends on the number of workers."""
+
+    global_sequences: int = Field(default=32, ge=1)
+    """Sequences per optimizer step, over all workers."""
+    micro_sequences: int = Field(default=4, ge=1)
+    """Sequences per forward and backward pass; the same for every number of workers."""
+    virtual_ranks: int = Field(default=4, ge=1)
+    """The global batch is cut in this many slices, spread evenly over the workers: their number must divide it."""
+    ramp: tuple[RampStage, ...] = ()
+    """Smaller global batches first, growing to global_sequences: early gradients need fewer samples
+    (https://arxiv.org/abs/1812.06162)."""
+
+    @pydantic.model_validator(mode="after")
+    def _divides(self) -> BatchConfig:
+        unit = self.virtual_ranks * self.micro_sequences
+        for name, value in [("global_sequences", self.global_sequences),
+                            *((f"ramp.{number}.sequences", stage.sequences) for number, stage in enumerate(self.ramp))]:
+            if value % unit:
+                nearest = max(1, round(value / unit)) * unit
+                raise ValueError(
+                    f"{name} {value} is not a multiple of virtual_ranks x micro_sequences = "
+                    f"{self.virtual_ranks} x {self.micro_sequences} = {unit}; nearest that is: {nearest}")
+        sizes = self.sizes
+        if any(size >= following for size, following in itertools.pairwise(sizes)):
+            raise ValueError(f"the batch must grow from stage to stage up to global_sequences, but it goes "
+                             f"{' -> '.join(map(str, sizes))}")
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sequences per step, stage by stage; the last is `global_sequences`."""
+        return (*(stage.sequences for stage in self.ramp), self.global_sequences)
+
+    def micro_batches(self, data_size: int) -> tuple[int, ...]:
+        """Micro-batches per step and data rank, for each of `sizes`."""
+        return tuple(size // self.micro_sequences // data_size for size in self.sizes)
