@@ -90,19 +90,24 @@ def _lasts(config: TrainConfig, source: Source) -> None:
 
 
 IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards")
+KIND = ("sequence_length", "vocabulary_size", "tokenizer")
+"""What the shards have in common with any others that would do; named when the shards are not the same."""
 
 
 def identity(config: TrainConfig, source: Source) -> dict[str, object]:
     """What a checkpoint must share with the run that continues from it, lest order or shapes change midway."""
     return {"model": config.model.shape(), "global_sequences": config.batch.global_sequences,
             "ramp": config.batch.canonical()["ramp"] or None, "virtual_ranks": config.batch.virtual_ranks,
-            "data_seed": config.data.seed, "shards": source.hash}
+            "data_seed": config.data.seed, "shards": source.hash,
+            "sequence_length": source.manifest.sequence_length, "vocabulary_size": source.manifest.vocabulary_size,
+            "tokenizer": source.manifest.tokenizer.get("hash")}
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:
     """Raise ConfigError unless `config` may continue a run whose `identity` was `saved`."""
     now = identity(config, source)
     changed = [name for name in IDENTITY if saved.get(name) != now[name]]
+    changed += [name for name in KIND if name in saved and saved[name] != now[name]]
     if changed:
         raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
                           where=config.run_uri,

@@ -203,6 +203,10 @@ def test_a_run_is_not_continued_with_another_order(reference: Path):
         alone(config(reference, "strict"), leave=3)
     with pytest.raises(ConfigError, match="other settings of: data_seed"):
         alone(config(reference, "strict", "data.seed=8"), generation=1)
+    tokenizer = {"file": "tokenizer.json", "hash": f"blake3-{0:064}", "eos": 0, "pad": 1}
+    write_shards(reference / "foreign", tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="other settings of: shards, tokenizer"):
+        alone(config(reference, "strict", f"data.uri={reference / 'foreign'}", "data.validation=''"), generation=1)
 
 
 def test_a_number_of_workers_that_does_not_divide_is_refused(reference: Path):
