@@ -119,6 +119,8 @@ ROWS: list[Row] = [
     Row("CP 4, untied embeddings", 4, ("parallel.context=4",), ("model.tie_embeddings=false",)),
     Row("TP 2 x CP 2", 4, ("parallel.tensor=2", "parallel.context=2")),
     Row("PP 2 x TP 2", 4, ("parallel.pipeline=2", "parallel.tensor=2")),
+    *(Row(f"PP 2, {schedule} x TP 2", 4, ("parallel.pipeline=2", f"parallel.pipeline_schedule={schedule}",
+                                        "parallel.tensor=2")) for schedule in SCHEDULES[1:]),
     Row("PP 2 x CP 2", 4, ("parallel.pipeline=2", "parallel.context=2")),
 ]
 """Add rows here; ranks 1, 2 and 4. A layout that is refused by the configuration is an error, not a missing row."""
