@@ -260,17 +260,15 @@ def trace(
 ) -> int:
     """Lineage both ways: from a token or a step to documents and files, from a document to rows and steps."""
     from tidewheel.shards import trace as of_set
+    from tidewheel.train import trace as of_run
 
-    given = {name for name, value in (("uri", uri), ("row", row), ("token", token), ("document", document),
-                                      ("run", run), ("step", step), ("batch_row", batch_row)) if value is not None}
+    options = {"uri": uri, "row": row, "token": token, "document": document, "run": run, "step": step,
+               "batch_row": batch_row}
+    given = {name for name, value in options.items() if value is not None}
     if run is not None and step is not None and given <= {"uri", "run", "step", "batch_row", "token"}:
-        from tidewheel.train import trace as of_run
-
         found = of_run.trace_step(run, step, batch_row=batch_row, token=token, uri=uri)
         lines = of_run.step_lines(found)
     elif run is not None and document is not None and given <= {"uri", "run", "document"}:
-        from tidewheel.train import trace as of_run
-
         found = of_run.trace_document_steps(run, document, uri=uri)
         lines = of_run.document_step_lines(found)
     elif uri is not None and document is not None and given == {"uri", "document"}:
@@ -318,12 +316,9 @@ def checkpoint_verify(
     names = [name] if name else [found.name for found in list_checkpoints(place)]
     if not names:
         raise CheckpointError("no checkpoints", where=run, mend="give the URI of a run, as in --set run.uri=...")
-    damaged = 0
-    for each in names:
-        problems = verify_checkpoint(place, each)
-        damaged += bool(problems)
-        print(f"{each}: {'; '.join(problems) or 'intact'}")
-    if damaged:
+    problems = {each: verify_checkpoint(place, each) for each in names}
+    print("\n".join(f"{each}: {'; '.join(found) or 'intact'}" for each, found in problems.items()))
+    if damaged := sum(map(bool, problems.values())):
         raise CheckpointError(f"{damaged} of {len(names)} checkpoints are damaged", where=run,
                               mend="training passes over damaged ones and resumes from the newest intact one")
     return 0
@@ -356,16 +351,9 @@ def checkpoint_import(
                                                           "set to train on.")] = None,
 ) -> int:
     """Turn a Hugging Face model into a checkpoint that training can start from, and print the settings for it."""
-    import yaml
-
     from tidewheel.checkpoint.exchange import import_
-    from tidewheel.models.config import ModelConfig
 
-    done = import_(folder, uri, vocabulary_size=vocabulary_size)
-    print(f"# {done.parameters:,} parameters")
-    model = {**done.config.shape(), "vocabulary_size": done.vocabulary_size}
-    changed = {name: value for name, value in model.items() if value != ModelConfig.model_fields[name].default}
-    print(yaml.safe_dump({"model": {**changed, "init_from": done.place}}, sort_keys=False), end="")
+    print(import_(folder, uri, vocabulary_size=vocabulary_size).settings(), end="")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+import yaml
 
 from tidewheel import storage
 from tidewheel.checkpoint.dcp import Reader, load_planner
@@ -33,6 +34,13 @@ class Exchanged:
     vocabulary_size: int
     tokenizer: bool
     """A tokenizer.json is beside the weights."""
+
+    def settings(self) -> str:
+        """The `model:` block, as YAML, of a training run that starts from it."""
+        model = {**self.config.shape(), "vocabulary_size": self.vocabulary_size}
+        changed = {name: value for name, value in model.items() if value != ModelConfig.model_fields[name].default}
+        block = yaml.safe_dump({"model": {**changed, "init_from": self.place}}, sort_keys=False)
+        return f"# {self.parameters:,} parameters\n{block}"
 
 
 def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -> Exchanged:

@@ -22,7 +22,8 @@ from tidewheel.data.text import hashing, kernel_tools, line_kernels, token_kerne
 from tidewheel.data.text import textpass_kernels as kernels
 
 MODULES = (*text.MODULES, "tidewheel.data.text.textpass", "tidewheel.data.text.textpass_kernels",
-           "tidewheel.data.text.token_kernels", "tidewheel.data.text.line_kernels", "tidewheel.data.filters.c4_kernels",
+           "tidewheel.data.text.token_kernels", "tidewheel.data.text.address_kernels",
+           "tidewheel.data.text.line_kernels", "tidewheel.data.filters.c4_kernels",
            "tidewheel.data.text.token_table", "tidewheel.data.text.hashing", "tidewheel.data.dedup.minhash")
 CHUNK_BYTES = 1 << 19  # documents scanned per kernel call
 MinHashSettings: TypeAlias = "tuple[int, int, int]"

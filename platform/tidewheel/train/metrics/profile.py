@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import pickle
 import shutil
 import tempfile
 from pathlib import Path
@@ -70,9 +69,11 @@ class Profiler:
         name = f"{FOLDER}/steps_{self._first}-{step}"
         written = [self._write_trace(running, f"{name}.json.gz")]
         if self._memory:
-            snapshot = torch.cuda.memory._snapshot(self._device)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "memory.pickle"
+                torch.cuda.memory._dump_snapshot(str(path))  # its format is torch's; nothing here reads it
+                self._store.write(f"{name}.memory.pickle", path.read_bytes())
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._store.write(f"{name}.memory.pickle", pickle.dumps(snapshot))
             written.append(self._store.at(f"{name}.memory.pickle"))
         return written
 

@@ -83,8 +83,8 @@ def test_machine_code_is_kept_and_depends_on_the_files_of_what_it_calls():
     text.warm_up()
     assert text.is_warm()
     stamp = textpass_kernels.scan._cache._cache_file._source_stamp
-    assert len(stamp) == 3
-    textpass_kernels.scan._cache._cache_file._source_stamp = (*stamp[:2], "token_kernels.py has changed")
+    assert len(stamp) == 4
+    textpass_kernels.scan._cache._cache_file._source_stamp = (*stamp[:3], "address_kernels.py has changed")
     try:
         assert not text.is_warm()
     finally:
