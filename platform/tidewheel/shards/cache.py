@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -36,19 +37,14 @@ class ShardFiles:
         """Whether files are copies, with their hash checked."""
         return self._store.local_path("x") is None
 
-    def path(self, shard: ShardInfo, *, anew: bool = False) -> Path:
-        """Path of a file that has the shard's length, and, if it is a copy, its hash.
-
-        Args:
-            anew: throw an earlier copy away.
+    def path(self, shard: ShardInfo) -> Path:
+        """Path of a file that has the shard's length, and, if it is a copy, its hash: a damaged copy is made anew.
 
         Raises:
             ShardError: the shard is missing, or its content is not what the manifest says.
         """
         local = self._store.local_path(shard.name)
         if local is None:
-            if anew:
-                (self._cache / shard.name).unlink(missing_ok=True)
             return self._copy(shard)
         try:
             size = local.stat().st_size
@@ -63,13 +59,14 @@ class ShardFiles:
         path = self._cache / shard.name
         if _intact(path, shard):  # left by an earlier process: the disk may have damaged it since
             with contextlib.suppress(FileNotFoundError):
-                os.utime(path)
+                # when it was used last; its time of change is what others watch that read it
+                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
                 return path
         self._cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = self._cache / f".tmp-{uuid.uuid4().hex}"
         try:
             self._download(shard, temporary)
-            os.replace(temporary, path)
+            _publish(temporary, path, shard)
         finally:
             temporary.unlink(missing_ok=True)
         self._evict(keep=shard.name)
@@ -98,7 +95,7 @@ class ShardFiles:
         for path in self._cache.glob("*.arrow"):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
-                found.append((stat.st_mtime_ns, stat.st_size, path))
+                found.append((stat.st_atime_ns, stat.st_size, path))
         excess = sum(size for _, size, _ in found) - self._bytes
         for _, size, path in sorted(found):
             if excess <= 0:
@@ -106,6 +103,15 @@ class ShardFiles:
             if path.name != keep:
                 path.unlink(missing_ok=True)
                 excess -= size
+
+
+def _publish(temporary: Path, path: Path, shard: ShardInfo) -> None:
+    """Give a copy its name, unless another process was faster: a file that others read must not change under them."""
+    try:
+        os.link(temporary, path)
+    except OSError:  # there is one, or the file system has no links
+        if not _intact(path, shard):
+            os.replace(temporary, path)
 
 
 def _intact(path: Path, shard: ShardInfo) -> bool:

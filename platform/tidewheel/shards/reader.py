@@ -139,7 +139,7 @@ class ShardSet:
     def _load(self, index: int, *, anew: bool = False) -> Shard:
         """Open a shard; `anew`: from its origin, with its whole content checked."""
         info = self.manifest.shards[index]
-        path = self._files.path(info, anew=anew)
+        path = self._files.path(info)
         before = fingerprint(path)
         if anew and (problem := problem_of(path, info)):
             raise self._damaged(index, f"{problem}; it was read twice")

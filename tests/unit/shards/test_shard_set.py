@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -296,6 +297,30 @@ def test_remote_shards_are_copied_once_and_checked(tmp_path: Path, monkeypatch: 
     assert names[1] in caught.value.where
     assert not (tmp_path / "new" / names[1]).exists()
     assert not list((tmp_path / "new").glob(".tmp*"))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_readers_that_share_a_cache_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links):
+    """Workers of one node: each finds the others' copies, or copies at the same time."""
+    far, cache, told = tmp_path / "far", tmp_path / "cache", []
+    manifest = write_set(far)
+    monkeypatch.setattr(storage, "store", lambda uri: FarStore(uri))
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(OSError("no links here")))
+    sets = [ShardSet.open(str(far), cache, verify=True, on_damage=lambda *what: told.append(what)) for _ in range(3)]
+    read = [np.array([0, 1, 2]), np.array([0, 0, 0])]
+    sets[0].rows(*read)
+    sets[1].rows(*read)  # finds them there
+    with monkeypatch.context() as late:  # as if it had begun to copy before the first had done so
+        answers = itertools.cycle([False, True])
+        late.setattr("tidewheel.shards.cache._intact", lambda *file: next(answers))
+        sets[2].rows(*read)
+    for one in sets:
+        one.rows(*read)
+        one.settle()
+        one.close()
+    assert told == []
+    assert sorted(path.name for path in cache.iterdir()) == sorted(shard.name for shard in manifest.shards)
 
 
 def test_a_set_on_an_object_store(tmp_path: Path):
