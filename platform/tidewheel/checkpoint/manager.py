@@ -199,8 +199,17 @@ class CheckpointManager:
         # one rank reads the manifest: a thousand requests for one object is what object stores throttle
         text = peers.from_first(lambda: self._retry(lambda: self._store.read(f"{name}/{KEY}")).decode())
         manifest = parse_text(self._store, name, text)
-        mine = verify_files(self._store, name, manifest.files[peers.rank::peers.size])
-        return manifest, [line for lines in peers.all(mine) for line in lines]
+        mine: list[str] | StorageError
+        try:
+            mine = verify_files(self._store, name, manifest.files[peers.rank::peers.size])
+        except StorageError as error:  # the others wait for it
+            mine = error
+        lines: list[str] = []
+        for found in peers.all(mine):
+            if isinstance(found, StorageError):
+                raise found
+            lines += found
+        return manifest, lines
 
     def _load(self, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
               convert: bool = False) -> None:

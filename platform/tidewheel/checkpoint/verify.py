@@ -53,8 +53,10 @@ def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
     try:
         manifest = read_manifest(store, name)
         problem = "; ".join(_missing(manifest, sizes))
-    except (CheckpointError, StorageError) as error:
+    except CheckpointError as error:
         problem = error.what
+    except StorageError as error:
+        problem = _damage(store, error)
     files = () if manifest is None else (KEY, *(file.key for file in manifest.files))
     return CheckpointInfo(name=name, step=int(name.partition("_")[2]), complete=not problem, committed=KEY in sizes,
                           bytes=sum(sizes.values()), world_size=manifest.world_size if manifest else 0,
@@ -113,16 +115,26 @@ def verify_checkpoint(store: Store, name: str) -> list[str]:
 
 
 def verify_files(store: Store, name: str, files: Iterable[Stamp]) -> list[str]:
-    """What is wrong with `files` of checkpoint `name`, having read them."""
+    """What is wrong with `files` of checkpoint `name`, having read them.
+
+    Raises:
+        StorageError: the store does not answer, which says nothing about the files.
+    """
     problems = []
     for file in files:
         try:
             differs = store.verify(Stamp(f"{name}/{file.key}", file.bytes, file.hash))
-        except StorageError as error:  # a bad sector is damage like any other
-            differs = error.what
+        except StorageError as error:
+            differs = _damage(store, error)
         if differs:
             problems.append(f"{file.key}: {differs}")
     return problems
+
+
+def _damage(store: Store, error: StorageError) -> str:
+    """What to say of a file that cannot be read: a bad sector is damage like any other, a store that is away is not."""
+    store.check()
+    return error.what
 
 
 def parse_text(store: Store, name: str, text: str) -> CheckpointManifest:
