@@ -1,0 +1,407 @@
+"""The node's agent: holds the states of its node's workers, and copies of another node's, while they may be needed.
+
+A server of plain threads and sockets that knows neither Ray nor torch. It runs outside the training processes, so what
+it holds survives them; its copies at the buddy survive it. Everything it holds is in memory: an agent that dies takes
+its index with it, and the next one on the machine deletes its files (`slots.sweep`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from tidewheel.checkpoint.memory.protocol import Address, Connection, admit, connect
+from tidewheel.checkpoint.memory.slots import (
+    HEADER_BYTES,
+    SHARED_MEMORY,
+    Content,
+    Folder,
+    Slot,
+    block_range,
+    num_blocks,
+    sweep,
+)
+from tidewheel.checkpoint.memory.table import tensors_start
+from tidewheel.errors import CheckpointError
+
+SLOTS = 3
+"""Of each worker. A push may lag one snapshot behind, so the copy of a lost worker is of snapshot i or i - 1 when the
+others are between i and i + 1: they must have kept i - 1 until i + 1 is whole."""
+COPIES = 2
+"""Of each worker at its buddy: one is whole while the next arrives."""
+SETTLED = 3
+"""The third snapshot of a generation says that the first is whole everywhere: older generations can go."""
+EXTRA_BYTES = 1 << 20
+"""Room for the JSON of `extra`, which is not of the same length in each snapshot."""
+RETRY_SECONDS = 5.0
+"""A buddy that does not answer is left alone for so long."""
+LINGER_SECONDS = 900.0
+SWEEP_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One worker's part of the state at one step, whole and hashed."""
+
+    number: int
+    """By which readers ask for it."""
+    content: Content
+    origin: Literal["own", "copy"]
+    slot: Slot = field(repr=False)
+    hashes: np.ndarray = field(repr=False)
+    """uint64 [blocks], see `slots.hash_blocks`."""
+    table_hash: int
+    extra_hash: int
+
+    @property
+    def intact(self) -> bool:
+        """The slot still holds it. (What the content is worth, the hashes say.)"""
+        return self.slot.content() == self.content
+
+
+class Agent:
+    """Listens on `host` from its making on, until `stop`.
+
+    Args:
+        host: the node's own address, or 127.0.0.1.
+        token: the run's; who does not know it is not heard.
+        run: a short name for the folder in shared memory.
+        root: the folder of shared memory.
+        linger_seconds: without any worker or question for so long, it stops: nobody is coming back.
+        on_stop: called once it has stopped.
+    """
+
+    def __init__(self, host: str, token: str, run: str, *, root: Path = SHARED_MEMORY,
+                 linger_seconds: float = LINGER_SECONDS, on_stop: Callable[[], None] | None = None) -> None:
+        sweep(root)
+        self._root = root
+        self.token, self._on_stop, self._linger = token, on_stop, linger_seconds
+        self._folder = Folder(run, root)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._parts: dict[Path, Part] = {}
+        self._copies: dict[tuple[int, int], list[Slot]] = {}  # of (generation, rank)
+        self._free: list[Slot] = []
+        self._workers: set[_Worker] = set()
+        self._connections: set[Connection] = set()
+        self._stopped = threading.Event()
+        self._last = time.monotonic()
+        self._listener = socket.create_server((host, 0), backlog=256)
+        self.address = Address(host, self._listener.getsockname()[1])
+        threading.Thread(target=self._listen, name="memory agent", daemon=True).start()
+        threading.Thread(target=self._wait_for_nobody, name="memory agent linger", daemon=True).start()
+
+    def stop(self) -> None:
+        """Close all connections and delete what is held."""
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+            connections = list(self._connections)
+        with contextlib.suppress(OSError):  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in connections:
+            connection.close()
+        self._folder.remove()
+        if self._on_stop is not None:
+            self._on_stop()
+
+    @property
+    def stopped(self) -> threading.Event:
+        """Set once it has begun to stop."""
+        return self._stopped
+
+    # -- connections ---------------------------------------------------------------------------
+    def _listen(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # it was closed
+            threading.Thread(target=self._serve, args=(sock,), name="memory agent connection", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            connection = admit(sock, self.token)
+        except OSError:
+            return  # a stranger, or gone already
+        with self._lock:
+            self._connections.add(connection)
+        worker = _Worker(self)
+        try:
+            while not self._stopped.is_set():
+                self._answer(connection, connection.receive(), worker)
+                self._last = time.monotonic()
+        except OSError:
+            pass  # the other side is gone: the usual end of a connection
+        finally:
+            connection.close()
+            with self._lock:
+                self._connections.discard(connection)
+            if not self._stopped.is_set():
+                worker.gone()
+
+    def _answer(self, connection: Connection, message: dict[str, Any], worker: _Worker) -> None:
+        """One request. A mistake in it is answered; OSError ends the connection."""
+        try:
+            kind = message["op"]
+            if kind == "inventory":
+                connection.send({"parts": self._inventory()})
+            elif kind == "describe":
+                self._describe(connection, self._part(message["part"]))
+            elif kind == "read":
+                self._read(connection, self._part(message["part"]), message["blocks"])
+            elif kind == "store":
+                self._store(connection, message)
+            elif kind == "open":
+                connection.send({"paths": worker.open(message)})
+            elif kind == "put":
+                connection.send(worker.put(int(message["slot"])))
+            elif kind == "forget":
+                self.forget(rank=int(message["rank"]))
+                worker.forget(message)
+                connection.send({})
+            elif kind == "stop":
+                connection.send({})
+                threading.Thread(target=self.stop, daemon=True).start()
+            else:
+                raise ValueError(f"{kind!r} is not known")
+        except CheckpointError as error:
+            connection.send({"problem": str(error)})
+        except (LookupError, TypeError, ValueError) as error:
+            connection.send({"problem": f"{type(error).__name__}: {error}"})
+
+    def _wait_for_nobody(self) -> None:
+        swept = time.monotonic()
+        while not self._stopped.wait(min(1.0, self._linger)):
+            if time.monotonic() - swept > SWEEP_SECONDS:
+                sweep(self._root)
+                swept = time.monotonic()
+            with self._lock:
+                busy = bool(self._connections)
+            if busy:
+                self._last = time.monotonic()
+            elif time.monotonic() - self._last > self._linger:
+                self.stop()
+
+    # -- what is held --------------------------------------------------------------------------
+    def hold(self, slot: Slot, content: Content, origin: Literal["own", "copy"], hashes: np.ndarray) -> Part:
+        """From now on serve this content of this slot."""
+        extra = slot.bytes[content.extra_start:content.end]
+        table = slot.bytes[HEADER_BYTES:HEADER_BYTES + content.table_bytes]
+        part = Part(next(self._numbers), content, origin, slot, hashes, xxhash.xxh3_64_intdigest(table),
+                    xxhash.xxh3_64_intdigest(extra))
+        with self._lock:
+            self._parts[slot.path] = part
+        if content.sequence >= SETTLED:
+            self.forget(before=content.generation)
+        return part
+
+    def forget(self, *, before: int | None = None, rank: int | None = None) -> None:
+        """Drop the parts of generations before `before`, or all of `rank` (default: of all ranks)."""
+        def goes(generation: int, of: int) -> bool:
+            return (before is None or generation < before) and (rank is None or of == rank)
+
+        with self._lock:
+            mapped = {slot.path for worker in self._workers for slot in worker.slots}
+            gone = [part.slot for part in self._parts.values() if goes(part.content.generation, part.content.rank)]
+            for slot in gone:
+                del self._parts[slot.path]
+            for key in [key for key in self._copies if goes(*key)]:
+                gone += [slot for slot in self._copies.pop(key) if slot not in gone]
+            # a worker that still maps a slot may write to it: nobody else gets it
+            self._free += [slot for slot in gone if slot.path not in mapped]
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Keep as many free slots as one worker needs: allocating anew is slow, keeping all is dear."""
+        while len(self._free) > SLOTS:
+            self._free.pop(0).unlink()
+
+    def release(self, worker: _Worker) -> None:
+        """The worker is gone: what its slots hold stays, empty ones are free."""
+        with self._lock:
+            self._workers.discard(worker)
+            self._free += [slot for slot in worker.slots if slot.path not in self._parts]
+            self._tidy()
+
+    def enrol(self, worker: _Worker) -> None:
+        """A worker has opened slots."""
+        with self._lock:
+            self._workers.add(worker)
+
+    def allocate(self, capacity: int) -> Slot:
+        """A slot of at least `capacity` bytes; CheckpointError when there is no room."""
+        with self._lock:
+            fitting = [slot for slot in self._free if capacity <= slot.capacity <= 2 * capacity]
+            if fitting:
+                slot = min(fitting, key=lambda slot: slot.capacity)
+                self._free.remove(slot)
+                slot.clear()
+                return slot
+            for slot in self._free:
+                slot.unlink()
+            self._free.clear()
+        return self._folder.new(capacity)  # gigabytes take a second: not under the lock
+
+    def _inventory(self) -> list[dict[str, Any]]:
+        with self._lock:
+            parts = list(self._parts.values())
+        return [{"part": part.number, "origin": part.origin, "path": str(part.slot.path), "step": part.content.step,
+                 "generation": part.content.generation, "rank": part.content.rank,
+                 "world_size": part.content.world_size, "bytes": part.content.end}
+                for part in parts if part.intact]
+
+    def _part(self, number: int) -> Part:
+        with self._lock:
+            for part in self._parts.values():
+                if part.number == number:
+                    return part
+        raise LookupError(f"part {number} is no longer here")
+
+    def _describe(self, connection: Connection, part: Part) -> None:
+        """Table and `extra` of a part."""
+        content, data = part.content, part.slot.bytes
+        connection.send({"table_bytes": content.table_bytes, "table_hash": part.table_hash,
+                         "extra_start": content.extra_start, "extra_bytes": content.extra_bytes,
+                         "extra_hash": part.extra_hash},
+                        data[HEADER_BYTES:HEADER_BYTES + content.table_bytes], data[content.extra_start:content.end])
+
+    def _read(self, connection: Connection, part: Part, wanted: dict[str, Any]) -> None:
+        """Hashes of ranges of blocks [first, last], and, unless the reader maps the slot itself, their bytes."""
+        ranges = [(int(first), int(last)) for first, last in wanted["ranges"]]
+        if any(not 0 <= first <= last < num_blocks(part.content.end) for first, last in ranges):
+            raise ValueError("blocks outside the part")
+        hashes = [int(part.hashes[block]) for first, last in ranges for block in range(first, last + 1)]
+        data = []
+        for first, last in ranges if wanted["bytes"] else ():
+            start, stop = block_range(first, last, part.content.end)
+            data.append(part.slot.bytes[start:stop])
+        connection.send({"hashes": hashes}, *data)
+
+    # -- copies of others ----------------------------------------------------------------------
+    def _store(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Take a copy of another node's part. The one before stays whole until this one is."""
+        content = Content(**message["content"])
+        if not tensors_start(content.table_bytes) <= content.extra_start <= content.end:
+            raise ConnectionError("a part that makes no sense")  # its bytes cannot be told from what follows
+        try:
+            slot = self._slot_for_copy(content)
+        except CheckpointError as error:
+            self._skip(connection, content)
+            raise error
+        connection.receive_into(slot.bytes[HEADER_BYTES:content.end])
+        hashes = np.frombuffer(connection.receive_bytes(8 * num_blocks(content.end)), np.uint64)
+        slot.commit(content)
+        self.hold(slot, content, "copy", hashes)
+        connection.send({})
+
+    def _slot_for_copy(self, content: Content) -> Slot:
+        key = (content.generation, content.rank)
+        with self._lock:
+            slots = [slot for slot in self._copies.get(key, ()) if slot.capacity >= content.end]
+        if len(slots) < COPIES:  # and should `extra` have grown, the small ones go with their generation
+            slot = self.allocate(content.end + EXTRA_BYTES)
+            with self._lock:
+                self._copies[key] = [*self._copies.get(key, ()), slot]
+            return slot
+        with self._lock:
+            held = {slot: self._parts.get(slot.path) for slot in slots}
+            # one may be half full: its sender went away
+            slot = min(slots, key=lambda slot: -1 if (part := held[slot]) is None else part.content.step)
+            self._parts.pop(slot.path, None)
+        slot.clear()
+        return slot
+
+    def _skip(self, connection: Connection, content: Content) -> None:
+        left = content.end - HEADER_BYTES + 8 * num_blocks(content.end)
+        while left:
+            left -= len(connection.receive_bytes(min(left, 1 << 20)))
+
+
+class _Worker:
+    """A worker that this agent serves, by its connection; nothing for a connection that only asks."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._buddy_at: Address | None = None
+        self._buddy: Connection | None = None
+        self._buddy_retry = 0.0
+        self._seen = 0
+        self.slots: list[Slot] = []
+
+    def open(self, message: dict[str, Any]) -> list[str]:
+        """Give the worker its slots; those it had are free, what they hold is served on."""
+        self._agent.release(self)
+        buddy = message["buddy"]
+        self._buddy_at = Address(str(buddy[0]), int(buddy[1])) if buddy else None
+        self.slots = []
+        for _ in range(SLOTS):
+            self.slots.append(self._agent.allocate(int(message["capacity"])))
+        self._agent.enrol(self)
+        return [str(slot.path) for slot in self.slots]
+
+    def put(self, number: int) -> dict[str, Any]:
+        """The worker has filled a slot: hash it, serve it, copy it to the buddy."""
+        began = time.monotonic()
+        slot = self.slots[number]
+        content = slot.content()
+        if content is None:
+            raise ValueError(f"slot {number} holds nothing")
+        hashes = slot.hashes(content.end)
+        part = self._agent.hold(slot, content, "own", hashes)
+        self._seen = content.sequence
+        hashed = time.monotonic()
+        problem = self._push(part) if self._buddy_at is not None else ""
+        return {"step": content.step, "bytes": content.end, "hash_seconds": hashed - began,
+                "push_seconds": time.monotonic() - hashed, "copied": self._buddy_at is not None and not problem,
+                "buddy_problem": problem}
+
+    def _push(self, part: Part) -> str:
+        """Send a copy to the buddy; why that failed, "" when it did not."""
+        content = part.content
+        return self._tell_buddy({"op": "store", "content": asdict(content)},
+                                part.slot.bytes[HEADER_BYTES:content.end], part.hashes.tobytes())
+
+    def forget(self, message: dict[str, Any]) -> None:
+        """What this worker has put is no longer wanted, nor are its copies."""
+        if self._buddy_at is not None:
+            self._tell_buddy(message)
+
+    def _tell_buddy(self, message: dict[str, Any], *payloads: Any) -> str:
+        """Why it failed; "" when it did not."""
+        assert self._buddy_at is not None
+        where = f"{self._buddy_at.host}:{self._buddy_at.port}"
+        if time.monotonic() < self._buddy_retry:
+            return f"{where} did not answer"
+        try:
+            if self._buddy is None:
+                self._buddy = connect(self._buddy_at, self._agent.token)
+            self._buddy.ask(message, *payloads)
+        except OSError as error:
+            if self._buddy is not None:
+                self._buddy.close()
+            self._buddy, self._buddy_retry = None, time.monotonic() + RETRY_SECONDS
+            return f"{where}: {error}"
+        return ""
+
+    def gone(self) -> None:
+        """The worker's connection has closed: take in what it had just filled, and copy that too."""
+        found = [(content.sequence, number) for number, slot in enumerate(self.slots)
+                 if (content := slot.content()) is not None and content.sequence > self._seen]
+        for _, number in sorted(found):
+            self.put(number)
+        if self._buddy is not None:
+            self._buddy.close()
+        self._agent.release(self)

@@ -1,0 +1,232 @@
+"""The worker's side of the memory tier: copy the state into shared memory at a step boundary, and go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
+
+from tidewheel.checkpoint.memory.agent import EXTRA_BYTES
+from tidewheel.checkpoint.memory.protocol import PATIENCE_SECONDS, Address, Connection, connect
+from tidewheel.checkpoint.memory.slots import HEADER_BYTES, Content, Slot
+from tidewheel.checkpoint.memory.table import Piece, place
+from tidewheel.checkpoint.staging import dtype_name, flatten
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+PUSH_SECONDS = 60.0
+"""How long a snapshot waits for the one before to reach the buddy, before the tier is given up."""
+
+
+class MemoryTier:
+    """This rank's part of the state in the memory of its node, and of a buddy node, after each `snapshot`.
+
+    A failure of the tier never fails the training: it is told through `on_event`, and from then on `snapshot` does
+    nothing until the next generation makes a new tier.
+
+    Args:
+        agents: of each rank's node, by rank.
+        mine: the agent of this node.
+        buddy: the agent that gets the copies, see `protocol.buddies`; None: no copies, and the node's loss is the loss
+            of what it held.
+        rank, world_size, generation: this worker's; a later generation has a higher number.
+        run_token: the run's secret, the same as its agents'.
+        on_event: called with ("memory_tier_lost", detail) when the agent or shared memory is gone, and with
+            ("buddy_lost", detail) when copies no longer arrive; once each.
+    """
+
+    def __init__(self, agents: Mapping[int, Address], mine: Address, buddy: Address | None, rank: int, world_size: int,
+                 run_token: str, *, generation: int = 0, on_event: OnEvent | None = None) -> None:
+        self.agents, self.mine, self.buddy = dict(agents), mine, buddy
+        self.rank, self.world_size, self.generation = rank, world_size, generation
+        self._token, self._on_event = run_token, on_event
+        self._connection: Connection | None = None
+        self._slots: list[Slot] = []
+        self._table = b""
+        self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._targets: list[list[torch.Tensor]] = []
+        self._sequence = 0
+        self._awaiting = self._on_device = False
+        self._lost = self._buddy_lost = False
+        self.last: dict[str, Any] = {}
+        """Of the newest snapshots: "step", "bytes", "copy_seconds", "wait_seconds"; of the one before: "hash_seconds",
+        "push_seconds", "copied"."""
+
+    @property
+    def working(self) -> bool:
+        """Whether snapshots are kept."""
+        return not self._lost
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Allocate the slots for a state of this shape: done beforehand, the first snapshot is as quick as any.
+
+        Raises:
+            CheckpointError: the state holds something other than tensors.
+        """
+        flat = flatten(state)
+        try:
+            self._open(flat, EXTRA_BYTES)
+        except OSError as error:
+            self._lose(error)
+
+    def snapshot(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Keep `state`, a nested dict of tensors, and `extra`, JSON values, as of this call; no collective.
+
+        All ranks call it at the same step boundaries. Returns once the state may change again. The copy to the buddy
+        goes on behind the training; the next snapshot waits for it.
+
+        Raises:
+            CheckpointError: the state holds something other than tensors.
+        """
+        if self._lost:
+            return
+        began = time.monotonic()
+        flat, text = flatten(state), json.dumps(extra).encode()
+        try:
+            self._settle()
+            waited = time.monotonic()
+            if self._layout != _layout(flat) or len(text) > self._room:
+                self._open(flat, max(EXTRA_BYTES, 2 * len(text)))
+            number = self._sequence % len(self._slots)
+            self._fill(number, step, flat, text)
+            assert self._connection is not None
+            self._connection.send({"op": "put", "slot": number})
+            self._awaiting = True
+        except OSError as error:
+            self._lose(error)
+            return
+        self.last |= {"step": step, "wait_seconds": waited - began, "copy_seconds": time.monotonic() - waited}
+
+    def flush(self) -> bool:
+        """Wait until the newest snapshot is hashed and copied; whether it is on two nodes."""
+        try:
+            self._settle()
+        except OSError as error:
+            self._lose(error)
+        return not self._lost and bool(self.last.get("copied"))
+
+    def forget(self) -> None:
+        """The run goes back to a checkpoint: what was kept since is no longer wanted, here and at the buddy."""
+        try:
+            self._settle()
+            for slot in self._slots:
+                slot.clear()
+            if self._connection is not None:
+                self._connection.ask({"op": "forget", "rank": self.rank})
+        except OSError as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        """Let go of the slots; the agent holds what is in them."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        self._release()
+        self._lost = True
+
+    # -- inside --------------------------------------------------------------------------------
+    def _open(self, flat: dict[str, torch.Tensor], room: int) -> None:
+        if self._connection is None:
+            self._connection = connect(self.mine, self._token)
+        pieces = pieces_of(flat)
+        self._table, placed, end = place(list(pieces.values()))
+        self._extra_start, self._room = end, room
+        self._connection.patience(None)  # many gigabytes are being allocated
+        answer = self._connection.ask({"op": "open", "capacity": end + room, "buddy": self.buddy})
+        self._connection.patience(PATIENCE_SECONDS)
+        self._release()
+        self._slots = [Slot(Path(path)) for path in answer["paths"]]
+        self._on_device = any(tensor.is_cuda for tensor in flat.values())
+        self._layout = _layout(flat)
+        by_name = {piece.name: piece for piece in placed}
+        self._names = [name for name in flat if name in by_name]
+        self._targets = []
+        for slot in self._slots:
+            if self._on_device:
+                _page_lock(slot)
+            slot.bytes[HEADER_BYTES:HEADER_BYTES + len(self._table)] = self._table
+            self._targets.append([_view(slot, by_name[name]) for name in self._names])
+
+    @torch.no_grad()
+    def _fill(self, number: int, step: int, flat: dict[str, torch.Tensor], text: bytes) -> None:
+        slot = self._slots[number]
+        slot.clear()
+        sources = [local(flat[name]) for name in self._names]
+        torch._foreach_copy_(self._targets[number], sources, non_blocking=self._on_device)
+        if self._on_device:
+            torch.cuda.synchronize()
+        self._sequence += 1
+        end = self._extra_start + len(text)
+        slot.bytes[self._extra_start:end] = text
+        slot.commit(Content(step, self._sequence, self.generation, self.rank, self.world_size, len(self._table),
+                            self._extra_start, len(text)))
+
+    def _release(self) -> None:
+        for slot in self._slots if self._on_device else ():
+            torch.cuda.cudart().cudaHostUnregister(_address(slot))  # type: ignore[attr-defined]
+        self._targets, self._slots = [], []
+
+    def _settle(self) -> None:
+        """Wait for the answer to the last snapshot. No rank may be further ahead of its copies: see `agent.SLOTS`."""
+        if not self._awaiting or self._connection is None:
+            return
+        self._connection.patience(PUSH_SECONDS)
+        answer = self._connection.answer()
+        self._awaiting = False
+        self.last |= {key: answer[key] for key in ("bytes", "hash_seconds", "push_seconds", "copied")}
+        if answer["buddy_problem"] and not self._buddy_lost:
+            self._buddy_lost = True
+            self._event("buddy_lost", reason=answer["buddy_problem"])
+
+    def _lose(self, error: OSError) -> None:
+        self.close()
+        self._event("memory_tier_lost", reason=str(error) or type(error).__name__)
+
+    def _event(self, kind: str, **detail: Any) -> None:
+        if self._on_event is not None:
+            self._on_event(kind, {"rank": self.rank, "agent": f"{self.mine.host}:{self.mine.port}", **detail})
+
+
+def pieces_of(flat: dict[str, torch.Tensor]) -> dict[str, Piece]:
+    """What this rank holds of each tensor; without the empty parts that ranks have of tensors with few rows."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(flat), is_coordinator=True)
+    found = {}
+    for item in planner.create_local_plan().items:
+        data = item.tensor_data
+        assert data is not None
+        if all(data.chunk.sizes) or not all(data.size):
+            found[item.index.fqn] = Piece(item.index.fqn, dtype_name(flat[item.index.fqn]), tuple(data.size),
+                                          tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of it."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _layout(flat: dict[str, torch.Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, local(tensor).shape, tensor.dtype) for name, tensor in flat.items()]
+
+
+def _view(slot: Slot, piece: Piece) -> torch.Tensor:
+    data = torch.frombuffer(slot.bytes, dtype=torch.uint8, count=piece.bytes, offset=piece.start) if piece.bytes else (
+        torch.empty(0, dtype=torch.uint8))
+    return data.view(getattr(torch, piece.dtype)).view(piece.sizes)
+
+
+def _page_lock(slot: Slot) -> None:
+    """So that copies from the GPU run at full speed and beside each other."""
+    result: Any = torch.cuda.cudart().cudaHostRegister(_address(slot), slot.capacity, 0)  # type: ignore[attr-defined]
+    if int(result):
+        raise OSError(f"CUDA cannot page-lock shared memory: error {int(result)}")
+
+
+def _address(slot: Slot) -> int:
+    return torch.frombuffer(slot.bytes, dtype=torch.uint8).data_ptr()
