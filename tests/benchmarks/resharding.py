@@ -1,0 +1,195 @@
+"""A checkpoint of every layout, loaded into every other: the same state to the bit, and the same losses after it.
+
+    python -m tests.benchmarks.resharding [--only TEXT]
+
+Layouts: 1, 2 and 4 ranks, with and without tensor parallel 2 and pipeline parallel 2, the rest ZeRO-3. Each trains 8
+steps of the debug model in fp32 (gloo) and saves at step 3 on the way: that is the unbroken run. Each layout then
+starts from each checkpoint. `unequal` counts parameters and moments of the loaded state that differ in any bit from
+those that were saved; `loss` is the worst relative difference of steps 4 to 8 from the unbroken run's. Exit code 1
+when a state differs or a loss does by more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from tests.benchmarks.equivalence import LOSS_BOUND, losses, prepare, settings
+from tidewheel import storage
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.manifest import step_name
+from tidewheel.checkpoint.staging import flatten
+from tidewheel.console import print_table
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.loop import train
+from tidewheel.train.runtime import Runtime
+
+STEPS, SAVED = 8, 3
+ORACLE, VERDICT = "saved.pt", "loaded.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """So many ranks, tensor and pipeline parallel; what is left of them is data parallel."""
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def name(self) -> str:
+        """"4: DP 2 x TP 2"."""
+        degrees = {"DP": self.ranks // (self.tensor * self.pipeline), "TP": self.tensor, "PP": self.pipeline}
+        return f"{self.ranks}: " + (" x ".join(f"{kind} {n}" for kind, n in degrees.items() if n > 1) or "alone")
+
+    @property
+    def key(self) -> str:
+        """Name of its folder."""
+        return f"{self.ranks}-tp{self.tensor}-pp{self.pipeline}"
+
+    def config(self, folder: Path, name: str) -> TrainConfig:
+        """Of a run in this layout."""
+        return settings(folder, name, STEPS, [
+            "parallel.data=zero3", f"parallel.tensor={self.tensor}", f"parallel.pipeline={self.pipeline}",
+            "model.tie_embeddings=false", f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=9",
+            "data.validation=''"])
+
+
+LAYOUTS = [Layout(ranks, tensor, pipeline) for ranks in (1, 2, 4) for tensor in (1, 2) for pipeline in (1, 2)
+           if tensor * pipeline <= ranks]
+Pairs = Sequence[tuple[Layout, Layout]]
+
+
+class Witness(CheckpointManager):
+    """Keeps whole what is saved at step 3, and compares what is loaded with it."""
+
+    def __init__(self, config: TrainConfig, oracle: Path) -> None:
+        super().__init__(storage.store(config.run_uri).child("checkpoints"), keep_last=9, asynchronous=False)
+        self._oracle, self._verdict = oracle, Path(config.run_uri, VERDICT)
+
+    def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        if step == SAVED:
+            everyone = self._peers.all(_whole(state))
+            if self._peers.rank == 0:
+                torch.save({name: tensor for part in everyone for name, tensor in part.items()}, self._oracle)
+        super().save(step, state, extra)
+
+    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        extra = super().load_latest(state)
+        if extra is not None:
+            assert extra["step"] == SAVED
+            saved = torch.load(self._oracle, weights_only=True, mmap=True)
+            mine = {name: torch.equal(tensor, saved[name]) for name, tensor in _whole(state).items()}
+            found = {name: same for part in self._peers.all(mine) for name, same in part.items()}
+            wrong = [name for name in saved if not found.get(name)]  # a stage of a pipeline has a part of the names
+            if self._peers.rank == 0:
+                storage.store(self._verdict.parent).write_json(VERDICT, {"tensors": len(saved), "unequal": wrong})
+        return extra
+
+
+def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of this rank's state in full; a collective."""
+    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+            for name, tensor in flatten(state).items()}
+
+
+def run(folder: Path, pairs: Pairs) -> list[dict[str, Any]]:
+    """Train, save and load for `pairs` of (saved on, loaded on); a line of the table each.
+
+    Four processes in all: they form a group of 1, 2 and 4 ranks in turn.
+    """
+    prepare(folder)
+    mp.start_processes(_process, (folder, pairs), nprocs=4, start_method="forkserver")
+    return [_compare(folder, *pair) for pair in pairs]
+
+
+def _process(process: int, folder: Path, pairs: Pairs) -> None:
+    torch.set_num_threads(1)
+    meeting = dist.FileStore(str(folder / "meeting"), 4)
+    for number, work in enumerate((_save, _load)):
+        for ranks in (1, 2, 4):
+            mine = [pair for pair in pairs if pair[number].ranks == ranks]
+            if mine and process < ranks:
+                _as_group(process, ranks, folder / f"group-{number}-{ranks}", partial(work, folder, mine))
+        meeting.set(f"{number}-{process}", "done")
+        meeting.wait([f"{number}-{other}" for other in range(4)])
+
+
+def _as_group(rank: int, ranks: int, rendezvous: Path, work: Callable[[], None]) -> None:
+    if ranks == 1:
+        work()
+        return
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    try:
+        work()
+    finally:
+        dist.destroy_process_group()
+
+
+def _save(folder: Path, pairs: Pairs) -> None:
+    for source in dict.fromkeys(pair[0] for pair in pairs):
+        _train(source, source.config(folder, source.key), folder / f"{source.key}.pt")
+
+
+def _load(folder: Path, pairs: Pairs) -> None:
+    for source, target in pairs:
+        config = target.config(folder, _key(source, target))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            place = Path("checkpoints", step_name(SAVED))
+            shutil.copytree(Path(source.config(folder, source.key).run_uri) / place, Path(config.run_uri) / place)
+        if dist.is_initialized():
+            dist.barrier()
+        _train(target, config, folder / f"{source.key}.pt")
+
+
+def _train(layout: Layout, config: TrainConfig, oracle: Path) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    train(config, Runtime(rank, layout.ranks, checkpoints=Witness(config, oracle)))
+
+
+def _key(source: Layout, target: Layout) -> str:
+    return f"{source.key}-on-{target.key}"
+
+
+def _compare(folder: Path, source: Layout, target: Layout) -> dict[str, Any]:
+    unbroken = losses(source.config(folder, source.key))
+    resumed = target.config(folder, _key(source, target))
+    found = losses(resumed)
+    assert sorted(found) == list(range(SAVED + 1, STEPS + 1)), f"{_key(source, target)} did the steps {sorted(found)}"
+    worst = max(abs(loss / unbroken[step] - 1) for step, loss in found.items())
+    state = storage.store(resumed.run_uri).read_json(VERDICT)
+    return {"saved on": source.name, "loaded on": target.name, "tensors": state["tensors"],
+            "unequal": len(state["unequal"]), "loss": f"{worst:.1e}",
+            "within": not state["unequal"] and worst <= LOSS_BOUND}
+
+
+def main() -> int:
+    """Every pair, or some; prints the table."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--only", default="", help="pairs whose names contain this, such as 'TP 2'")
+    chosen = arguments.parse_args()
+    pairs = [(source, target) for source in LAYOUTS for target in LAYOUTS
+             if chosen.only.lower() in f"{source.name} on {target.name}".lower()]
+    with tempfile.TemporaryDirectory(prefix="tidewheel-resharding-") as folder:
+        table = run(Path(folder), pairs)
+    print_table(table, title=f"saved at step {SAVED} on one layout, loaded on another")
+    broken = [f"{line['saved on']} on {line['loaded on']}" for line in table if not line["within"]]
+    print(f"{len(table) - len(broken)} of {len(table)}: state equal to the bit, the next {STEPS - SAVED} losses within "
+          f"{LOSS_BOUND:g}" + (f"; not: {broken}" if broken else ""))
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
