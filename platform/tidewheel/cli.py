@@ -28,7 +28,8 @@ app = cyclopts.App(
 data_app = cyclopts.App(name="data", help="Clean, deduplicate, tokenize and pack documents into shards.")
 shards_app = cyclopts.App(name="shards", help="Look into packed shards and check them.")
 checkpoint_app = cyclopts.App(name="checkpoint", help="List the checkpoints of a run and check them.")
-for sub in (data_app, shards_app, checkpoint_app):
+plan_app = cyclopts.App(name="plan", help="What a run would cost before it is started.")
+for sub in (data_app, shards_app, checkpoint_app, plan_app):
     app.command(sub)
 
 Overrides = Annotated[
@@ -354,6 +355,54 @@ def checkpoint_import(
     from tidewheel.checkpoint.exchange import import_
 
     print(import_(folder, uri, vocabulary_size=vocabulary_size).settings(), end="")
+    return 0
+
+
+@plan_app.command(name="goodput")
+def plan_goodput(
+    config: Annotated[str | None, Parameter(help="A YAML file with the sizes, intervals and constants; the defaults "
+                                                 "without it.")] = None,
+    *,
+    set_: Overrides = None,
+    plot: Annotated[str, Parameter(help="Also draw it into this SVG file.")] = "",
+    run: Annotated[list[str] | None, Parameter(name="--run", negative="", consume_multiple=False, help="URI of a real "
+                   "run with failures; given twice or more, each is predicted with the others' constants.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Share of the time that is not lost to failures, by size of the run, interval of checkpoints, way to recover.
+
+    A simulation of the failures and recoveries of long runs; docs/goodput.md says what it assumes. With --run: how
+    near its prediction comes to real runs.
+    """
+    from dataclasses import asdict
+
+    from tidewheel.config import build, load
+    from tidewheel.plan.config import GoodputConfig
+
+    settings = load(GoodputConfig, config, set_ or ()) if config else build(GoodputConfig, {}, set_ or ())
+    if run:
+        from tidewheel.plan.validation import predicted_beside_measured
+
+        lines = predicted_beside_measured(run)
+        print(json.dumps(lines, indent=2)) if as_json else print_table(lines, title="goodput of real runs")
+        return 0
+    from tidewheel.plan import recovery
+
+    rows = recovery.table(settings)
+    if plot:
+        from tidewheel.plan.plots import lost_figure
+        from tidewheel.storage import split
+
+        place, name = split(plot)
+        place.write(name, lost_figure(rows).encode())
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return 0
+    print_table([{
+        "GPUs": f"{row.gpus:,}", "failure every": f"{row.mtbf_seconds / 3600:.1f} h", "recovery": row.tier,
+        "best interval": f"{row.interval_seconds / 60:g} min", "goodput": f"{100 * row.goodput:.2f} %",
+        **{name.replace("_", " "): f"{100 * share:.2f} %" for name, share in row.parts.items()}}
+        for row in recovery.best(rows)], title=f"the best interval of each, {settings.days:g} days")
     return 0
 
 

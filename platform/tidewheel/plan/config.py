@@ -1,0 +1,105 @@
+"""What the simulator of failures and recoveries is told. Nothing here imports numpy or torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from tidewheel.config import Config
+
+LLAMA3_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
+"""Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)."""
+META_MTTF_HOURS = ((1_024, 7.9), (16_384, 1.8))
+"""GPUs of a job, mean hours to its failure, on Meta's research clusters (arXiv:2410.21680)."""
+
+
+class FailureConfig(Config):
+    """How often the run loses a node, and how."""
+
+    rate: Literal["llama3", "meta"] | float = "meta"
+    """llama3: 419 failures in 54 days on 16,384 GPUs, proportional to the GPUs; meta: 7.9 h between failures at 1,024
+    GPUs and 1.8 h at 16,384, a power law through both; or a number: failures per GPU and hour."""
+    several_share: float = Field(default=0.05, ge=0, le=1)
+    """Share of the failures that take a node and the one that holds its copy, as the loss of a rack would. An
+    assumption: nobody has published it."""
+
+    @pydantic.field_validator("rate")
+    @classmethod
+    def _positive(cls, value: str | float) -> str | float:
+        if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
+            raise ValueError("failures per GPU and hour are more than 0")
+        return value
+
+    def mtbf_seconds(self, gpus: int) -> float:
+        """Mean time between failures of a run on so many GPUs."""
+        if self.rate == "meta":
+            (small, hours), (large, fewer) = META_MTTF_HOURS
+            exponent = math.log(fewer / hours) / math.log(large / small)
+            return 3600 * hours * (gpus / small) ** exponent
+        rate = LLAMA3_PER_GPU_HOUR if self.rate == "llama3" else float(self.rate)
+        return 3600 / (rate * gpus)
+
+
+class TierConfig(Config):
+    """One way to come back from a failure, in seconds."""
+
+    detect_seconds: float = Field(ge=0)
+    """From the failure until it is known."""
+    restart_seconds: float = Field(ge=0)
+    """From then until all ranks have a process group again, without what `seconds_per_1000_ranks` adds."""
+    load_seconds: float = Field(ge=0)
+    """To load the newest state."""
+    save_stall_seconds: float = Field(ge=0)
+    """For which a save to storage stops training."""
+    upload_seconds: float = Field(default=0.0, ge=0)
+    """From the end of that stall until the checkpoint counts; the next save waits for it."""
+    refresh_seconds: float = Field(default=0.0, ge=0)
+    """Training time between refreshes of the copy in a peer's memory; 0: there is no such copy."""
+    refresh_stall_seconds: float = Field(default=0.0, ge=0)
+    """For which each refresh stops training."""
+    storage_seconds: float = Field(default=0.0, ge=0)
+    """With a copy in memory: what recovery takes, after detection, where that copy is lost as well."""
+
+
+TIERS: dict[str, TierConfig] = {
+    "in place, memory tier": TierConfig(
+        detect_seconds=1.5, restart_seconds=1.0, load_seconds=0.5, save_stall_seconds=0.05, upload_seconds=60,
+        refresh_seconds=30, refresh_stall_seconds=0.05, storage_seconds=60),
+    "restart from storage": TierConfig(
+        detect_seconds=1.5, restart_seconds=10, load_seconds=30, save_stall_seconds=0.05, upload_seconds=60),
+    "plain Ray Train": TierConfig(
+        detect_seconds=2.0, restart_seconds=72, load_seconds=30, save_stall_seconds=1.0, upload_seconds=60)}
+"""Detection, restarts and stalls as measured on a local cluster (docs/elastic.md); loading and uploading are those of a
+large run, 5 TB of state at 160 and 80 GB/s: give your own."""
+
+
+class GoodputConfig(Config):
+    """A table of goodput: sizes of the run, intervals between checkpoints, ways to recover."""
+
+    gpus: tuple[int, ...] = Field(default=(1_024, 2_048, 4_096, 8_192, 16_384), min_length=1)
+    """Sizes of the run."""
+    interval_minutes: tuple[float, ...] = Field(default=(1, 2, 5, 10, 20, 30, 60, 120, 240), min_length=1)
+    """Training time between two saves to storage."""
+    tiers: dict[str, TierConfig] = Field(default=TIERS, min_length=1)
+    """Ways to recover, by name."""
+    failures: FailureConfig = FailureConfig()
+    """What happens to the run."""
+    seconds_per_1000_ranks: float = Field(default=3.0, ge=0)
+    """A new process group of all ranks takes this longer for every thousand of them: MegaScale, under 30 s at more
+    than 10,000 (arXiv:2402.15627, section 3.5). Measured figures of a small cluster do not have it."""
+    days: float = Field(default=54.0, gt=0)
+    """Length of each simulated run; 54 as in Llama 3's statistics."""
+    runs: int = Field(default=24, ge=2)
+    """Failure traces for each size."""
+    seed: int = Field(default=0, ge=0)
+    """Of the traces, which all intervals and tiers share."""
+
+    @pydantic.field_validator("gpus", "interval_minutes")
+    @classmethod
+    def _above_zero(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(each <= 0 for each in value):
+            raise ValueError("every one is more than 0")
+        return value

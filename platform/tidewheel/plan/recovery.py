@@ -1,0 +1,185 @@
+"""Goodput of a long run that fails now and then: a discrete-event simulation of the recovery protocol.
+
+Failures come as a Poisson process. After each the run is down until it is detected, all ranks are in a process group
+again and the state is loaded; it then repeats what was done since the newest state that survived: the newest committed
+checkpoint, or with a memory tier the newest refresh, unless the copy went with the node or a second failure came while
+the first was being mended. A lost node is replaced at once, so the size stays.
+
+Many traces, and all intervals, are simulated side by side as arrays; only the failures are gone through one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidewheel.plan.config import GoodputConfig, TierConfig
+
+GPUS_PER_NODE = 8
+PARTS = ("detection", "restart", "redone", "save_stall", "refresh")
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Of one tier at one size and interval, the mean over the traces; all shares of the run's time."""
+
+    gpus: int
+    tier: str
+    interval_seconds: float
+    goodput: float
+    """Share of the time that went into steps which counted."""
+    error: float
+    """Standard error of that mean."""
+    parts: dict[str, float]
+    """What the rest went to: `PARTS`."""
+    failures: float
+    """Failures of a run, on average."""
+    mtbf_seconds: float
+    """Mean time between them."""
+
+
+def young_daly(save_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of training between two saves that lose least, sqrt(2 C M) (Young, CACM 1974; Daly, FGCS 2006)."""
+    return math.sqrt(2 * save_seconds * mtbf_seconds)
+
+
+def daly_goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
+    """Exact long-run goodput of blocking saves under exponential failures, which may come during a restart too.
+
+    Daly (2006), equation 13, as work over expected time: tau / (M e^(R/M) (e^((tau + C)/M) - 1)).
+    """
+    return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf))
+
+
+def table(config: GoodputConfig) -> list[Goodput]:
+    """Every size, tier and interval of `config`."""
+    found = []
+    intervals = np.array(config.interval_minutes) * 60.0
+    for number, gpus in enumerate(config.gpus):
+        mtbf = config.failures.mtbf_seconds(gpus)
+        horizon = config.days * 86_400
+        trace = draw(mtbf, horizon, config.runs, np.random.default_rng((config.seed, number)))
+        joining = config.seconds_per_1000_ranks * gpus / 1000
+        for name, tier in config.tiers.items():
+            lost = config.failures.several_share
+            useful, parts = simulate(tier, intervals, trace, horizon, joining=joining, copy_lost=lost,
+                                     nodes=max(2, gpus // GPUS_PER_NODE))
+            for at, interval in enumerate(intervals):
+                share = useful[:, at] / horizon
+                found.append(Goodput(
+                    gpus, name, float(interval), float(share.mean()),
+                    float(share.std(ddof=1) / math.sqrt(config.runs)),
+                    {part: float(spent[:, at].mean() / horizon) for part, spent in parts.items()},
+                    float(trace.counts.mean()), mtbf))
+    return found
+
+
+def best(rows: list[Goodput]) -> list[Goodput]:
+    """The best interval of each size and tier."""
+    found: dict[tuple[int, str], Goodput] = {}
+    for row in rows:
+        key = (row.gpus, row.tier)
+        if key not in found or row.goodput > found[key].goodput:
+            found[key] = row
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Failures of several runs: [runs, most failures] each."""
+
+    gaps: np.ndarray
+    """Seconds since the failure before, or since the start."""
+    chance: np.ndarray
+    """Uniform in [0, 1): what else the failure took, see `simulate`."""
+    counts: np.ndarray
+    """[runs]; failures before the horizon."""
+
+
+def draw(mtbf: float, horizon: float, runs: int, rng: np.random.Generator) -> Trace:
+    """Poisson failures until every run is past `horizon` seconds."""
+    expected = horizon / mtbf
+    most = int(expected + 8 * math.sqrt(expected) + 16)
+    gaps = rng.exponential(mtbf, (runs, most))
+    while gaps.sum(axis=1).min() <= horizon:
+        gaps = np.concatenate([gaps, rng.exponential(mtbf, (runs, most))], axis=1)
+    return Trace(gaps, rng.random(gaps.shape), (gaps.cumsum(axis=1) <= horizon).sum(axis=1))
+
+
+def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: float, *, joining: float = 0.0,
+             copy_lost: float = 0.0, nodes: int = 2**31) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Run every trace with every interval until `horizon`.
+
+    Args:
+        intervals: [intervals], seconds of training between saves.
+        joining: seconds that a process group of all ranks adds to each recovery.
+        copy_lost: share of the failures that take the copy in memory as well.
+        nodes: a second failure during a recovery hits the one node that holds the copy with 1 in so many.
+
+    Returns:
+        Useful seconds [runs, intervals], and the seconds of each of `PARTS`, which add up to the horizon.
+    """
+    runs = len(trace.gaps)
+    shape = (runs, len(intervals))
+    tau = np.broadcast_to(intervals, shape)
+    refresh_cost = tier.refresh_stall_seconds / tier.refresh_seconds if tier.refresh_seconds else 0.0
+    slower = 1 + refresh_cost
+    # a save that is due while the one before is still being uploaded waits for it
+    stall = tier.save_stall_seconds + np.maximum(0.0, tier.upload_seconds - tau * slower)
+    segment = Segments(tau, stall, slower, tier.save_stall_seconds + tier.upload_seconds)
+    work, stored, left = np.zeros(shape), np.zeros(shape), np.full(shape, float(horizon))
+    down = np.zeros(shape)
+    parts = {name: np.zeros(shape) for name in PARTS}
+    for number in range(trace.gaps.shape[1]):
+        if not left.any():
+            break
+        gap = np.minimum(trace.gaps[:, number, None], left)
+        waited = np.minimum(down, gap)
+        parts["detection"] += np.minimum(waited, tier.detect_seconds)
+        parts["restart"] += np.maximum(0.0, waited - tier.detect_seconds)
+        reached, committed, stalled = segment.run(work, stored, gap - waited)
+        parts["save_stall"] += stalled
+        parts["refresh"] += (reached - work) * refresh_cost
+        left = left - gap
+        ended = left <= 0
+        recovering = gap <= down  # the failure came before the one before it was mended
+        chance = trace.chance[:, number, None]
+        gone = np.where(recovering, chance < copy_lost + (1 - copy_lost) / nodes, chance < copy_lost)
+        in_memory = ~gone if tier.refresh_seconds else np.zeros(shape, bool)
+        kept = np.floor(reached / max(tier.refresh_seconds, 1e-9)) * tier.refresh_seconds
+        back = np.where(in_memory, np.maximum(kept, committed), committed)
+        parts["redone"] += np.where(ended, 0.0, reached - back)
+        work, stored = np.where(ended, reached, back), committed
+        fallback = tier.storage_seconds if tier.refresh_seconds else tier.restart_seconds + tier.load_seconds
+        mend = np.where(in_memory, tier.restart_seconds + tier.load_seconds, fallback)
+        down = tier.detect_seconds + joining + mend
+    return work, parts
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Training without a failure, in closed form. Saves are due at multiples of `tau` seconds of work."""
+
+    tau: np.ndarray
+    stall: np.ndarray
+    """Seconds that a save stops training for."""
+    slower: float
+    """Seconds a second of work takes."""
+    commit: float
+    """Seconds from the beginning of a save until it counts."""
+
+    def run(self, work: np.ndarray, stored: np.ndarray,
+            seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(work reached, work in the newest checkpoint, seconds of stall) after `seconds` from `work`."""
+        due = (np.floor(work / self.tau + 1e-9) + 1) * self.tau  # the first save on the way
+        first = (due - work) * self.slower
+        cycle = self.tau * self.slower + self.stall
+        after = seconds - first
+        saves = np.where(after >= 0, np.floor(after / cycle) + 1, 0.0)  # begun
+        since = after - (saves - 1) * cycle  # seconds since the last one began
+        stalled = np.where(saves > 0, (saves - 1) * self.stall + np.minimum(since, self.stall), 0.0)
+        reached = work + (seconds - stalled) / self.slower
+        committed = np.clip(np.floor((after - self.commit) / cycle) + 1, 0, saves)
+        return reached, np.where(committed > 0, due + (committed - 1) * self.tau, stored), stalled

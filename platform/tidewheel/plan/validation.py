@@ -1,0 +1,129 @@
+"""How near the simulator comes to real runs: their failures are played to it with other runs' constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tidewheel import jsonlog
+from tidewheel.elastic.ledger import LedgerSummary, summarise
+from tidewheel.errors import ConfigError
+from tidewheel.plan.config import TierConfig
+from tidewheel.plan.recovery import Trace, simulate
+from tidewheel.storage import Store, store
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A real run as the simulator sees one: in seconds of one worker, from its first step on."""
+
+    run: str
+    workers: int
+    failures: tuple[float, ...]
+    """When they came."""
+    seconds: float
+    """Until the last worker ended."""
+    goodput: float
+    """Share of that in which steps that counted were done or their data awaited, averaged over the workers."""
+    step_seconds: float
+    every_steps: int
+    """Between saves."""
+    refresh_steps: int
+    """Between refreshes of the copy in memory; 0: none."""
+    tier: TierConfig
+    """What recovery and saving took, on average."""
+
+
+def predict(run: Observed, tier: TierConfig, step_seconds: float) -> float:
+    """Goodput of `run`'s failures with these constants in the place of its own."""
+    if run.refresh_steps:
+        tier = tier.model_copy(update={"refresh_seconds": run.refresh_steps * step_seconds})
+    gaps = np.append(np.diff(np.array([0.0, *run.failures])), np.inf)[None]
+    trace = Trace(gaps, np.ones_like(gaps), np.array([len(run.failures)]))
+    interval = run.every_steps * step_seconds if run.every_steps else 1e12
+    useful, _ = simulate(tier, np.array([interval]), trace, run.seconds)
+    return float(useful[0, 0]) / run.seconds
+
+
+def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
+    """A line for each run; its constants are the mean of the other runs', with one run its own.
+
+    Raises:
+        ConfigError: a run has no step, or was resized on purpose, which is not simulated.
+    """
+    observed = [observe(store(run)) for run in runs]
+    lines = []
+    for run in observed:
+        others = [other for other in observed if other is not run] or [run]
+        tier = _mean([other.tier for other in others])
+        alike = [other.step_seconds for other in others if other.workers == run.workers] or [run.step_seconds]
+        predicted = predict(run, tier, sum(alike) / len(alike))
+        lines.append({"run": run.run, "workers": run.workers, "failures": len(run.failures),
+                      "seconds": round(run.seconds, 1), "predicted": f"{100 * predicted:.1f} %",
+                      "measured": f"{100 * run.goodput:.1f} %",
+                      "difference": f"{100 * (predicted - run.goodput):+.1f}"})
+    return lines
+
+
+def observe(place: Store) -> Observed:
+    """What a run's ledger and events say; see `predicted_beside_measured`."""
+    events, config = jsonlog.read(place, "events.jsonl"), place.read_json("run.json")["config"]
+    summary = summarise(jsonlog.read(place, "ledger.jsonl"), events)
+    if any(one.ended_by == "resize" for one in summary.generations):
+        raise ConfigError("the run was resized on purpose; only failures are simulated", where=place.uri,
+                          mend="compare a run whose number of workers was fixed")
+    begun = [part["start"] for part in summary.records if part["category"] == "productive"]
+    if not begun:
+        raise ConfigError("the run has not done a step", where=place.uri, mend="give a run that has")
+    start, end = min(begun), summary.generations[-1].end
+    parts = _of_one_worker(summary, start)
+    failures, detections = _failures(summary)
+    redos = [time for time in failures if time > start]
+    done = len(jsonlog.read(place, "batches.jsonl"))
+    working = sum(parts.get(name, 0.0) for name in ("productive", "redone", "data_wait"))
+    commits = [event["detail"] for event in events if event["kind"] == "commit"]
+    saves = sum(event["kind"] == "save" for event in events)
+    uploads = [max(0.0, commit["seconds"] - commit["stall_seconds"]) for commit in commits]
+    memory = config["checkpoint"].get("memory") or {}
+    tier = TierConfig(
+        detect_seconds=sum(detections) / max(1, len(detections)),
+        restart_seconds=parts.get("restart", 0.0) / max(1, len(redos)), load_seconds=0.0,
+        save_stall_seconds=parts.get("save_stall", 0.0) / max(1, saves),
+        upload_seconds=sum(uploads) / max(1, len(uploads)))
+    return Observed(
+        run=place.uri.rsplit("/", 1)[-1], workers=max(one.workers for one in summary.generations),
+        failures=tuple(time - start for time in redos), seconds=end - start,
+        goodput=(parts.get("productive", 0.0) + parts.get("data_wait", 0.0)) / (end - start),
+        step_seconds=working / max(1, done), every_steps=int(config["checkpoint"]["every_steps"]),
+        refresh_steps=int(memory.get("every_steps") or 0), tier=tier)
+
+
+def _of_one_worker(summary: LedgerSummary, start: float) -> dict[str, float]:
+    """Seconds by category from `start` on, the workers of each generation averaged."""
+    sizes = {one.number: one.workers for one in summary.generations}
+    parts: dict[str, float] = {}
+    for part in summary.records:
+        seconds = max(0.0, part["end"] - max(start, part["start"])) / sizes[part["generation"]]
+        parts[part["category"]] = parts.get(part["category"], 0.0) + seconds
+    return parts
+
+
+def _failures(summary: LedgerSummary) -> tuple[list[float], list[float]]:
+    """(when, seconds until it was known) of each failure, by the workers' own clocks."""
+    times, seconds = [], []
+    for one in summary.generations:
+        if one.ended_by != "failure":
+            continue
+        lost = [part["end"] - part["start"] for part in summary.records
+                if part["generation"] == one.number and part["category"] == "detection"]
+        seconds.append(sum(lost) / one.workers)
+        times.append(one.end - seconds[-1])
+    return times, seconds
+
+
+def _mean(tiers: Sequence[TierConfig]) -> TierConfig:
+    values = [tier.model_dump() for tier in tiers]
+    return TierConfig(**{name: sum(value[name] for value in values) / len(values) for name in values[0]})
