@@ -3,8 +3,8 @@
     python -m tests.benchmarks.scale [--up-to 16] [--megabytes 16] [--plot scale.svg] [--partitions N]
         [--folder F [--prepare]]
 
-The corpus is replicated with edits (`driver.corpus`), a file for each copy; each size runs on one CPU: once on Ray,
-once without, the same functions one after the other in one process. Overhead is told by CPU time of all processes
+The corpus is replicated with edits (`driver.corpus`), a file for each copy; each size runs on one CPU, to which all
+processes are pinned: once on Ray, once without, the same functions one after the other in one process. Overhead is told by CPU time of all processes
 (Ray's own included; robust on a busy machine) and by wall time, and as a fixed part and one that grows. Exit code 1
 when a worker takes more memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow, or when Ray costs more than
 `OVERHEAD` CPU time at the largest size. `--partitions 1` makes partitions as large as the corpus, to see what memory
@@ -14,6 +14,7 @@ they take.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -128,6 +129,8 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="make the corpus in --folder, and no more")
     given = parser.parse_args()
     sizes = [2 ** power for power in range(given.up_to.bit_length()) if 2 ** power <= given.up_to]
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited; else the tokenizer's threads take all there are
+    os.environ["RAYON_NUM_THREADS"] = "1"
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tw-scale-", dir=given.folder) as name:
         everything = (given.folder or Path(name)) / f"corpus-{given.megabytes:g}x{sizes[-1]}"

@@ -169,11 +169,11 @@ def test_a_worker_that_stands_still_is_replaced(cluster, shards, tmp_path, recor
     """It is stopped by a signal, alive for the cluster, silent for the others: they name it, and the run recovers."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
-    config = settings(shards, tmp_path, "still", steps=60, guards={"collective_timeout_seconds": 4})
+    config = settings(shards, tmp_path, "still", steps=40, guards={"collective_timeout_seconds": 4})
     stop = At((15, lambda: os.kill(max(workers()), signal.SIGSTOP)))
     result = fit(config, on_progress=stop)
     stop.join()
-    assert result.steps == 60
+    assert result.steps == 40
     found = audit(config.run_uri)
     assert found.ok, found.summary()
     [failure] = events(config, "failure")
@@ -195,7 +195,7 @@ fit(load(TrainConfig, sys.argv[2]), on_progress=lambda progress: print(progress.
 
 
 def test_the_driver_is_killed_and_started_again(cluster, shards, tmp_path):
-    config = settings(shards, tmp_path, "driver", steps=100)
+    config = settings(shards, tmp_path, "driver", steps=60)
     file = tmp_path / "train.yaml"
     file.write_text(json.dumps(config.canonical()))  # JSON is YAML
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "platform")}
@@ -208,10 +208,10 @@ def test_the_driver_is_killed_and_started_again(cluster, shards, tmp_path):
             break
     driver.wait(timeout=30)
     driver.stdout.close()
-    assert fit(config).steps == 100
+    assert fit(config).steps == 60
     found = audit(config.run_uri)
     assert found.ok, found.summary()
-    assert 0 < events(config, "resume")[-1]["detail"]["step"] < 100
+    assert 0 < events(config, "resume")[-1]["detail"]["step"] < 60
 
 
 def test_more_workers_than_cpus_is_refused_at_once(cluster, shards, tmp_path):

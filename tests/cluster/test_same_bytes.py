@@ -41,9 +41,8 @@ def test_faults_of_an_object_store(hashes, server):
     assert all(counts[kind] > 0 for kind in KINDS), counts
 
 
-@pytest.mark.parametrize("cpus", [1, 4])
-def test_any_number_of_cpus_and_any_file_order(hashes, tmp_path, cpus):
-    with small_ray(cpus):
-        pipeline.run(recipe(), input=str(write(tmp_path / "in", files=3 + cpus, seed=cpus)),
-                     output=str(tmp_path / "out"))
+def test_another_number_of_cpus_and_any_file_order(hashes, tmp_path):
+    """More CPUs and a larger corpus: `python -m tests.benchmarks.same_bytes`."""
+    with small_ray(1):
+        pipeline.run(recipe(), input=str(write(tmp_path / "in", files=4, seed=1)), output=str(tmp_path / "out"))
     assert shard_hashes(tmp_path / "out") == hashes[0]
