@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks, each a process of its own.
 
-A fork server that has imported torch and the training loop once starts them: seconds less per rank than starting Python anew.
+A fork server that has imported torch and the training loop once starts them: seconds less per rank than starting Python
+anew.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
         [--folder F [--prepare]]
 
 The corpus is replicated with edits (`driver.corpus`), a file for each copy; each size runs on one CPU, to which all
-processes are pinned: once on Ray, once without, the same functions one after the other in one process. Overhead is told by CPU time of all processes
-(Ray's own included; robust on a busy machine) and by wall time, and as a fixed part and one that grows. Exit code 1
-when a worker takes more memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow, or when Ray costs more than
-`OVERHEAD` CPU time at the largest size. `--partitions 1` makes partitions as large as the corpus, to see what memory
-they take.
+processes are pinned: once on Ray, once without, the same functions one after the other in one process. Overhead is
+told by CPU time of all processes (Ray's own included; robust on a busy machine) and by wall time, and as a fixed part
+and one that grows. Exit code 1 when a worker takes more memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow,
+or when Ray costs more than `OVERHEAD` CPU time at the largest size. `--partitions 1` makes partitions as large as the
+corpus, to see what memory they take.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="make the corpus in --folder, and no more")
     given = parser.parse_args()
     sizes = [2 ** power for power in range(given.up_to.bit_length()) if 2 ** power <= given.up_to]
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited; else the tokenizer's threads take all there are
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited by all that is started
     os.environ["RAYON_NUM_THREADS"] = "1"
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tw-scale-", dir=given.folder) as name:
