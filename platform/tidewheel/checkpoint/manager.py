@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import tenacity
@@ -18,11 +19,13 @@ from tidewheel import storage
 from tidewheel.checkpoint.dcp import Reader, StagedPlanner, Writer, load_planner
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, TensorEntry, step_name
 from tidewheel.checkpoint.peers import Peers
-from tidewheel.checkpoint.retention import collect
+from tidewheel.checkpoint.retention import Keep, collect
 from tidewheel.checkpoint.staging import Stage, dtype_name, flatten
 from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
 from tidewheel.storage import Stamp, Store
+from tidewheel.train.checkpoint_config import CheckpointConfig
+from tidewheel.train.runtime import Saves
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -36,7 +39,8 @@ class CheckpointManager:
 
     Args:
         store: the run's `checkpoints` folder.
-        keep_last: complete checkpoints to keep; older ones, and partial ones older than the newest, are deleted.
+        keep_last, keep_best, keep_every: complete checkpoints to keep, see `retention.Keep`; others, and partial ones
+            older than the newest, are deleted.
         on_event: called on rank 0 with ("commit", detail) when a checkpoint is published ("save" is the loop's: it was
             handed over), ("save_failed", detail), ("checkpoint_refused", detail) or ("cleanup_failed", detail); often
             from the uploading thread, so it must be quick.
@@ -44,15 +48,16 @@ class CheckpointManager:
         asynchronous: upload in a thread; False: `save` returns when the checkpoint is committed.
         attempts: tries of each write and read before it counts as failed.
         patience: seconds of waiting between tries, at most.
+        max_failed: saves in a row that may fail; then `save` and `wait` raise. 0: any number.
     """
 
-    def __init__(self, store: Store, *, keep_last: int = 3, on_event: OnEvent | None = None, process_group: Any = None,
-                 asynchronous: bool = True, attempts: int = 5, patience: float = 20.0) -> None:
-        if keep_last < 1:
-            raise ValueError(f"keep_last is at least 1, got {keep_last}")
-        self._store, self._keep_last, self._asynchronous = store, keep_last, asynchronous
+    def __init__(self, store: Store, *, keep_last: int = 3, keep_best: int = 0, keep_every: int = 0,
+                 on_event: OnEvent | None = None, process_group: Any = None, asynchronous: bool = True,
+                 attempts: int = 5, patience: float = 20.0, max_failed: int = 0) -> None:
+        self.store, self._keep, self._asynchronous = store, Keep(keep_last, keep_best, keep_every), asynchronous
+        self._max_failed, self._saves, self._reason = max_failed, Saves(), ""
         self._on_event, self._process_group = on_event, process_group
-        self._peers_made: Peers | None = None
+        self._made_peers: Peers | None = None
         self._stage = Stage()
         self._upload: threading.Thread | None = None
         self._damaged: set[str] = set()
@@ -62,12 +67,18 @@ class CheckpointManager:
             retry=tenacity.retry_if_exception_type((StorageError, OSError))
             & tenacity.retry_if_not_exception_type(FileNotFoundError))
 
+    @classmethod
+    def of(cls, store: Store, config: CheckpointConfig, on_event: OnEvent) -> CheckpointManager:
+        """As the run's configuration says."""
+        return cls(store, keep_last=config.keep_last, keep_best=config.keep_best, keep_every=config.keep_every,
+                   on_event=on_event, asynchronous=config.asynchronous, max_failed=config.max_failed_saves)
+
     @property
-    def _peers(self) -> Peers:
+    def peers(self) -> Peers:
         """The ranks' own group; made once, by all ranks, at their first save or load."""
-        if self._peers_made is None:
-            self._peers_made = Peers(self._process_group)
-        return self._peers_made
+        if self._made_peers is None:
+            self._made_peers = Peers(self._process_group)
+        return self._made_peers
 
     # -- save ----------------------------------------------------------------------------------
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -80,7 +91,7 @@ class CheckpointManager:
             CheckpointError: the state holds something other than tensors, or `extra` is not JSON.
         """
         began = time.monotonic()
-        peers, flat = self._peers, flatten(state)
+        peers, flat = self.peers, flatten(state)
         try:
             frozen = json.loads(json.dumps(extra))
         except (TypeError, ValueError) as error:
@@ -89,6 +100,7 @@ class CheckpointManager:
         self.wait()
         staged = self._stage.copy(flat)
         stalled = time.monotonic() - began
+        self._saves = replace(self._saves, busy=True)
 
         def upload() -> None:
             self._save(peers, step, flat, staged, frozen, began, stalled)
@@ -101,10 +113,32 @@ class CheckpointManager:
         self._upload.start()
 
     def wait(self) -> None:
-        """Return once the save under way, if any, is committed or has failed for good."""
+        """Return once the save under way, if any, is committed or has failed for good.
+
+        Raises:
+            StorageError: too many in a row have failed, on all ranks.
+        """
         if self._upload is not None:
             self._upload.join()
             self._upload = None
+        if self._max_failed and self._saves.failed >= self._max_failed:
+            raise StorageError(f"{self._saves.failed} saves in a row have failed, the last one so: {self._reason}",
+                               where=self.store.uri, mend="see that the place can be written to, then start the run "
+                               "again; checkpoint.max_failed_saves is the limit")
+
+    def saves(self) -> Saves:
+        """How saving goes."""
+        return self._saves
+
+    # a run without a memory tier keeps nothing but checkpoints
+    def keeps(self, step: int) -> bool:
+        return False
+
+    def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        return
+
+    def is_safe(self, step: int) -> bool:
+        return False
 
     def _save(self, peers: Peers, step: int, flat: dict[str, torch.Tensor], staged: dict[str, torch.Tensor],
               extra: dict[str, Any], began: float, stalled: float) -> None:
@@ -116,14 +150,17 @@ class CheckpointManager:
             written.append(CheckpointManifest(step, peers.size, time.time(), files, tensors, extra))
             return written[-1]
 
-        writer = Writer(self._store, name, peers.rank, uuid.uuid4().hex[:8], persist=self._retry, describe=describe)
+        writer = Writer(self.store, name, peers.rank, uuid.uuid4().hex[:8], persist=self._retry, describe=describe)
         try:
             torch_checkpoint.save(dict(flat), storage_writer=writer, planner=StagedPlanner(staged),
                                   process_group=peers.group, no_dist=peers.alone)
         except (Exception, CheckpointException) as error:  # torch's is a BaseException
-            self._event("save_failed", checkpoint=name, step=step, reason=_reason(error),
-                        seconds=round(time.monotonic() - began, 3))
+            seconds, self._reason = time.monotonic() - began, _reason(error)
+            self._saves = Saves(self._saves.failed + 1, False, seconds, stalled)
+            self._event("save_failed", checkpoint=name, step=step, reason=self._reason, seconds=round(seconds, 3),
+                        in_a_row=self._saves.failed)
             return
+        self._saves = Saves(0, False, time.monotonic() - began, stalled)
         self._damaged.discard(name)
         if peers.rank == 0:
             manifest = written[-1]
@@ -133,7 +170,7 @@ class CheckpointManager:
 
     def _clean_up(self, step: int) -> None:
         try:
-            collect(self._store, committed=step, keep_last=self._keep_last, damaged=self._damaged)
+            collect(self.store, committed=step, keep=self._keep, damaged=self._damaged)
         except (TidewheelError, OSError) as error:  # too many checkpoints do no harm
             self._event("cleanup_failed", reason=_reason(error))
 
@@ -152,9 +189,9 @@ class CheckpointManager:
             StorageError: the store does not answer.
         """
         self.wait()
-        peers, flat = self._peers, flatten(state)
+        peers, flat = self.peers, flatten(state)
         found = peers.from_first(lambda: [(info.name, info.committed, info.problem)
-                                          for info in reversed(list_checkpoints(self._store))])
+                                          for info in reversed(list_checkpoints(self.store))])
         refused = []
         for name, committed, problem in found:
             manifest, problems = self._inspect(peers, name, problem)
@@ -168,9 +205,13 @@ class CheckpointManager:
                 refused.append(f"{name} ({reason})")
         if refused:
             raise CheckpointError(f"none of {len(refused)} checkpoints is intact: {', '.join(refused)[:500]}",
-                                  where=self._store.uri, mend="restore one from a copy, or delete them all to begin "
+                                  where=self.store.uri, mend="restore one from a copy, or delete them all to begin "
                                   "the run anew")
         return None
+
+    def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """`load_latest`: there is nothing but what was saved."""
+        return self.load_latest(state)
 
     def load_from(self, uri: str, state: dict[str, Any]) -> None:
         """Fill the tensors of `state` in place from another run's checkpoint, each in its own dtype; called by all
@@ -182,7 +223,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is none, it is damaged, or it does not fit.
         """
-        peers, flat = self._peers, flatten(state)
+        peers, flat = self.peers, flatten(state)
         folder, name = peers.from_first(lambda: _place(uri))
         other = CheckpointManager(storage.store(folder), process_group=self._process_group)
         manifest, problems = other._inspect(peers, name, "")
@@ -197,11 +238,11 @@ class CheckpointManager:
         if problem:
             return None, [problem]
         # one rank reads the manifest: a thousand requests for one object is what object stores throttle
-        text = peers.from_first(lambda: self._retry(lambda: self._store.read(f"{name}/{KEY}")).decode())
-        manifest = parse_text(self._store, name, text)
+        text = peers.from_first(lambda: self._retry(lambda: self.store.read(f"{name}/{KEY}")).decode())
+        manifest = parse_text(self.store, name, text)
         mine: list[str] | StorageError
         try:
-            mine = verify_files(self._store, name, manifest.files[peers.rank::peers.size])
+            mine = verify_files(self.store, name, manifest.files[peers.rank::peers.size])
         except StorageError as error:  # the others wait for it
             mine = error
         lines: list[str] = []
@@ -213,13 +254,13 @@ class CheckpointManager:
 
     def _load(self, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
               convert: bool = False) -> None:
-        where = self._store.at(name)
+        where = self.store.at(name)
         misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
         if misfits:
             raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
                                   mend="give the model the shape it has there" if convert else
                                   "continue with the model and precision the run was started with")
-        reader = Reader(self._store, name, manifest, persist=self._retry)
+        reader = Reader(self.store, name, manifest, persist=self._retry)
         try:
             torch_checkpoint.load(dict(flat), storage_reader=reader, planner=load_planner(),
                                   process_group=peers.group, no_dist=peers.alone)
@@ -228,7 +269,7 @@ class CheckpointManager:
                                   mend="start again; the checkpoint was intact when it was verified") from error
 
     def _event(self, kind: str, **detail: Any) -> None:
-        if self._on_event is not None and self._peers.rank == 0:
+        if self._on_event is not None and self.peers.rank == 0:
             self._on_event(kind, detail)
 
 

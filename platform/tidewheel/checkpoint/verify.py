@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ class CheckpointInfo:
     """Ranks that wrote it; 0 when there is no valid manifest."""
     problem: str
     """Why it is not complete; "" when it is."""
+    validation_loss: float | None = None
+    """Measured at its step; None: it was not."""
     keys: tuple[str, ...] = field(default=(), repr=False)
     """All objects in the folder."""
     files: tuple[str, ...] = field(default=(), repr=False)
@@ -60,7 +63,13 @@ def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
     files = () if manifest is None else (KEY, *(file.key for file in manifest.files))
     return CheckpointInfo(name=name, step=int(name.partition("_")[2]), complete=not problem, committed=KEY in sizes,
                           bytes=sum(sizes.values()), world_size=manifest.world_size if manifest else 0,
-                          problem=problem, keys=tuple(f"{name}/{key}" for key in sizes), files=files)
+                          problem=problem, validation_loss=_validation_loss(manifest),
+                          keys=tuple(f"{name}/{key}" for key in sizes), files=files)
+
+
+def _validation_loss(manifest: CheckpointManifest | None) -> float | None:
+    loss = manifest.extra.get("validation_loss") if manifest is not None else None
+    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
 def _missing(manifest: CheckpointManifest, sizes: dict[str, int]) -> list[str]:

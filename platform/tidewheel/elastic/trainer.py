@@ -94,9 +94,8 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None) -> 
     if read_result(place) is None:
         checks.files(config, checks.read_data(config)[0])
     control = LocalControl(JsonLog(place, "events.jsonl"), on_progress)
-    manager = CheckpointManager(place.child("checkpoints"), keep_last=config.checkpoint.keep_last,
-                                on_event=lambda kind, detail: control.event(kind, **detail),
-                                asynchronous=config.checkpoint.asynchronous)
+    manager = CheckpointManager.of(place.child("checkpoints"), config.checkpoint,
+                                   lambda kind, detail: control.event(kind, **detail))
     try:
         return train(config, Runtime(checkpoints=manager, control=control))
     finally:

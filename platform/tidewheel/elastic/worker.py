@@ -74,9 +74,8 @@ def run_worker(settings: dict[str, Any]) -> Any:
     snapshot: Any = ray.get(coordinator.snapshot.remote())
     generation = snapshot.generation
     control = RunControl(coordinator, generation, rank, config.elastic.hold_seconds)
-    manager = CheckpointManager(
-        storage.store(config.run_uri).child("checkpoints"), keep_last=config.checkpoint.keep_last,
-        on_event=lambda kind, detail: control.event(kind, **detail), asynchronous=config.checkpoint.asynchronous)
+    manager = CheckpointManager.of(storage.store(config.run_uri).child("checkpoints"), config.checkpoint,
+                                   lambda kind, detail: control.event(kind, **detail))
     runtime = Runtime(rank=rank, world_size=context.get_world_size(), device=_device(config), generation=generation,
                       checkpoints=manager, control=control, sinks=_sinks(config, rank),
                       node=ray.get_runtime_context().get_node_id()[:12])

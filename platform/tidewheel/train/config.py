@@ -13,6 +13,7 @@ from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import LossConfig, ModelConfig
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.train.batch_config import BatchConfig
+from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
@@ -95,17 +96,6 @@ class EvaluationConfig(Config):
     """Sample among the so many likeliest tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities reach this sum."""
-
-
-class CheckpointConfig(Config):
-    """When to save, and how many to keep."""
-
-    every_steps: int = Field(default=100, ge=0)
-    """Save every so many steps, and at the end; 0: at the end and before planned changes only."""
-    keep_last: int = Field(default=3, ge=1)
-    """Older checkpoints are deleted."""
-    asynchronous: bool = True
-    """Upload in the background while training goes on."""
 
 
 class ElasticConfig(Config):

@@ -43,7 +43,8 @@ from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
 from tidewheel.train.runtime import Control, Runtime
-from tidewheel.train.step import StepResult, train_step
+from tidewheel.train.save_schedule import SaveSchedule
+from tidewheel.train.step import SAVE, STOP, StepResult, train_step
 from tidewheel.train.timeline import Category, Timeline
 
 
@@ -97,6 +98,8 @@ class Progress:
     """Last step recorded before this generation began; steps up to it are done again."""
     loss: float | None = None
     validation_loss: float | None = None
+    validated: int = -1
+    """Step of `validation_loss`."""
     saved: int = -1
     """Step of the last save."""
 
@@ -122,6 +125,10 @@ class Loop:
     positions: Positions
     guard: Guard
     watch: Watch
+    constant: dict[str, Any]
+    """What every checkpoint says alike: what the run is."""
+    schedule: SaveSchedule | None = None
+    """When to save; on rank 0."""
 
     @classmethod
     def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source,
@@ -154,10 +161,13 @@ class Loop:
             optimizer=build_optimizer(model, config.optimizer), digest=BatchDigest(source, collectives, model.mesh),
             progress=Progress(), reader=reader, metrics=metrics, positions=positions,
             loss_scale=LossScale() if config.precision == "fp16" else None,
-            guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch)
+            guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch,
+            constant={"recipe_hash": config.recipe_hash(), "identity": checks.identity(config, source),
+                      "seed": config.seed, "schedule": {**config.schedule.canonical(), "steps": config.steps}})
         if runtime.rank == 0:
             record.write_run(config, source, validation, parameters=model.num_parameters,
                                   vocabulary_size=vocabulary)
+            loop.schedule = SaveSchedule(config.checkpoint, started=record.started(), failures=record.failures())
         return loop
 
     def resume(self) -> None:
@@ -175,11 +185,14 @@ class Loop:
             checks.continues(extra["identity"], self.config, self.source)
             checks.same_history(extra, self.positions, self.config)
             self._take_up(extra)
+            if self.runtime.checkpoints.keeps(progress.step):
+                self._keep(progress.step)  # until then a part of a lost node has one copy only
         progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
         self.metrics.open(step=progress.step, recorded=progress.recorded)
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
         self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,
-                    redo=max(0, progress.recorded - progress.step))
+                    redo=max(0, progress.recorded - progress.step),
+                    **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
 
     def _set_weights(self) -> None:
         """Initial values, or those of `model.init_from`."""
@@ -193,7 +206,8 @@ class Loop:
     def _take_up(self, extra: dict[str, Any]) -> None:
         """Be where the checkpoint that was loaded is."""
         progress = self.progress
-        progress.step = progress.saved = int(extra["step"])
+        progress.step = int(extra["step"])
+        progress.saved = -1 if extra.get("tier") == "memory" else progress.step
         progress.tokens, progress.loss = int(extra["tokens"]), extra["loss"]
         if "guard" in extra:
             self.guard.load(extra["guard"])
@@ -243,7 +257,7 @@ class Loop:
                 self.progress.loss = result.loss if math.isfinite(result.loss) else self.progress.loss
                 self._write(result, digest, time.time() - began, waited)
                 self.timeline.spent(spent)  # telling of a step is part of it, not of waiting for the next one's data
-                self._after(step, result.stop)
+                self._after(step, result.asked)
             self.watch.started()
             began = time.time()  # a step's seconds are its own: not the save, the evaluation, the wait
 
@@ -254,13 +268,18 @@ class Loop:
             length, sizes = self.source.manifest.sequence_length, self.positions.sizes
             done, total = sizes.total(step) * length, sizes.total(config.steps) * length
         self.optimizer.set_learning_rate(learning_rate(done, total, config.optimizer.learning_rate, config.schedule))
-        stop = self.runtime.rank == 0 and self.runtime.control.poll()
-        result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, stop=stop,
+        asked = self._ask(step) if self.runtime.rank == 0 else 0
+        result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, asked=asked,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
                             precision=config.precision, loss_scale=self.loss_scale, guard=self.guard)
         if self.loss_scale is not None:
             self.loss_scale.update(math.isfinite(result.gradient_norm))
         return result
+
+    def _ask(self, step: int) -> int:
+        """Rank 0: what all ranks shall do after this step."""
+        save = self.schedule is not None and self.schedule.due(step, self.runtime.checkpoints.saves())
+        return STOP * self.runtime.control.poll() | SAVE * save
 
     def _guard(self, step: int, result: StepResult, digest: str | None) -> None:
         """Record what the guard has to say; ConfigError when it ends the run."""
@@ -276,7 +295,7 @@ class Loop:
         config, windows = self.config, self.positions.windows
         self.guard.check_rollbacks(len(windows), verdict, step, config.run_uri)
         self.watch.mark(step, "rollback")
-        extra = self.runtime.checkpoints.load_latest(training_state(self.model, self.optimizer))
+        extra = self.runtime.checkpoints.load_saved(training_state(self.model, self.optimizer))
         if extra is None:
             raise ConfigError(f"{verdict.reason} at step {step}, and no checkpoint to go back to", where=config.run_uri,
                               mend="set checkpoint.every_steps, or guards.non_finite and guards.spike to skip")
@@ -314,14 +333,18 @@ class Loop:
                 "world_size": self.runtime.world_size, "generation": self.runtime.generation,
                 **({"passed_over": windows} if windows else {})})
 
-    def _after(self, step: int, stop: bool) -> None:
+    def _after(self, step: int, asked: int) -> None:
         """What a step boundary may bring: a save, an evaluation (while the save is written), a planned stop."""
-        config = self.config
-        due = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0
-        if due or stop or step == config.steps:
-            self._save(step)
+        config, stop = self.config, bool(asked & STOP)
         wanted = config.evaluation
-        if wanted.every_steps and step % wanted.every_steps == 0 and step < config.steps:
+        evaluate = bool(wanted.every_steps) and step % wanted.every_steps == 0 and step < config.steps
+        if self.runtime.checkpoints.keeps(step):
+            self._keep(step)
+        if evaluate and config.checkpoint.keep_best:  # the checkpoint says how good it is
+            self._evaluate()
+        if asked & SAVE or step == config.steps or (stop and not self._is_safe(step)):
+            self._save(step)
+        if evaluate and not config.checkpoint.keep_best:
             self._evaluate()
         if wanted.sample_every_steps and step % wanted.sample_every_steps == 0 and step < config.steps:
             self._sample()
@@ -334,6 +357,7 @@ class Loop:
         self.watch.mark(self.progress.step, "evaluate")
         scores = evaluation.validate(self.model, self.validation, self.config, self.collectives)
         self.progress.validation_loss = evaluation.overall(scores)
+        self.progress.validated = self.progress.step
         self.metrics.record(self.progress.step, evaluation.record(scores))
         self.timeline.spent("productive")
 
@@ -349,20 +373,35 @@ class Loop:
     def _save(self, step: int) -> None:
         if self.progress.saved == step:
             return
-        config = self.config
         self.watch.mark(step, "save")
         self.reader.settle()  # what was learnt from a damaged shard is not kept
-        extra: dict[str, Any] = {
-            "step": step, "position": self.positions.end(step), "tokens": self.progress.tokens,
-            "loss": self.progress.loss, "guard": self.guard.state(),
-            "passed_over": [list(window) for window in self.positions.windows], "recipe_hash": config.recipe_hash(),
-            "identity": checks.identity(config, self.source), "seed": config.seed,
-            "schedule": {**config.schedule.canonical(), "steps": config.steps},
-            "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None}
-        self.runtime.checkpoints.save(step, training_state(self.model, self.optimizer), extra)
+        if self.schedule is not None:
+            self.schedule.began()
+        self.runtime.checkpoints.save(step, training_state(self.model, self.optimizer), self._extra(step))
         self.progress.saved = step
         seconds = self.timeline.spent("save_stall")
         self._event("save", step=step, stall_seconds=round(seconds, 4))
+
+    def _keep(self, step: int) -> None:
+        """Where a recovery finds it. A shard that is found damaged later ends the run, and with it what was kept."""
+        self.watch.mark(step, "keep")
+        self.runtime.checkpoints.keep(step, training_state(self.model, self.optimizer), self._extra(step))
+        self.timeline.spent("save_stall")
+
+    def _is_safe(self, step: int) -> bool:
+        """Whether all that was kept of `step` outlives any one node."""
+        unsafe = torch.tensor([float(not self.runtime.checkpoints.is_safe(step))], dtype=torch.float64)
+        return not self.collectives.sum(unsafe).item()
+
+    def _extra(self, step: int) -> dict[str, Any]:
+        """What goes with the tensors of a checkpoint."""
+        progress = self.progress
+        return {
+            "step": step, "position": self.positions.end(step), "tokens": progress.tokens,
+            "loss": progress.loss, "guard": self.guard.state(),
+            "validation_loss": progress.validation_loss if progress.validated == step else None,
+            "passed_over": [list(window) for window in self.positions.windows],
+            "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None, **self.constant}
 
     def _make_way(self, step: int) -> None:
         """A planned resize or drain: commit, say so, and wait to be replaced."""

@@ -49,10 +49,20 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
                    f"{config.elastic.gpus_per_worker:g} GPUs each; the batches are the same for all of them",
         "layout": f"{config.parallel.data} data parallelism"
                   + (f" over copies on {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""),
-        "checkpoints": f"every {config.checkpoint.every_steps} steps, newest {config.checkpoint.keep_last} kept",
+        "checkpoints": _checkpoints(config),
         "recipe": config.recipe_hash(),
     }
     return [{"what": name, "value": value} for name, value in values.items()]
+
+
+def _checkpoints(config: TrainConfig) -> str:
+    wanted = config.checkpoint
+    when = [f"every {wanted.every_steps} steps" if wanted.every_steps != "auto" else "as often as pays"
+            ] * bool(wanted.every_steps) + [f"every {wanted.every_seconds:g} s"] * bool(wanted.every_seconds)
+    kept = [f"newest {wanted.keep_last}"] + [f"best {wanted.keep_best}"] * bool(wanted.keep_best) + [
+        f"every {wanted.keep_every} steps"] * bool(wanted.keep_every)
+    memory = f"in memory every {wanted.memory.every_steps} steps" if wanted.memory.every_steps else "not in memory"
+    return f"{' or '.join(when) or 'at the end'}, kept: {', '.join(kept)}; {memory}"
 
 
 def _sets(source: Source, sequences: int) -> dict[str, str]:

@@ -75,6 +75,10 @@ class RunRecord:
         """Unix time of the run's first start."""
         return float(self.store.read_json("run.json")["started"])
 
+    def failures(self) -> int:
+        """How often a worker or node failed so far."""
+        return sum(event["kind"] == "failure" for event in jsonlog.read(self.store, "events.jsonl"))
+
     def last_step(self) -> int:
         """The last step that has a record, 0 when none has."""
         return max((int(record["step"]) for record in jsonlog.read(self.store, "batches.jsonl")), default=0)

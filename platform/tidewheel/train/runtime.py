@@ -14,11 +14,28 @@ if TYPE_CHECKING:
     from tidewheel.train.metrics.sinks import Sink
 
 
+@dataclass(frozen=True)
+class Saves:
+    """How saving goes."""
+
+    failed: int = 0
+    """So many in a row, the newest included, have failed."""
+    busy: bool = False
+    """One is being written."""
+    seconds: float = 0.0
+    """What the newest one took, from its call to its commit or failure; 0: there was none."""
+    stall_seconds: float = 0.0
+    """For how long it kept the training waiting."""
+
+
 class Checkpointer(Protocol):
     """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
 
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Fill the tensors in place from the newest intact checkpoint; its `extra`, or None when there is none."""
+
+    def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """The same from what `save` has committed; what was only kept since is forgotten (the run rolls back)."""
 
     def load_from(self, uri: str, state: dict[str, Any]) -> None:
         """Fill the tensors in place from a checkpoint of another run."""
@@ -28,6 +45,19 @@ class Checkpointer(Protocol):
 
     def wait(self) -> None:
         """Return once everything handed over is committed."""
+
+    def keeps(self, step: int) -> bool:
+        """Whether `keep` is wanted after this step."""
+
+    def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Keep the state outside this process, where a recovery finds it at once; returns once the tensors may change
+        again."""
+
+    def is_safe(self, step: int) -> bool:
+        """Whether what was kept of `step` outlives this process and its node: no save is needed before a change."""
+
+    def saves(self) -> Saves:
+        """How saving goes; asked on rank 0."""
 
 
 class Control(Protocol):
@@ -52,6 +82,9 @@ class NoCheckpoints:
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return None
 
+    def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None
+
     def load_from(self, uri: str, state: dict[str, Any]) -> None:
         raise NotImplementedError("reading another run's checkpoint takes a checkpoint.CheckpointManager")
 
@@ -60,6 +93,18 @@ class NoCheckpoints:
 
     def wait(self) -> None:
         return
+
+    def keeps(self, step: int) -> bool:
+        return False
+
+    def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        return
+
+    def is_safe(self, step: int) -> bool:
+        return False
+
+    def saves(self) -> Saves:
+        return Saves()
 
 
 class NoControl:

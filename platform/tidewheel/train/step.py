@@ -13,6 +13,9 @@ from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.precision import LossScale, Precision, precision_context
 
+STOP, SAVE = 1, 2
+"""What rank 0 may ask for with a step: make way for a planned change, save."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -41,27 +44,27 @@ class StepResult:
     """Real tokens in the global batch."""
     targets: int
     """Tokens that were predicted."""
-    stop: bool
-    """Rank 0 asked for a planned stop."""
+    asked: int
+    """What rank 0 asked for, as all ranks heard it: any of `STOP` and `SAVE`."""
     verdict: Verdict
     """What the guard says."""
 
     @classmethod
     def of(cls, values: Sequence[float], verdict: Verdict) -> StepResult:
         """From the numbers of all fields, in their order."""
-        loss, norm, tokens, targets, stop = values
-        return cls(loss, norm, int(tokens), int(targets), bool(stop), verdict)
+        loss, norm, tokens, targets, asked = values
+        return cls(loss, norm, int(tokens), int(targets), int(asked), verdict)
 
 
 def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
-               precision: Precision = "fp32", loss_scale: LossScale | None = None, stop: bool = False,
+               precision: Precision = "fp32", loss_scale: LossScale | None = None, asked: int = 0,
                guard: Guard | None = None) -> StepResult:
     """Forward, backward, clip, update, unless `guard` withholds the update.
 
     Gradients are of the SUM of token losses; after the last micro-batch they are divided by the global number of
     targets, once. Losses travel as one entry per virtual rank (disjoint, so the sum is exact and its order fixed),
-    together with the counts, the squared gradient norm and rank 0's wish to stop: one small all-reduce per step.
+    together with the counts, the squared gradient norm and what rank 0 asks for: one small all-reduce per step.
     """
     model.zero_grad()
     tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
@@ -69,13 +72,13 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
     losses = model.forward_backward(micro_batches, precision_context(collectives.device, precision),
                                     scale=None if loss_scale is None else scaled)
     gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
-    counts, owners = _counts(model, micro_batches, virtual_ranks, stop)
+    counts, owners = _counts(model, micro_batches, virtual_ranks, asked)
     report = collectives.to_device(counts)
     report[:virtual_ranks] += collectives.to_device(owners) @ losses.double()
     report[virtual_ranks + 2] = squared_norm(model, gradients).to(report.device)
     collectives.sum(report)
 
-    targets, tokens, squares, stopped = report[virtual_ranks:].unbind()
+    targets, tokens, squares, heard = report[virtual_ranks:].unbind()
     targets = targets.clamp(min=1)
     loss, norm = report[:virtual_ranks].sum() / targets, squares.sqrt() / (targets * scaled)
     scale = torch.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else torch.ones_like(norm)
@@ -89,12 +92,12 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
         skip = judged[-1]
     optimizer.step(skip=skip)
     model.refresh()
-    values = torch.cat([torch.stack([loss, norm, tokens, targets, stopped]), judged]).tolist()
+    values = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), judged]).tolist()
     return StepResult.of(values[:-4], guard.verdict(values[-4:]) if guard is not None else Verdict())
 
 
 def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_ranks: int,
-            stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            asked: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What the host knows of a step: the report with the counts of this data rank, once; and which micro-batch's loss
     belongs to which virtual rank, [virtual_ranks, micro-batches] of 0 and 1. Both fp64 on CPU."""
     report = torch.zeros(virtual_ranks + 4, dtype=torch.float64)
@@ -104,7 +107,7 @@ def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_r
     if model.mesh.leads:
         report[virtual_ranks] = sum(micro.num_targets for micro in micro_batches)
         report[virtual_ranks + 1] = sum(micro.num_tokens for micro in micro_batches)
-    report[virtual_ranks + 3] = float(stop)
+    report[virtual_ranks + 3] = float(asked)
     return report, owners
 
 

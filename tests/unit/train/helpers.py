@@ -21,7 +21,7 @@ from tidewheel.shards.manifest import Manifest, write_manifest
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.parallel import local
-from tidewheel.train.runtime import NoControl, Runtime
+from tidewheel.train.runtime import NoCheckpoints, NoControl, Runtime
 
 LENGTH, VOCABULARY = 16, 128
 
@@ -80,7 +80,7 @@ def config(folder: Path, run: str = "run", *overrides: str) -> TrainConfig:
     return build(TrainConfig, values, overrides)
 
 
-class FileCheckpoints:
+class FileCheckpoints(NoCheckpoints):
     """One whole copy of the state in one .npz file, written by rank 0."""
 
     def __init__(self, path: Path) -> None:
@@ -100,14 +100,14 @@ class FileCheckpoints:
                     local(tensor).copy_(value)
             return json.loads(str(saved["extra"]))
 
+    def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return self.load_latest(state)
+
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         whole = {f"{group}/{name}": (t.full_tensor() if isinstance(t, DTensor) else t).numpy()
                  for group, tensors in state.items() for name, t in tensors.items()}
         if not dist.is_initialized() or dist.get_rank() == 0:
             np.savez(self.path, extra=json.dumps(extra), **whole)
-
-    def wait(self) -> None:
-        return
 
 
 class Replaced(Exception):

@@ -1,0 +1,134 @@
+"""Both tiers as one `train.runtime.Checkpointer`: memory for what is newest, storage for what must last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.manifest import KEY, NAME
+from tidewheel.checkpoint.memory.client import MemoryTier
+from tidewheel.checkpoint.memory.protocol import Address, buddies
+from tidewheel.checkpoint.memory.restore import Recoverable, candidates, inventory, load
+from tidewheel.errors import CheckpointError, StorageError
+from tidewheel.storage import Store
+from tidewheel.train.runtime import Saves
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+LIST_SECONDS = 3.0
+_COMMITTED = re.compile(rf"({NAME.pattern})/{re.escape(KEY)}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The agents of a generation."""
+
+    agents: tuple[Address, ...]
+    """Of the node of each rank."""
+    others: tuple[Address, ...]
+    """Of nodes that have no rank now, but may hold something."""
+    token: str = field(repr=False)
+
+    @property
+    def known(self) -> list[Address]:
+        """All of them."""
+        return sorted({*self.agents, *self.others})
+
+
+class TieredCheckpoints:
+    """The checkpoints of a run with a memory tier above them; called by all ranks together.
+
+    Args:
+        saved: the tier in storage.
+        placement: where the memory tier is.
+        rank, world_size, generation: this worker's.
+        every_steps: how often the state is kept in memory; 0: never.
+        buddy: keep a copy on another node.
+        on_event: called on rank 0 with ("memory_refused", detail) when what is in memory is damaged, and on any rank
+            as `MemoryTier` says.
+    """
+
+    def __init__(self, saved: CheckpointManager, placement: Placement, *, rank: int, world_size: int, generation: int,
+                 every_steps: int = 1, buddy: bool = True, on_event: OnEvent | None = None) -> None:
+        self._saved, self._placement, self._on_event = saved, placement, on_event
+        self._rank, self._every_steps = rank, every_steps
+        mine = placement.agents[rank]
+        at = buddies(placement.known)[mine] if buddy else None
+        self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, at, rank, world_size, placement.token,
+                                generation=generation, on_event=on_event)
+
+    # -- memory --------------------------------------------------------------------------------
+    def keeps(self, step: int) -> bool:
+        return bool(self._every_steps) and self._tier.working and step % self._every_steps == 0
+
+    def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        self._tier.snapshot(step, state, extra)
+
+    def is_safe(self, step: int) -> bool:
+        return self._tier.flush() and self._tier.last.get("step") == step
+
+    def close(self) -> None:
+        """Let go of shared memory; the agents hold what is in it."""
+        self._tier.close()
+
+    # -- storage -------------------------------------------------------------------------------
+    def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        self._saved.save(step, state, extra)
+
+    def wait(self) -> None:
+        self._saved.wait()
+
+    def saves(self) -> Saves:
+        return self._saved.saves()
+
+    def load_from(self, uri: str, state: dict[str, Any]) -> None:
+        self._saved.load_from(uri, state)
+
+    def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        self._tier.forget()
+        return self._saved.load_saved(state)
+
+    # -- both ----------------------------------------------------------------------------------
+    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Fill the tensors of `state` from the newest of what is in memory and in storage; all ranks take the same.
+
+        Returns:
+            its `extra`; with "tier": "memory" when it came from there. None: there is nothing.
+
+        Raises:
+            CheckpointError, StorageError: as `CheckpointManager.load_latest`.
+        """
+        self._saved.wait()
+        peers = self._saved.peers
+        for found in peers.from_first(self._candidates):
+            try:
+                extra = load(found, state, process_group=peers.group, mine=self._placement.agents[self._rank])
+            except CheckpointError as error:
+                if self._rank == 0 and self._on_event is not None:
+                    self._on_event("memory_refused", {"step": found.step, "reason": error.what})
+                continue
+            return {**extra, "tier": "memory"}
+        return self._saved.load_latest(state)
+
+    def _candidates(self) -> Sequence[Recoverable]:
+        """What is in memory whole and not older than what is in storage, newest first."""
+        found = candidates(inventory(self._placement.known, self._placement.token))
+        oldest = newest_committed(self._saved.store) if found else 0
+        return [each for each in found if each.step >= oldest]
+
+
+def newest_committed(store: Store, seconds: float = LIST_SECONDS) -> int:
+    """Step of the newest checkpoint with a manifest, by one listing; 0 when there is none, or storage does not answer
+    within `seconds`: then memory is what there is."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        entries = pool.submit(store.list).result(timeout=seconds)
+    except (StorageError, TimeoutError):
+        return 0
+    finally:
+        pool.shutdown(wait=False)
+    found = [_COMMITTED.fullmatch(entry.key) for entry in entries]
+    return max((int(match[2]) for match in found if match), default=0)
