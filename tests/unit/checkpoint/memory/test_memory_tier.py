@@ -1,15 +1,22 @@
 """Workers and agents of one process and of several: what is kept, where, and what is left after each loss."""
 
+import socket
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.unit.checkpoint.helpers import clear, equal, state
+from tests.unit.checkpoint.helpers import Events, clear, equal, state
+from tidewheel.checkpoint.memory import slots
 from tidewheel.checkpoint.memory.agent import Agent
 from tidewheel.checkpoint.memory.client import MemoryTier
 from tidewheel.checkpoint.memory.protocol import Address, buddies, connect
 from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
+from tidewheel.checkpoint.memory.slots import HEADER_BYTES
+from tidewheel.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = "secret"
@@ -50,7 +57,7 @@ def test_a_state_comes_back_from_its_own_node_and_from_the_buddy(agents):
         assert equal(filled, state(5))
     worker.close()
     agents[0].stop()
-    assert not any(path.exists() for path in Path("/dev/shm").glob(agents[0]._folder.path.name))
+    assert not agents[0]._folder.path.exists()
     found, filled = newest(*agents), state(99)
     assert [copy.origin for copy in found.copies[0]] == ["copy"]
     assert load(found, filled)["step"] == 5
@@ -64,3 +71,158 @@ def test_strangers_are_not_heard(agents):
     assert inventory([agents[0].address], "wrong").alive == ()
     with pytest.raises(ConnectionRefusedError):
         connect(Address("127.0.0.1", 1), TOKEN)
+
+
+def flip(agent: Agent, origin: str, at: int) -> None:
+    """Damage a byte of the newest part; counted from the end when negative."""
+    part = max((part for part in agent._parts.values() if part.origin == origin), key=lambda part: part.content.step)
+    at = at if at >= 0 else part.content.end + at
+    part.slot.bytes[at] ^= 0xFF
+
+
+@pytest.mark.parametrize("at", [0, 8, 24, HEADER_BYTES, HEADER_BYTES + 700, -40, -1], ids=str)
+def test_a_damaged_part_is_found_and_the_copy_is_taken(agents, at):
+    """In the header, the table, a tensor, `extra`."""
+    worker = tier(agents)
+    worker.snapshot(1, state(1), {"step": 1})
+    worker.flush()
+    flip(agents[0], "own", at)
+    filled = state(99)
+    assert load(newest(*agents), filled, mine=agents[0].address) == {"step": 1}
+    assert equal(filled, state(1))
+    flip(agents[1], "copy", at)
+    found = newest(*agents)
+    if found is not None:  # a header that is damaged is no part any more
+        with pytest.raises(CheckpointError, match=r"the part of rank 0 is lost .*damaged.*damaged"):
+            load(found, state(99), mine=agents[0].address)
+    worker.close()
+
+
+def test_a_state_that_does_not_fit(agents):
+    worker = tier(agents)
+    worker.snapshot(1, state(1), {})
+    worker.flush()
+    more, other = state(1), state(1)
+    more["model"]["more"] = torch.zeros(1)
+    other["model"]["wide"] = torch.zeros(2, 2)
+    for wrong, match in ((more, "more is not in it"), (other, "wide is float32")):
+        with pytest.raises(CheckpointError, match=match):
+            load(newest(*agents), wrong)
+    worker.close()
+
+
+def test_the_shape_may_change_and_extra_may_grow(agents):
+    worker = tier(agents)
+    worker.snapshot(1, state(1), {})
+    grown = state(2)
+    grown["model"]["more"] = torch.ones(1000, 1000)
+    worker.snapshot(2, grown, {"text": "x" * 3_000_000})
+    assert worker.flush()
+    filled = {"model": {"more": torch.zeros(1000, 1000)}, "optimizer": {}}
+    assert len(load(newest(*agents), filled)["text"]) == 3_000_000
+    assert filled["model"]["more"].sum() == 1e6
+    worker.close()
+
+
+def test_a_roll_back_forgets(agents):
+    worker = tier(agents)
+    for step in (1, 2, 3):
+        worker.snapshot(step, state(step), {})
+    worker.forget()
+    assert newest(*agents) is None
+    worker.snapshot(2, state(20), {"again": True})
+    assert worker.flush()
+    found, filled = newest(*agents), state(99)
+    assert (found.step, load(found, filled)) == (2, {"again": True})
+    assert equal(filled, state(20))
+    worker.close()
+
+
+def test_an_older_generation_goes_once_the_next_is_whole_everywhere(agents):
+    old = tier(agents, generation=0)
+    for step in (1, 2):
+        old.snapshot(step, state(step), {})
+    old.flush()
+    old.close()
+    new = tier(agents, generation=1)
+    held = []
+    for step in (2, 3, 4):
+        new.snapshot(step, state(step), {})
+        new.flush()
+        held.append({copy.generation for copy in inventory([a.address for a in agents], TOKEN).copies})
+    assert held == [{0, 1}, {0, 1}, {1}]
+    assert len(list(agents[0]._folder.path.glob("slot-*"))) <= 3 + 3
+    new.close()
+
+
+def test_without_an_agent_or_room_the_training_goes_on(agents, monkeypatch):
+    events = Events()
+    worker = tier(agents, on_event=events)
+    worker.snapshot(1, state(1), {})
+    agents[1].stop()  # the buddy
+    for step in (2, 3, 4):
+        worker.snapshot(step, state(step), {})
+    assert not worker.flush()
+    assert worker.working
+    assert newest(agents[0]).step == 4
+    agents[0].stop()
+    for step in (5, 6):
+        worker.snapshot(step, state(step), {})
+    assert not worker.working
+    assert [kind for kind, _ in events] == ["buddy_lost", "memory_tier_lost"]
+    assert all(TOKEN not in str(detail) for _, detail in events)
+
+    monkeypatch.setattr(slots, "free_bytes", lambda folder: 1000)
+    full, events = Agent("127.0.0.1", TOKEN, "test"), Events()
+    worker = tier([full], on_event=events)
+    worker.prepare(state(1))
+    worker.snapshot(1, state(1), {})
+    [lost] = events.of("memory_tier_lost")
+    assert "shared memory are needed for the memory tier, 0.00 GB are free" in lost["reason"]
+    full.stop()
+
+
+def test_an_agent_that_nobody_needs_ends():
+    ended = threading.Event()
+    agent = Agent("127.0.0.1", TOKEN, "test", linger_seconds=0.3, on_stop=ended.set)
+    worker = tier([agent])
+    worker.snapshot(1, state(1), {})
+    assert not ended.wait(1)  # a worker is there
+    worker.close()
+    assert ended.wait(10)
+    assert not agent._folder.path.exists()
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=20)
+def test_nonsense_ends_its_connection_and_nothing_else(data):
+    agent = SHARED.setdefault("agent", Agent("127.0.0.1", TOKEN, "nonsense"))
+    with socket.create_connection(agent.address, timeout=5) as stranger:
+        stranger.sendall(data)
+    connection = connect(agent.address, TOKEN)
+    connection._socket.sendall(data)
+    connection.close()
+    connection = connect(agent.address, TOKEN)
+    for message in ({"op": "fly"}, {}, {"op": "read", "part": 1, "blocks": {}}, {"op": "put", "slot": 9}):
+        with pytest.raises(ConnectionError, match="Error"):
+            connection.ask(message)
+    assert connection.ask({"op": "inventory"}) == {"parts": []}
+    connection.close()
+
+
+SHARED: dict[str, Agent] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stop_shared() -> Iterator[None]:
+    yield
+    for agent in SHARED.values():
+        agent.stop()
+
+
+def test_buddies_are_on_other_hosts_where_there_are_any():
+    ring = [Address(f"10.0.0.{host}", port) for host in (1, 2, 3) for port in (1, 2)]
+    found = buddies(ring)
+    assert all(buddy is not None and buddy.host != node.host for node, buddy in found.items())
+    assert buddies(ring[:2]) == {ring[0]: ring[1], ring[1]: ring[0]}
+    assert buddies(ring[:1]) == {ring[0]: None}

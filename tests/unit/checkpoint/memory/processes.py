@@ -1,0 +1,91 @@
+"""Agents and workers as processes of their own, to be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tests.ranks  # noqa: F401  the fork server has torch
+from tidewheel.checkpoint.memory.agent import Agent
+from tidewheel.checkpoint.memory.client import MemoryTier
+from tidewheel.checkpoint.memory.protocol import Address
+
+TOKEN = "secret"
+RUN = "killed"
+CONTEXT = multiprocessing.get_context("forkserver")
+ELEMENTS = 1 << 20
+
+
+def part(step: int, rank: int) -> dict[str, Any]:
+    """The state of a rank at a step, 5 MB; each rank has tensors of its own, as in a pipeline."""
+    base = torch.arange(ELEMENTS, dtype=torch.float32)
+    return {"model": {f"{rank}.weight": base + step, f"{rank}.bias": torch.full((7,), float(step))},
+            "optimizer": {f"{rank}.moment": torch.full((1000, 300), float(step * (rank + 1)))}}
+
+
+def whole(step: int, world_size: int) -> dict[str, Any]:
+    """The parts of all ranks."""
+    parts = [part(step, rank) for rank in range(world_size)]
+    return {group: {name: tensor for each in parts for name, tensor in each[group].items()} for group in parts[0]}
+
+
+def _agent(address: Any) -> None:
+    agent = Agent("127.0.0.1", TOKEN, RUN)
+    address.send(tuple(agent.address))
+    agent.stopped.wait()
+
+
+def _train(agents: list[Address], rank: int, generation: int, first: int, barrier: Any, done: Any) -> None:
+    torch.set_num_threads(1)
+    world_size = len(agents)
+    tier = MemoryTier(dict(enumerate(agents)), agents[rank], agents[(rank + 1) % world_size], rank, world_size, TOKEN,
+                      generation=generation)
+    for step in range(first, first + 100_000):
+        state = part(step, rank)
+        barrier.wait()  # as the all-reduce of a step
+        tier.snapshot(step, state, {"step": step})
+        done.value = step
+
+
+@dataclass
+class Killable:
+    """A process that is killed without notice."""
+
+    process: Any
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+
+@dataclass
+class AgentProcess(Killable):
+    """An agent."""
+
+    address: Address
+
+    @classmethod
+    def start(cls) -> AgentProcess:
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_agent, args=(theirs,), daemon=True)
+        process.start()
+        return cls(process, Address(*ours.recv()))
+
+
+@dataclass
+class Trainer(Killable):
+    """A worker that does nothing but snapshots."""
+
+    done: Any
+
+    @classmethod
+    def start(cls, agents: list[Address], rank: int, generation: int, first: int, barrier: Any) -> Trainer:
+        done = CONTEXT.Value("q", first - 1)
+        process = CONTEXT.Process(target=_train, args=(agents, rank, generation, first, barrier, done), daemon=True)
+        process.start()
+        return cls(process, done)

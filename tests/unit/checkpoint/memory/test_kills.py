@@ -1,0 +1,78 @@
+"""Workers and agents are killed at any instant: what is left is whole, and as new as was promised."""
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.checkpoint.helpers import clear, equal
+from tests.unit.checkpoint.memory.processes import CONTEXT, RUN, TOKEN, AgentProcess, Trainer, whole
+from tidewheel.checkpoint.memory.restore import Recoverable, inventory, load, newest_complete
+from tidewheel.checkpoint.memory.slots import SHARED_MEMORY, sweep
+
+pytestmark = pytest.mark.timeout(240)
+ROUNDS = 9
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[list[AgentProcess]]:
+    found = [AgentProcess.start() for _ in range(2)]
+    yield found
+    for agent in found:
+        agent.kill()
+    sweep()
+    assert not list(SHARED_MEMORY.glob(f"*{RUN}*"))
+
+
+def found_at_least(agents: list[AgentProcess], generation: int, step: int) -> Recoverable:
+    """What is in memory, once the agents have done what the workers had handed over."""
+    until = time.monotonic() + 20
+    while True:
+        found = newest_complete(inventory([agent.address for agent in agents], TOKEN))
+        if found is not None and (found.generation, found.step) >= (generation, step):
+            return found
+        assert time.monotonic() < until, f"{found} is not of generation {generation}, step {step}"
+        time.sleep(0.02)
+
+
+def test_whoever_is_killed_the_newest_whole_step_comes_back(agents):
+    """One generation after the other on the same two nodes; each begins where the one before was restored."""
+    generator, step = random.Random(5), 0
+    for generation in range(ROUNDS):
+        barrier = CONTEXT.Barrier(2)
+        addresses = [agent.address for agent in agents]
+        trainers = [Trainer.start(addresses, rank, generation, step + 1, barrier) for rank in range(2)]
+        while min(trainer.done.value for trainer in trainers) < step + 1 + generation % 3:
+            time.sleep(0.001)
+        time.sleep(generator.random() * 0.05)
+        victim, node = generator.randrange(2), generation % 3 == 2
+        trainers[victim].kill()
+        if node:
+            agents[victim].kill()
+        time.sleep(generator.random() * 0.02)
+        trainers[1 - victim].kill()
+        kept = min(trainer.done.value for trainer in trainers)
+        found = found_at_least([agents[1 - victim]] if node else agents, generation, kept - node)
+        assert found.world_size == 2
+        state = whole(-1, 2)
+        clear(state)
+        mine = agents[1 - victim].address if generator.random() < 0.5 else None
+        assert load(found, state, mine=mine) == {"step": found.step}
+        assert equal(state, whole(found.step, 2))
+        step = found.step
+        if node:
+            left = set(SHARED_MEMORY.glob(f"*{RUN}*"))
+            agents[victim] = AgentProcess.start()  # on the same machine: it deletes what the dead one left
+            assert len(left - set(SHARED_MEMORY.glob(f"*{RUN}*"))) == 1
+
+
+def test_both_nodes_lost_is_lost(agents):
+    barrier = CONTEXT.Barrier(2)
+    trainers = [Trainer.start([agent.address for agent in agents], rank, 1000, 1, barrier) for rank in range(2)]
+    found_at_least(agents, 1000, 3)
+    for rank in range(2):
+        trainers[rank].kill()
+        agents[rank].kill()
+        agents[rank] = AgentProcess.start()
+    assert newest_complete(inventory([agent.address for agent in agents], TOKEN)) is None
