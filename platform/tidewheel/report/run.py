@@ -12,6 +12,7 @@ from typing import Any
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
 from tidewheel.report import mixture, validation
+from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
 from tidewheel.report.page import (
     Html,
@@ -84,9 +85,11 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
                       "number of workers.")
     page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
-                 note="The line falls back where steps were done again after a failure. Dots are checkpoints; each "
-                      "row below is a worker, coloured by what its time went to.")
+                 note="The line falls back where steps were done again after a failure. Below it: how many workers "
+                      "trained, checkpoints as dots, and a row for each worker, coloured by what its time went to.")
     page.section("Where the time went", *_time(read), note="Every second of every worker is in one category.")
+    page.section("What each event cost", _disturbances(read),
+                 note="Pause: the longest time without a step. Then what it cost in worker time, all workers together.")
     page.section("Events", _events(read.events),
                  note="Cost: worker seconds lost until the next event, from the ledger.")
     page.section("Audit", _audit_block(audit, audit_error))
@@ -253,6 +256,11 @@ def _time(read: _Run) -> list[Html]:
             for (full, node), spent in zip(names.items(), by_node.values()) if any(spent.values())]
     head = ["worker", *(name.replace("_", " ") for name in used), "all", "goodput"]
     return [time_bar(parts), tag("h3", "By node"), table(head, rows, numeric=range(1, len(head)))]
+
+
+def _disturbances(read: _Run) -> Html:
+    found = disturbances(read.events, read.metrics)
+    return disturbance_table(found, read.events[0].time) if len(found) > 1 else Html("")
 
 
 def _saves(read: _Run) -> list[float]:

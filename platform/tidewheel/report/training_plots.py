@@ -19,6 +19,8 @@ LEFT, RIGHT = 52.0, 880.0
 LANE = 17.0
 SLIVER = 0.7  # narrower than a pixel: drawn as what is before it, or the row turns into stripes
 MAX_WORKERS_DRAWN = 16
+MAX_LANES = 6  # of labels above a figure; what does not fit is a line without a name
+NOT_TRAINING = frozenset({"restart", "detection", "idle"})
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict
     x = Scale(min(order[0], 1), max(order[-1], 2), LEFT, RIGHT)
     labels = [(x(mark.step), mark.label) for mark in marks]
     places = lanes(labels, RIGHT + 150)
-    top = 26 + LANE * (1 + max((lane for _, _, lane in places), default=-1))
+    top = 26 + LANE * (1 + _last_lane(places))
     loss_end, speed_start = top + 250, top + 290
     speed_end, size_start = speed_start + 64, speed_start + 98
     bottom = size_start + 40
@@ -85,9 +87,10 @@ def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence
     x = Scale(0, max(times) - begin, LEFT, RIGHT)
     labels = [(x(mark.time - begin), mark.label) for mark in marks]
     places = lanes(labels, RIGHT + 150)
-    top = 26 + LANE * (1 + max((lane for _, _, lane in places), default=-1))
+    top = 26 + LANE * (1 + _last_lane(places))
     rows = _workers(ledger)
-    step_end, save_at = top + 110, top + 134
+    step_end, size_end = top + 110, top + 182
+    save_at = size_end + 22
     rows_start = save_at + 26
     bottom = rows_start + 22 * len(rows)
     svg = Svg(bottom + 34, "steps, checkpoints and workers by the clock")
@@ -98,6 +101,7 @@ def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence
         grid(svg, y, LEFT, RIGHT, "step reached", 3)
         for run in _runs(done):
             svg.curve([(x(at), y(step)) for at, step in run], "var(--accent)", 2)
+    _sizes_by_clock(svg, ledger, x, begin, size_end - 36, size_end)
     svg.text(RIGHT + 14, save_at + 4, f"{len(saves)} checkpoints", class_="label")
     svg.line(LEFT, save_at, RIGHT, save_at)
     for at in saves:
@@ -114,6 +118,27 @@ def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence
     return join([svg.render(), legend([(COLOURS[name], name.replace("_", " ")) for name in seen])])
 
 
+def _sizes_by_clock(svg: Svg, ledger: Sequence[dict], x: Scale, begin: float, top: float, bottom: float) -> None:
+    """The number of workers while they trained, a band for each generation."""
+    spans: dict[int, tuple[float, float, int]] = {}
+    for part in ledger:
+        if part["category"] not in NOT_TRAINING:
+            start, end, size = spans.get(part["generation"], (math.inf, -math.inf, 0))
+            spans[part["generation"]] = (min(start, part["start"]), max(end, part["end"]), max(size, part["rank"] + 1))
+    if not spans:
+        return
+    svg.text(LEFT, top - 7, "workers that train", class_="label")
+    high = max(size for _, _, size in spans.values())
+    for start, end, size in spans.values():
+        left, right = x(start - begin), x(end - begin)
+        height = (bottom - top) * size / high
+        svg.rect(left, bottom - height, right - left, height, "var(--band)", f"{size} workers")
+        svg.line(left, bottom - height, right, bottom - height, "var(--accent)", 1.5)
+        if right - left > 2 * CHARACTER:
+            svg.text((left + right) / 2, bottom - height / 2 + 4, str(size), "middle", class_="strong")
+    svg.line(LEFT, bottom, RIGHT, bottom, "var(--rule)")
+
+
 def time_bar(parts: dict[str, float]) -> Html:
     """Where the worker time went, as one bar."""
     known = [(name.replace("_", " "), parts.get(name, 0.0), COLOURS[name]) for name in CATEGORIES]
@@ -128,11 +153,17 @@ def worker_names(ledger: Sequence[dict]) -> dict[str, str]:
     return {**{node: f"node {number}" for number, node in enumerate(nodes, 1)}, "": "not placed"}
 
 
+def _last_lane(places: Sequence[tuple[float, str, int]]) -> int:
+    return min(MAX_LANES - 1, max((lane for _, _, lane in places), default=-1))
+
+
 def _marks(svg: Svg, marks: Sequence[Mark], labels: Sequence[tuple[float, str]],
            places: Sequence[tuple[float, str, int]], bottom: float) -> None:
     for mark, (at, _), (_, _, lane) in zip(marks, labels, places):
-        svg.line(at, 4 + lane * LANE, at, bottom, TONES.get(mark.kind, "var(--warm)"), 1.2, "2 3")
+        svg.line(at, 4 + min(lane, MAX_LANES) * LANE, at, bottom, TONES.get(mark.kind, "var(--warm)"), 1.2, "2 3")
     for mark, (at, text), (_, anchor, lane) in zip(marks, labels, places):  # above all lines, so that none crosses it
+        if lane >= MAX_LANES:
+            continue
         colour = TONES.get(mark.kind, "var(--warm)")
         here = 12 + lane * LANE
         svg.text(at + (5 if anchor == "start" else -5), here, text, anchor, colour, "label")
