@@ -1,0 +1,101 @@
+"""The driver of a run that is disturbed, as a program: `python -m tests.chaos.driver TRAIN.yaml ADDRESS`.
+
+Prints its progress as JSON lines. Its workers do what `tidewheel train`'s do, and what the environment asks for beside:
+
+CHAOS_STEP_SECONDS      each step takes so much longer, as if the model were larger
+CHAOS_SLOW              {"node": first 12 digits of its id, "factor": f}: there a step's own work takes f times as long
+CHAOS_STORAGE_AWAY      a path; while there is a file, no object of the store can be read, written or listed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tidewheel.errors import StorageError
+
+
+def worker(settings: dict[str, Any]) -> Any:
+    """`run_worker`, with faults."""
+    import ray
+
+    from tidewheel.elastic.worker import run_worker
+    from tidewheel.train import loop
+
+    node = ray.get_runtime_context().get_node_id()[:12]
+    slow = json.loads(os.environ.get("CHAOS_SLOW", "{}"))
+    if not hasattr(loop, "chaos"):
+        loop.chaos = loop.train_step  # type: ignore[attr-defined]
+    loop.train_step = slowed(loop.chaos, float(os.environ.get("CHAOS_STEP_SECONDS", "0")),  # type: ignore[attr-defined]
+                             float(slow["factor"]) if slow.get("node") == node else 1.0)
+    storage_faults()
+    return run_worker(settings)
+
+
+def slowed(step: Callable[..., Any], seconds: float, factor: float) -> Callable[..., Any]:
+    """`step` that takes `seconds` longer, and `factor` times its own CPU time."""
+    def train_step(*arguments: Any, **named: Any) -> Any:
+        began = time.thread_time()
+        result = step(*arguments, **named)
+        until = time.thread_time() + (factor - 1) * (time.thread_time() - began)
+        while time.thread_time() < until:
+            pass
+        time.sleep(seconds)
+        return result
+
+    return train_step
+
+
+def storage_faults() -> None:
+    """Make this process's stores fail while the file named by CHAOS_STORAGE_AWAY is there."""
+    from tidewheel.storage import LocalStore
+
+    flag = os.environ.get("CHAOS_STORAGE_AWAY")
+    if not flag or hasattr(LocalStore, "chaos"):
+        return
+    LocalStore.chaos = True  # type: ignore[attr-defined]
+    for name in ("open", "writer", "list", "check", "size", "delete"):
+        setattr(LocalStore, name, _unless_away(getattr(LocalStore, name), Path(flag)))
+
+
+def _unless_away(method: Callable[..., Any], flag: Path) -> Callable[..., Any]:
+    def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
+        if flag.exists():
+            raise StorageError("the store does not answer", where=self.uri, mend="wait until it is back")
+        return method(self, *arguments, **named)
+
+    return guarded
+
+
+def main() -> int:
+    """Train to the end."""
+    import ray
+
+    from tidewheel.config import load
+    from tidewheel.elastic.trainer import run_workers
+    from tidewheel.errors import TidewheelError, root_cause
+    from tidewheel.train.config import TrainConfig
+
+    def tell(progress: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({key: progress[key] for key in ("state", "step", "world_size") if key in progress}),
+                  flush=True)
+
+    ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
+    try:
+        run_workers(load(TrainConfig, sys.argv[1]), worker, tell)
+    except Exception as error:
+        cause = root_cause(error)
+        print(f"{type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+        return cause.exit_code if isinstance(cause, TidewheelError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

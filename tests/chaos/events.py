@@ -1,0 +1,180 @@
+"""What may happen to a run: real signals to real processes. Each event is a function of the world and a random source
+that says in a few words what it did; what it takes away comes back later, as machines do in a cloud."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.chaos.world import SAVE_EVERY, World
+from tidewheel.checkpoint.verify import list_checkpoints
+from tidewheel.cluster.faults import drain_node, flip_byte
+from tidewheel.cluster.local import NodeHandle
+from tidewheel.errors import ClusterError
+from tidewheel.storage import store
+
+Event = Callable[[World, random.Random], str]
+REPLACED_SECONDS = 8.0
+"""A new machine is there so long after one was lost."""
+AWAY_SECONDS = 10.0
+NOTICE_SECONDS = 15.0
+
+
+def kill_worker(world: World, rng: random.Random) -> str:
+    pid = _some(world, rng)
+    return f"worker {pid}" if pid is not None and _signal(pid, signal.SIGKILL) else "no worker was there"
+
+
+def stop_worker(world: World, rng: random.Random) -> str:
+    """It stands still and closes no connection. Some are woken later, when the run goes on without them."""
+    pid = _some(world, rng)
+    if pid is None or not _signal(pid, signal.SIGSTOP):
+        return "no worker was there"
+    if rng.random() < 0.5:
+        _later(20, lambda: _signal(pid, signal.SIGCONT))
+        return f"worker {pid}, woken after 20 s"
+    return f"worker {pid}"
+
+
+def kill_node(world: World, rng: random.Random) -> str:
+    return _lose(world, rng.choice(world.cluster.nodes))
+
+
+def kill_node_of_rank_0(world: World, rng: random.Random) -> str:
+    return _lose(world, world.node_of_rank(0) or rng.choice(world.cluster.nodes))
+
+
+def freeze_node(world: World, rng: random.Random) -> str:
+    """All processes of a node stand still; 20 s later it is gone, or is back and finds that the run went on."""
+    node = rng.choice(world.cluster.nodes)
+    pids = world.cluster.processes(node)
+    for pid in pids:
+        _signal(pid, signal.SIGSTOP)
+    if rng.random() < 0.5:
+        _later(20, lambda: [_signal(pid, signal.SIGCONT) for pid in pids])
+        return f"node {node.node_id[:8]}, back after 20 s"
+    _later(20, lambda: _lose(world, node))
+    return f"node {node.node_id[:8]}, gone after 20 s"
+
+
+def drain(world: World, rng: random.Random) -> str:
+    node = rng.choice(world.cluster.nodes)
+    accepted = drain_node(world.cluster.address, node.node_id, notice_seconds=NOTICE_SECONDS)
+    _later(NOTICE_SECONDS, lambda: _lose(world, node))
+    return f"node {node.node_id[:8]}, {NOTICE_SECONDS:g} s notice{'' if accepted else ', refused'}"
+
+
+def join(world: World, rng: random.Random) -> str:
+    """A node more than there should be; the one that has been there longest is drained for it a little later."""
+    _add(world)
+    oldest = world.cluster.nodes[0]
+
+    def leave() -> None:
+        drain_node(world.cluster.address, oldest.node_id, notice_seconds=5)
+        time.sleep(5)
+        _lose(world, oldest, replace=False)
+
+    _later(10, leave)
+    return f"one node; {oldest.node_id[:8]} is drained 10 s later"
+
+
+def kill_two(world: World, rng: random.Random) -> str:
+    if rng.random() < 0.5 and len(world.cluster.nodes) > 1:
+        return " and ".join([_lose(world, node) for node in rng.sample(world.cluster.nodes, 2)])
+    pids = rng.sample(sorted(world.trainers()), min(2, len(world.trainers())))
+    for pid in pids:
+        _signal(pid, signal.SIGKILL)
+    return f"workers {pids}"
+
+
+def kill_during_recovery(world: World, rng: random.Random) -> str:
+    first = kill_worker(world, rng)
+    time.sleep(rng.uniform(0.1, 4.0))
+    return f"{first}, then {kill_worker(world, rng)}"
+
+
+def kill_during_save(world: World, rng: random.Random) -> str:
+    """While files of a checkpoint are written whose manifest is not there yet."""
+    checkpoints = Path(world.config.run_uri, "checkpoints")
+
+    def under_way() -> bool:
+        return any(not (folder / "manifest.json").exists() for folder in checkpoints.glob("step_*"))
+
+    caught = world.wait_for(under_way, 3 * SAVE_EVERY)
+    return f"{kill_worker(world, rng)}, {'while a save was under way' if caught else 'no save was seen'}"
+
+
+def kill_driver(world: World, rng: random.Random) -> str:
+    world.kill_driver()
+    return "started again at once"
+
+
+def storage_away(world: World, rng: random.Random) -> str:
+    flag = world.folder / "storage-away"
+    flag.touch()
+    time.sleep(AWAY_SECONDS)
+    flag.unlink()
+    return f"{AWAY_SECONDS:g} s"
+
+
+def corrupt_newest(world: World, rng: random.Random) -> str:
+    """A byte of the newest checkpoint; then all workers die, so that storage is what is left."""
+    place = store(world.config.run_uri).child("checkpoints")
+    complete = [info for info in list_checkpoints(place) if info.complete]
+    if len(complete) < 2:
+        return "fewer than two checkpoints: left alone"
+    newest = complete[-1]
+    key = rng.choice([key for key in newest.keys if key.endswith(".safetensors")])
+    with contextlib.suppress(FileNotFoundError):
+        flip_byte(place, key, -rng.randrange(1, 2000))
+    for pid in world.trainers():
+        _signal(pid, signal.SIGKILL)
+    return f"{key}, then all workers were killed"
+
+
+EVENTS: dict[str, Event] = {function.__name__: function for function in (
+    kill_worker, stop_worker, kill_node, kill_node_of_rank_0, freeze_node, drain, join, kill_two, kill_during_recovery,
+    kill_during_save, kill_driver, storage_away, corrupt_newest)}
+
+
+# -- what they share ---------------------------------------------------------------------------------------------------
+
+
+def _some(world: World, rng: random.Random) -> int | None:
+    pids = sorted(world.trainers())
+    return rng.choice(pids) if pids else None
+
+
+def _signal(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _lose(world: World, node: NodeHandle, *, replace: bool = True) -> str:
+    try:
+        world.cluster.kill_node(node)
+    except ClusterError:
+        return f"node {node.node_id[:8]} was gone already"
+    if replace:
+        _later(REPLACED_SECONDS, lambda: _add(world))
+    return f"node {node.node_id[:8]}"
+
+
+def _add(world: World) -> None:
+    with contextlib.suppress(ClusterError):  # the cluster is being stopped
+        world.cluster.add_node()
+
+
+def _later(seconds: float, action: Callable[[], object]) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,181 @@
+"""A local cluster, a run on it whose driver is started again whenever it ends too early, and what is known of both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.unit.train.helpers import write_shards
+from tidewheel import jsonlog
+from tidewheel.cluster.local import LocalCluster, NodeHandle
+from tidewheel.config import build
+from tidewheel.storage import Store, store
+from tidewheel.train.config import TrainConfig
+
+LENGTH, VIRTUAL_RANKS, SAVE_EVERY = 64, 4, 20
+REPOSITORY = Path(__file__).parents[2]
+
+
+def settings(folder: Path, run_id: str, steps: int, *, workers: int, overrides: tuple[str, ...] = ()) -> TrainConfig:
+    """A small model over the shards in `folder`, for 1 to `workers` workers."""
+    return build(TrainConfig, {
+        "run": {"uri": str(folder / "runs"), "id": run_id}, "data": {"uri": str(folder / "shards"), "seed": 3},
+        "steps": steps, "model": {"dim": 64, "num_layers": 2, "num_heads": 4, "tie_embeddings": True},
+        "optimizer": {"learning_rate": 1e-3, "clip_norm": 0.5},
+        "batch": {"global_sequences": 16, "micro_sequences": 4, "virtual_ranks": VIRTUAL_RANKS},
+        "schedule": {"warmup_steps": 5}, "evaluation": {"sample_tokens": 0},
+        "checkpoint": {"every_steps": SAVE_EVERY}, "guards": {"collective_timeout_seconds": 5},
+        "metrics": {"tensorboard": False, "prometheus": False},
+        "elastic": {"min_workers": 1, "max_workers": workers, "join_wait_seconds": 1, "resize_interval_seconds": 2},
+    }, overrides)
+
+
+def prepare(folder: Path) -> None:
+    """The shards that all runs read."""
+    if not (folder / "shards").exists():
+        write_shards(folder / "shards", shards=4, rows=160, length=LENGTH)
+
+
+@dataclass
+class Driver:
+    """One life of the driver: when it began and ended, and what it said."""
+
+    began: float
+    ended: float = 0.0
+    code: int | None = None
+    killed: bool = False
+    """By us."""
+    error: str = ""
+
+
+@dataclass
+class World:
+    """The cluster and the run; events act on it."""
+
+    cluster: LocalCluster
+    config: TrainConfig
+    folder: Path
+    environment: dict[str, str]
+    drivers: list[Driver] = field(default_factory=list)
+    step: int = 0
+    world_size: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+    closing: bool = False
+    _process: subprocess.Popen[str] | None = None
+
+    @property
+    def place(self) -> Store:
+        """The run's folder."""
+        return store(self.config.run_uri)
+
+    @property
+    def finished(self) -> bool:
+        """The run has written its result."""
+        return self.place.exists("result.json")
+
+    # -- the driver ----------------------------------------------------------------------------
+    def supervise(self) -> None:
+        """Start the driver, again whenever it ends before the run does; sets `over`. Runs in a thread."""
+        file = self.folder / f"{self.config.run.id}.yaml"
+        file.write_text(json.dumps(self.config.canonical()))  # JSON is YAML
+        while not self.finished and not self.closing:
+            driver = Driver(time.time())
+            errors = open(self.folder / f"driver-{len(self.drivers)}.err", "w+")  # noqa: SIM115
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.driver", str(file), self.cluster.address], env=self.environment,
+                cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True)
+            self.drivers.append(driver)
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                with contextlib.suppress(ValueError):
+                    said = json.loads(line)
+                    self.step, self.world_size = said.get("step", self.step), said.get("world_size", self.world_size)
+            driver.code, driver.ended = self._process.wait(), time.time()
+            self._process.stdout.close()
+            errors.seek(0)
+            driver.error = errors.read()[-600:].strip()
+            errors.close()
+            time.sleep(0.5)
+        self.over.set()
+
+    def kill_driver(self) -> None:
+        """SIGKILL; `supervise` starts the next one."""
+        if self._process is not None and self._process.poll() is None:
+            self.drivers[-1].killed = True
+            self._process.kill()
+
+    def close(self) -> None:
+        """No further driver."""
+        self.closing = True
+        self.kill_driver()
+        self.over.wait(timeout=30)
+
+    # -- what is there ---------------------------------------------------------------------------
+    def trainers(self) -> dict[int, NodeHandle]:
+        """Process ids of the training workers, and their nodes."""
+        raylets = {node.pid: node for node in self.cluster.nodes}
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if "RayTrainWorker" not in (entry / "cmdline").read_text():
+                    continue
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent in raylets:
+                    found[int(entry.name)] = raylets[parent]
+        return found
+
+    def node_of_rank(self, rank: int) -> NodeHandle | None:
+        """Where the rank was when the ledger last heard of it."""
+        for record in reversed(jsonlog.read(self.place, "ledger.jsonl")):
+            if record.get("rank") == rank:
+                return next((node for node in self.cluster.nodes if node.node_id.startswith(record["node"])), None)
+        return None
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Of the run, oldest first."""
+        return [event for event in jsonlog.read(self.place, "events.jsonl") if event["kind"] in kinds]
+
+    def wait_for(self, what: Any, seconds: float) -> bool:
+        """Whether `what()` came true in time, before the run was over."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.over.is_set():
+            if what():
+                return True
+            time.sleep(0.05)
+        return False
+
+
+@contextlib.contextmanager
+def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_node: float = 1,
+                  step_seconds: float = 0.0, **environment: str) -> Iterator[World]:
+    """A cluster with a run on it, under way; both end with the block."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    added = {"CHAOS_STEP_SECONDS": str(step_seconds), "CHAOS_STORAGE_AWAY": str(folder / "storage-away"),
+             "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "platform"), str(REPOSITORY)]), **environment}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)  # the cluster's processes have what is here when it starts
+    try:
+        with LocalCluster(nodes=nodes, cpus_per_node=cpus_per_node) as cluster:
+            world = World(cluster, config, folder, dict(os.environ))
+            thread = threading.Thread(target=world.supervise, name="driver", daemon=True)
+            thread.start()
+            try:
+                yield world
+            finally:
+                world.close()
+                thread.join(timeout=30)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
