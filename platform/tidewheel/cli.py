@@ -454,6 +454,42 @@ def generate_text(
 
 
 @app.command
+def evaluate(
+    source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
+                                          "RUN/checkpoints/step_00000100.")],
+    *,
+    data: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="A validation set, URI or "
+                                                "name=URI; may be given again. By default the run's own.")] = None,
+    sequences: Annotated[int | None, Parameter(help="Take the first so many sequences of each set, 0: all.")] = None,
+    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; by default the first GPU if there is one.")] = "",
+    as_json: AsJson = False,
+) -> int:
+    """Loss, perplexity and bits per byte of a checkpoint, whichever number of workers and layout it was trained on."""
+    from tidewheel.checkpoint.evaluation import Evaluator
+
+    found = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device).evaluate(source)
+    rows = [{"set": name or "validation", "loss": round(score.loss, 4), "perplexity": round(score.perplexity, 2),
+             "bits per byte": None if score.bits_per_byte is None else round(score.bits_per_byte, 4),
+             "tokens": score.tokens} for name, score in found.scores.items()]
+    if as_json:
+        print(json.dumps({"checkpoint": found.checkpoint, "step": found.step, "loss": found.loss, "sets": rows}))
+    else:
+        print_table(rows, title=f"step {found.step:,} of {found.checkpoint}")
+    return 0
+
+
+def _named_sets(given: Sequence[str] | None) -> dict[str, str] | None:
+    """{"": URI} of a single set, {name: URI} of several."""
+    if not given:
+        return None
+    pairs = [each.partition("=")[::2] if "=" in each else ("", each) for each in given]
+    named = dict(pairs)
+    if len(named) < len(pairs) or ("" in named and len(pairs) > 1):
+        raise ConfigError("several sets need a name each", where="--data", mend="--data web=URI --data code=URI")
+    return named
+
+
+@app.command
 def workflow(
     *,
     spec: Annotated[str, Parameter(help="URI of the workflow.json that tw.Workflow(...).submit wrote.")],

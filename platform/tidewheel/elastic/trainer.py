@@ -50,11 +50,13 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainR
     finished = read_result(storage.store(config.run_uri))
     if finished is not None and finished.steps == config.steps:
         return finished
+    from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker
 
     weights_and_biases.check(config.metrics.wandb)
     checks.files(config, checks.read_data(config)[0])  # what is wrong with the data is said before any process starts
-    return run_workers(config, run_worker, on_progress)
+    with evaluating(config):
+        return run_workers(config, run_worker, on_progress)
 
 
 def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],

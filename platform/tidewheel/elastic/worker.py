@@ -78,7 +78,7 @@ def run_worker(settings: dict[str, Any]) -> Any:
                                    lambda kind, detail: control.event(kind, **detail))
     runtime = Runtime(rank=rank, world_size=context.get_world_size(), device=_device(config), generation=generation,
                       checkpoints=manager, control=control, sinks=_sinks(config, rank),
-                      node=ray.get_runtime_context().get_node_id()[:12])
+                      node=ray.get_runtime_context().get_node_id()[:12], evaluated_beside=True)
     result = train(config, runtime)
     return result if rank == 0 else None
 

@@ -84,6 +84,11 @@ class EvaluationConfig(Config):
     """Validation loss every so many steps and at the end; 0: at the end only."""
     sequences: int = Field(default=0, ge=0)
     """Use the first so many validation sequences; 0: all."""
+    separate: bool = False
+    """On a cluster: in a process of its own on the driver's node, from the checkpoints as they are committed, so that
+    training never waits. A checkpoint is evaluated if it is the newest and `every_steps` have passed."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs of that process, beside the workers'; 0: it computes on the CPU."""
     prompt: str = "def "
     """Beginning of the text sample."""
     sample_tokens: int = Field(default=60, ge=0, le=4096)
@@ -96,6 +101,15 @@ class EvaluationConfig(Config):
     """Sample among the so many likeliest tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities reach this sum."""
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> EvaluationConfig:
+        if self.separate and not self.every_steps:
+            raise ValueError("separate is true, but every_steps is 0: nothing is evaluated before the end; set "
+                             "every_steps, or leave separate out")
+        if self.gpus and not self.separate:
+            raise ValueError("gpus is for the separate process; nearest that is legal: separate true")
+        return self
 
 
 class ElasticConfig(Config):
@@ -189,6 +203,9 @@ class TrainConfig(Config):
                              "nearest that is legal: optimizer.kind adamw")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
             raise ValueError(f"parameters bf16 with precision {self.precision}: nearest that is legal: precision bf16")
+        if self.evaluation.separate and self.checkpoint.keep_best:
+            raise ValueError("checkpoint.keep_best needs the validation loss when a checkpoint is saved, but "
+                             "evaluation.separate finds it later; nearest that is legal: evaluation.separate false")
         from tidewheel.train.parallel import legal
 
         if (reason := legal.reason_against(self)) is not None:
@@ -208,6 +225,8 @@ class TrainConfig(Config):
             values.pop(group)
         values["model"].pop("attention")
         values["loss"].pop("chunk_tokens")
+        for name in ("separate", "gpus"):
+            values["evaluation"].pop(name)
         values["guards"] = {key: value for key, value in values["guards"].items() if key not in REPORTING}
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:

@@ -338,6 +338,7 @@ class Loop:
         config, stop = self.config, bool(asked & STOP)
         wanted = config.evaluation
         evaluate = bool(wanted.every_steps) and step % wanted.every_steps == 0 and step < config.steps
+        evaluate = evaluate and not (wanted.separate and self.runtime.evaluated_beside)
         if self.runtime.checkpoints.keeps(step):
             self._keep(step)
         if evaluate and config.checkpoint.keep_best:  # the checkpoint says how good it is

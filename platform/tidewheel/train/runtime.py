@@ -141,3 +141,5 @@ class Runtime:
     """Where metrics go beside what the configuration says, on rank 0."""
     node: str = field(default_factory=socket.gethostname)
     """Name of the node, for the ledger."""
+    evaluated_beside: bool = False
+    """Another process evaluates the checkpoints where the configuration allows it (`evaluation.separate`)."""

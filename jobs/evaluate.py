@@ -1,0 +1,22 @@
+"""Evaluate a checkpoint as a Ray job.
+
+    ray job submit --working-dir . -- python -m jobs.evaluate s3://bucket/runs/first --data s3://bucket/clean/validation
+
+Prints loss, perplexity and bits per byte of each validation set. The exit code is 0 when that went well, 2 when
+something is for you to mend, 1 for a fault of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tidewheel.cli import run_command
+
+
+def main() -> int:
+    """`tidewheel evaluate`."""
+    return run_command(["evaluate", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

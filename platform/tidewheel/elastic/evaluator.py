@@ -1,0 +1,47 @@
+"""Evaluation beside the training: a process of its own on the driver's node, so that no worker waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from tidewheel.train.config import TrainConfig
+
+
+class EvaluationActor:
+    """The actor: `checkpoint.evaluation.watch` on a thread."""
+
+    def __init__(self, run_uri: str, every_steps: int, device: str) -> None:
+        from tidewheel.checkpoint.evaluation import watch
+
+        self._ended = threading.Event()
+        threading.Thread(target=watch, args=(run_uri,), name="evaluation", daemon=True,
+                         kwargs={"every_steps": every_steps, "ended": self._ended, "device": device}).start()
+
+
+@contextlib.contextmanager
+def evaluating(config: TrainConfig) -> Iterator[None]:
+    """While the block runs, checkpoints are evaluated as they come, if the configuration wants that.
+
+    The actor asks for no CPU: it takes what the driver's node has left. With `evaluation.gpus` it waits for GPUs that
+    are free, and nothing waits for it.
+    """
+    wanted = config.evaluation
+    if not (wanted.separate and wanted.every_steps and config.data.validation_sets):
+        yield
+        return
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": wanted.gpus, "max_restarts": 3}
+    if not wanted.gpus:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False)
+    remote: Any = ray.remote(EvaluationActor)
+    actor = remote.options(**options).remote(config.run_uri, wanted.every_steps, "cuda" if wanted.gpus else "cpu")
+    try:
+        yield
+    finally:
+        ray.kill(actor)

@@ -1,0 +1,106 @@
+"""The validation loss of a checkpoint, afterwards and beside the training, is the one the training itself finds."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.train.helpers import config, write_shards
+from tidewheel import jsonlog
+from tidewheel.checkpoint.evaluation import Evaluator, watch
+from tidewheel.cli import run_command
+from tidewheel.elastic.trainer import fit_local
+from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.storage import store
+from tidewheel.train.config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("evaluation")
+    write_shards(folder / "shards")
+    settings = config(folder, "run", f"data.validation={folder}/shards", "steps=6", "evaluation.every_steps=3",
+                      "evaluation.sequences=7", "checkpoint.every_steps=3")
+    fit_local(settings)
+    return settings
+
+
+def scores(run: TrainConfig) -> dict[int, dict]:
+    return {line["step"]: line["validation"][""] for line in jsonlog.read(store(run.run_uri), "metrics.jsonl")
+            if "validation_loss" in line}
+
+
+def test_it_is_the_score_of_the_training(run: TrainConfig):
+    told = scores(run)
+    assert sorted(told) == [3, 6]
+    evaluator = Evaluator(run.run_uri, device="cpu")
+    for step in (6, 3):
+        found = evaluator.evaluate(f"{run.run_uri}/checkpoints/step_{step:08d}")
+        assert (found.step, found.loss) == (step, pytest.approx(told[step]["loss"], rel=1e-6))
+        assert found.scores[""].bits_per_byte == pytest.approx(told[step]["bits_per_byte"], rel=1e-6)
+        assert found.scores[""].tokens == told[step]["tokens"]
+
+
+def test_the_command_takes_other_sets(run: TrainConfig, capsys: pytest.CaptureFixture[str]):
+    assert run_command(["evaluate", run.run_uri, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(scores(run)[6]["loss"], rel=1e-6)
+    sets = ["--data", f"one={run.data.uri}", "--data", f"two={run.data.uri}", "--sequences", "3"]
+    assert run_command(["evaluate", run.run_uri, *sets, "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["sets"]
+    assert (one.pop("set"), two.pop("set")) == ("one", "two")
+    assert one == two
+    assert run_command(["evaluate", run.run_uri, "--data", "a", "--data", "b"]) == 2
+    assert run_command(["evaluate", run.run_uri + "-not"]) == 2
+
+
+def test_checkpoints_are_evaluated_as_they_come(run: TrainConfig, tmp_path: Path):
+    """A damaged one is passed over, one that was evaluated is not evaluated again."""
+    uri, ended = run.run_uri, threading.Event()
+    copy = store(tmp_path / "run")
+    for key in ("run.json", *(entry.key for entry in store(uri).list("checkpoints/step_00000003"))):
+        copy.write(key, store(uri).read(key))
+    thread = threading.Thread(target=watch, args=(copy.uri,), daemon=True,
+                              kwargs={"every_steps": 3, "ended": ended, "device": "cpu", "seconds": 0.05})
+    thread.start()
+
+    def told(step: int) -> list[dict]:
+        return [line for line in jsonlog.read(copy, "metrics.jsonl") if line["step"] == step]
+
+    until = time.monotonic() + 30
+    while not told(3) and time.monotonic() < until:
+        time.sleep(0.05)
+    files = store(uri).list("checkpoints/step_00000006")
+    for entry in sorted(files, key=lambda entry: entry.key.endswith("manifest.json")):
+        content = store(uri).read(entry.key)
+        copy.write(entry.key, content if entry.key.endswith(".json") else content[:-1] + bytes([content[-1] ^ 1]))
+    time.sleep(0.5)
+    assert thread.is_alive()
+    assert not told(6)
+    for entry in files:
+        copy.write(entry.key, store(uri).read(entry.key))
+    while not told(6) and time.monotonic() < until:
+        time.sleep(0.05)
+    ended.set()
+    thread.join(10)
+    for step in (3, 6):
+        [line] = told(step)
+        assert line["validation_loss"] == pytest.approx(scores(run)[step]["loss"], rel=1e-6)
+
+
+def test_what_cannot_be_evaluated(run: TrainConfig, tmp_path: Path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        Evaluator(str(tmp_path))
+    settings = config(tmp_path, "bare", f"data.uri={run.data.uri}", "data.validation=''", "steps=1")
+    fit_local(settings)
+    with pytest.raises(ConfigError, match="no validation set"):
+        Evaluator(settings.run_uri)
+    with pytest.raises(ConfigError, match="every_steps is 0"):
+        config(tmp_path, "x", "evaluation.separate=true", "evaluation.every_steps=0")
+    with pytest.raises(ConfigError, match="separate false"):
+        config(tmp_path, "x", "evaluation={separate: true, every_steps: 3}", "checkpoint.keep_best=1")
+    with pytest.raises(ConfigError, match="separate true"):
+        config(tmp_path, "x", "evaluation.gpus=1")
