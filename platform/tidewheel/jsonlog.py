@@ -8,6 +8,7 @@ half-written is left out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -16,6 +17,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tidewheel.errors import StorageError
 from tidewheel.storage import Store
 
 
@@ -32,16 +34,18 @@ class JsonLog:
         self._store, self._key, self._flush_seconds = store, key, flush_seconds
         self._lines: list[bytes] = []
         self._last_flush = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._writer = uuid.uuid4().hex[:8]
         self._parts = 0
+        self._part: tuple[str, list[bytes]] | None = None  # a try that failed, which may have arrived nevertheless
+        self._thread: threading.Thread | None = None
         self._path = store.local_path(key)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._end_torn_line()
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add one line. Local logs are written at once, remote ones at the next flush."""
+        """Add one line. Local logs are written at once, remote ones soon, by a thread: nobody waits for the store."""
         line = json.dumps(record, separators=(",", ":"), default=_plain).encode() + b"\n"
         with self._lock:
             if self._path is not None:
@@ -51,17 +55,37 @@ class JsonLog:
             self._lines.append(line)
             due = time.monotonic() - self._last_flush >= self._flush_seconds
         if due:
-            self.flush()
+            self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Begin to write out what has been collected, and do not wait. While the store fails, lines are kept."""
+        with self._lock:
+            if (self._thread is not None and self._thread.is_alive()) or not (self._lines or self._part):
+                return
+            self._last_flush = time.monotonic()
+            self._thread = threading.Thread(target=self._try, name=f"log {self._key}", daemon=True)
+            self._thread.start()
 
     def flush(self) -> None:
-        """Write out what has been collected. When the store fails the lines are kept for the next flush."""
-        with self._lock:  # held while writing, or two flushes could publish out of order
-            self._last_flush = time.monotonic()
-            if self._lines:
-                part = f"{time.time_ns():020d}-{self._writer}-{self._parts:06d}.jsonl"
-                self._store.write(f"{self._key}/{part}", b"".join(self._lines))
-                self._lines.clear()
-                self._parts += 1
+        """Write out what has been collected. When the store fails, which is raised, the lines are kept."""
+        with self._writing:  # two flushes could otherwise publish out of order
+            while True:
+                with self._lock:
+                    self._last_flush = time.monotonic()
+                    if self._part is None:
+                        if not self._lines:
+                            return
+                        name = f"{time.time_ns():020d}-{self._writer}-{self._parts:06d}.jsonl"
+                        self._part, self._lines = (name, self._lines), []
+                        self._parts += 1
+                name, lines = self._part
+                self._store.write(f"{self._key}/{name}", b"".join(lines))
+                self._part = None
+
+    def _try(self) -> None:
+        # the store may be back at the next one; who must know calls `flush`
+        with contextlib.suppress(StorageError, OSError):
+            self.flush()
 
     def _end_torn_line(self) -> None:
         """Begin on a fresh line: else the first record would join what a killed writer left, and go with it."""

@@ -156,7 +156,7 @@ class Coordinator(RunState):
                 continue
             self._compare(known if known is not None else now, now)
             known = now
-            self._log.flush()  # on an object store: at most one part every half second, and only with news
+            self._log.flush_soon()  # on an object store: at most one part every half second, and only with news
 
     def _compare(self, known: dict[str, Node], now: dict[str, Node]) -> None:
         for node_id in known.keys() - now.keys():

@@ -383,6 +383,18 @@ class Loop:
         seconds = self.timeline.spent("save_stall")
         self._event("save", step=step, stall_seconds=round(seconds, 4))
 
+    def _save_for_good(self) -> None:
+        """The last save: the run is not over before it is committed, or has failed too often."""
+        checkpoints = self.runtime.checkpoints
+        while True:
+            self._save(self.progress.step)
+            checkpoints.wait()
+            self.timeline.spent("save_stall")
+            if not checkpoints.saves().failed:
+                return
+            self.progress.saved = -1
+            time.sleep(self.config.checkpoint.retry_seconds)
+
     def _keep(self, step: int) -> None:
         """Where a recovery finds it. A shard that is found damaged later ends the run, and with it what was kept."""
         self.watch.mark(step, "keep")
@@ -409,6 +421,9 @@ class Loop:
         self.watch.mark(step, "hold")
         self.runtime.checkpoints.wait()
         self.timeline.spent("save_stall")
+        if self.progress.saved == step and self.runtime.checkpoints.saves().failed:
+            self.progress.saved = -1
+            return  # nothing is given up that is not kept: the wish is heard again at the next step
         self.metrics.flush()
         self.record.flush()
         self.timeline.flush()
@@ -419,9 +434,7 @@ class Loop:
         """Validation loss, text sample, result.json."""
         self._evaluate()
         sample = self._sample()
-        self._save(self.progress.step)
-        self.runtime.checkpoints.wait()
-        self.timeline.spent("save_stall")
+        self._save_for_good()
         result = TrainResult(
             steps=self.progress.step, tokens=self.progress.tokens, loss=self.progress.loss,
             validation_loss=self.progress.validation_loss, sample=sample,

@@ -36,13 +36,17 @@ class Timeline:
         else:
             self._intervals.append([category, start, now])
         if now - self._flushed >= self._flush_seconds:
-            self.flush()
+            self._hand_over()
+            self._log.flush_soon()
         return now - start
 
     def flush(self) -> None:
         """Write the intervals so far."""
+        self._hand_over()
+        self._log.flush()
+
+    def _hand_over(self) -> None:
         intervals, self._intervals = self._intervals, []
         self._flushed = time.time()
         for category, start, end in intervals:
             self._log.append({"time": end, **self._who, "category": category, "start": start, "end": end})
-        self._log.flush()

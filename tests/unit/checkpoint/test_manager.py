@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tests.unit.checkpoint.helpers import Events, FlakyStore, clear, equal, manager, state
 from tidewheel.checkpoint.manifest import read_manifest
-from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
+from tidewheel.checkpoint.retention import Keep, expired
+from tidewheel.checkpoint.verify import CheckpointInfo, list_checkpoints, verify_checkpoint
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import CheckpointError
 from tidewheel.storage import LocalStore, Store, store
@@ -333,3 +336,29 @@ def test_no_such_checkpoint(local: LocalStore):
     for name in ("step_00000009", "../x", ""):
         with pytest.raises(CheckpointError, match="no checkpoint"):
             verify_checkpoint(local, name)
+
+
+def test_the_best_and_every_nth_outlive_the_newest(local: LocalStore):
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: 4.0, 60: float("nan")}
+    saver = manager(local, keep_last=1, keep_best=2, keep_every=40)
+    for step, loss in losses.items():
+        saver.save(step, state(step), {"step": step, "validation_loss": loss})
+        saver.wait()
+    assert [info.step for info in list_checkpoints(local)] == [20, 30, 40, 60]
+    with pytest.raises(ValueError, match="keep_last is at least 1"):
+        manager(local, keep_last=0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.none() | st.floats(0, 9)), min_size=1, max_size=12),
+       st.integers(1, 4), st.integers(0, 4), st.integers(0, 5))
+def test_the_newest_intact_one_is_never_deleted(made, last, best, every):
+    found = [CheckpointInfo(f"step_{step:08d}", step, complete, complete, 1, 1, "" if complete else "partial", loss)
+             for step, (complete, loss) in enumerate(made, 1)]
+    plan = expired(found, committed=len(found), keep=Keep(last, best, every))
+    intact = [info.name for info in found if info.complete]
+    assert not set(intact[-last:]) & set(plan.checkpoints)
+    kept = [info for info in found if info.complete and info.name not in plan.checkpoints]
+    assert all(info in kept for info in found if info.complete and every and info.step % every == 0)
+    scored = sorted(info.validation_loss for info in found if info.complete and info.validation_loss is not None)
+    held = sorted(info.validation_loss for info in kept if info.validation_loss is not None)
+    assert held[:best] == scored[:best]

@@ -1,0 +1,131 @@
+"""Memory above storage: what is newest is taken, by all ranks alike, in any number of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks import on_ranks
+from tests.unit.checkpoint.helpers import Events, clear, equal, manager, state
+from tests.unit.train.helpers import Replaced, Script, config, write_shards
+from tidewheel import jsonlog, storage
+from tidewheel.checkpoint.memory.agent import Agent
+from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
+from tidewheel.storage import store
+from tidewheel.train.loop import train
+from tidewheel.train.runtime import Runtime
+
+pytestmark = pytest.mark.timeout(180)
+TOKEN = "secret"
+
+
+@pytest.fixture
+def agents() -> Iterator[list[Agent]]:
+    found = [Agent("127.0.0.1", TOKEN, "tiers") for _ in range(2)]
+    yield found
+    for agent in found:
+        agent.stop()
+
+
+def tiers(folder: Path, addresses: list[Address], rank: int, world_size: int, generation: int, events: Events,
+          **options) -> TieredCheckpoints:
+    placement = Placement(tuple(addresses[each % len(addresses)] for each in range(world_size)), tuple(addresses),
+                          TOKEN)
+    return TieredCheckpoints(manager(store(folder), events), placement, rank=rank, world_size=world_size,
+                             generation=generation, on_event=events, **options)
+
+
+def keep(folder: Path, addresses: list[Address], steps: range, generation: int) -> None:
+    """Save the first of `steps`, keep all, and end as if killed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    both = tiers(folder, addresses, rank, size, generation, Events())
+    for step in steps:
+        values = state(step, mesh)
+        if step == steps[0]:
+            both.save(step, values, {"step": step})
+        assert both.keeps(step)
+        both.keep(step, values, {"step": step})
+        clear(values)
+    assert both.is_safe(steps[-1])
+    assert not both.is_safe(steps[0])
+    both.wait()
+
+
+def take(folder: Path, addresses: list[Address], step: int, tier: str, refused: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    events, values = Events(), state(999, init_device_mesh("cpu", (size,)))
+    extra = tiers(folder, addresses, rank, size, 9, events).load_latest(values)
+    assert extra is not None
+    assert (extra["step"], extra.get("tier", "storage")) == (step, tier)
+    assert equal(values, state(step, init_device_mesh("cpu", (size,))))
+    assert len(events.of("memory_refused")) == refused * (rank == 0)
+
+
+def damage(agents: list[Agent], step: int, rank: int) -> None:
+    for agent in agents:
+        for part in agent._parts.values():
+            if (part.content.step, part.content.rank) == (step, rank):
+                part.slot.bytes[part.content.end - 20] ^= 1
+
+
+def test_the_newest_intact_step_whoever_kept_it(tmp_path, agents):
+    """Three ranks keep, two and one take; then the newest is damaged in both copies, and then memory is gone."""
+    addresses = [agent.address for agent in agents]
+    on_ranks(3, keep, tmp_path, addresses, range(2, 6), 0)
+    on_ranks(2, take, tmp_path, addresses, 5, "memory", 0)
+    damage(agents, 5, 1)
+    on_ranks(2, take, tmp_path, addresses, 4, "memory", 1)
+    values = state(999)
+    assert tiers(tmp_path, addresses, 0, 1, 9, Events()).load_latest(values) == {"step": 4, "tier": "memory"}
+    assert equal(values, state(4))
+    agents[0].stop()
+    values = state(999)
+    extra = tiers(tmp_path, addresses[1:], 0, 1, 9, Events()).load_latest(values)
+    assert extra == {"step": 4, "tier": "memory"}  # all of the lost node from the copies
+    agents[1].stop()
+    values = state(999)
+    assert tiers(tmp_path, addresses[1:], 0, 1, 9, Events()).load_latest(values) == {"step": 2}
+    assert equal(values, state(2))
+
+
+def test_storage_that_is_newer_is_taken(tmp_path, agents):
+    both = tiers(tmp_path, [agents[0].address], 0, 1, 0, Events())
+    both.keep(3, state(3), {"step": 3})
+    both.save(7, state(7), {"step": 7})
+    both.wait()
+    values = state(999)
+    assert both.load_latest(values) == {"step": 7}
+    assert equal(values, state(7))
+    both.keep(8, state(8), {"step": 8})
+    assert not both.is_safe(8)  # one agent: nowhere else
+    assert both.load_latest(values) == {"step": 8, "tier": "memory"}
+    assert both.load_saved(values) == {"step": 7}  # a rollback
+    assert both.load_latest(values) == {"step": 7}
+    both.close()
+
+
+def test_a_run_goes_on_from_memory_and_ends_the_same(tmp_path, agents):
+    """It dies after steps 4 and 7, before they are kept: those two are done again, and no other."""
+    write_shards(tmp_path / "shards")
+    whole = train(config(tmp_path, "whole", "data.validation=''"), Runtime())
+    settings, resumed = config(tmp_path, "killed", "data.validation=''", "checkpoint.every_steps=3"), []
+    for generation, die in enumerate((4, 7, -1)):
+        both = tiers(Path(settings.run_uri) / "checkpoints", [agent.address for agent in agents], 0, 1, generation,
+                     Events())
+        control = Script(die=die)
+        try:
+            result = train(settings, Runtime(generation=generation, checkpoints=both, control=control))
+        except Replaced:
+            continue
+        finally:
+            both.close()
+            resumed += [(detail["step"], detail["redo"], detail["tier"]) for kind, detail in control.events
+                        if kind == "resume"]
+    assert result.loss == whole.loss
+    assert resumed == [(3, 1, "memory"), (6, 1, "memory")]
+    lines = jsonlog.read(storage.store(settings.run_uri), "batches.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 7, 7, 8]

@@ -1,0 +1,116 @@
+"""Storage that is away for a while: training goes on, saves are tried again, and a limit ends the run."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.train.helpers import config, write_shards
+from tidewheel import jsonlog, storage
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.verify import list_checkpoints
+from tidewheel.cluster.s3_server import S3Server
+from tidewheel.elastic.trainer import LocalControl
+from tidewheel.errors import StorageError
+from tidewheel.jsonlog import JsonLog
+from tidewheel.storage import LocalStore
+from tidewheel.train.loop import train
+from tidewheel.train.runtime import Runtime
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class AwayStore(LocalStore):
+    """A folder that cannot be written to while `away` says so."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.away = lambda: False
+
+    def writer(self, key: str):
+        if self.away():
+            raise StorageError("the object store is away", where=key, mend="wait")
+        return super().writer(key)
+
+
+class Training(LocalControl):
+    """Counts steps."""
+
+    step = 0
+
+    def progress(self, step: int, steps: int, **metrics) -> None:
+        self.step = step
+        time.sleep(0.02)
+
+
+def run(folder: Path, away, *overrides: str) -> tuple[AwayStore, list[dict]]:
+    settings = config(folder, f"run{time.time_ns()}", "steps=30", "evaluation.every_steps=0",
+                      "evaluation.sample_tokens=0", "data.validation=''", "checkpoint.every_steps=10",
+                      "checkpoint.keep_last=9", "checkpoint.retry_seconds=0.1", *overrides)
+    place = AwayStore(Path(settings.run_uri) / "checkpoints")
+    control = Training(JsonLog(storage.store(settings.run_uri), "events.jsonl"), None)
+    place.away = lambda: away(control.step)
+    manager = CheckpointManager(place, attempts=1, max_failed=settings.checkpoint.max_failed_saves,
+                                keep_last=settings.checkpoint.keep_last,
+                                on_event=lambda kind, detail: control.event(kind, **detail))
+    try:
+        train(settings, Runtime(checkpoints=manager, control=control))
+    finally:
+        place.away = lambda: False
+        events = jsonlog.read(storage.store(settings.run_uri), "events.jsonl")
+    return place, events
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("away")
+    write_shards(place / "shards")
+    return place
+
+
+def test_training_goes_on_and_the_save_is_made_up_for(folder: Path):
+    place, events = run(folder, lambda step: 5 <= step < 14)
+    kinds = [event["kind"] for event in events]
+    assert kinds.count("save_failed") >= 1
+    saved = [info.step for info in list_checkpoints(place) if info.complete]
+    assert 10 not in saved
+    assert any(14 <= step < 20 for step in saved)  # before its turn
+    assert saved[-1] == 30
+
+
+def test_at_the_end_the_run_waits_for_storage(folder: Path):
+    until = []
+
+    def away(step: int) -> bool:
+        if step >= 30:
+            until.append(time.monotonic())
+        return step >= 25 and len(until) < 3
+
+    place, events = run(folder, away)
+    assert [info.step for info in list_checkpoints(place) if info.complete][-1] == 30
+    assert events[-1]["kind"] == "finish"
+
+
+def test_a_limit_ends_the_run(folder: Path):
+    with pytest.raises(StorageError, match=r"3 saves in a row have failed, the last one so: .*away") as error:
+        run(folder, lambda step: True, "checkpoint.max_failed_saves=3", "checkpoint.every_steps=2")
+    assert "start the run again" in error.value.mend
+
+
+def test_logs_wait_for_nobody():
+    """An object store that takes requests and does not answer, then does."""
+    from tidewheel.cluster.faults import frozen
+
+    with S3Server() as server:
+        place = storage.store(server.create_bucket("logs") + "/run")
+        log = JsonLog(place, "metrics.jsonl", flush_seconds=0.0)
+        log.append({"step": 0})
+        log.flush()
+        assert server.pid is not None
+        with frozen(server.pid):
+            began = time.monotonic()
+            for step in range(1, 200):
+                log.append({"step": step})
+            assert time.monotonic() - began < 1
+        log.flush()
+        assert [line["step"] for line in jsonlog.read(place, "metrics.jsonl")] == list(range(200))
