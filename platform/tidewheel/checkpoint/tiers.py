@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel.checkpoint.manager import CheckpointManager
-from tidewheel.checkpoint.manifest import KEY, NAME
 from tidewheel.checkpoint.memory.client import MemoryTier
 from tidewheel.checkpoint.memory.protocol import Address, buddies
 from tidewheel.checkpoint.memory.restore import Recoverable, candidates, inventory, load
+from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.errors import CheckpointError, StorageError
-from tidewheel.storage import Store
 from tidewheel.train.runtime import Saves
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 LIST_SECONDS = 3.0
-_COMMITTED = re.compile(rf"({NAME.pattern})/{re.escape(KEY)}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class TieredCheckpoints:
         mine = placement.agents[rank]
         at = buddies(placement.known)[mine] if buddy else None
         self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, at, rank, world_size, placement.token,
-                                generation=generation, on_event=on_event)
+                                generation=generation, checkpoints=saved.store.uri, on_event=on_event)
 
     # -- memory --------------------------------------------------------------------------------
     def keeps(self, step: int) -> bool:
@@ -116,19 +112,8 @@ class TieredCheckpoints:
     def _candidates(self) -> Sequence[Recoverable]:
         """What is in memory whole and not older than what is in storage, newest first."""
         found = candidates(inventory(self._placement.known, self._placement.token))
-        oldest = newest_committed(self._saved.store) if found else 0
+        try:
+            oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if found else 0
+        except StorageError:
+            oldest = 0  # storage is away just now: memory is what there is
         return [each for each in found if each.step >= oldest]
-
-
-def newest_committed(store: Store, seconds: float = LIST_SECONDS) -> int:
-    """Step of the newest checkpoint with a manifest, by one listing; 0 when there is none, or storage does not answer
-    within `seconds`: then memory is what there is."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        entries = pool.submit(store.list).result(timeout=seconds)
-    except (StorageError, TimeoutError):
-        return 0
-    finally:
-        pool.shutdown(wait=False)
-    found = [_COMMITTED.fullmatch(entry.key) for entry in entries]
-    return max((int(match[2]) for match in found if match), default=0)

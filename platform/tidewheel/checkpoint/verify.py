@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tidewheel import storage
@@ -49,6 +50,23 @@ def list_checkpoints(store: Store) -> list[CheckpointInfo]:
             folders.setdefault(name, {})[key] = entry.bytes
     found = [_info(store, name, sizes) for name, sizes in folders.items()]
     return sorted(found, key=lambda info: info.step)
+
+
+def newest_committed(store: Store, *, seconds: float | None = None) -> int:
+    """Step of the newest checkpoint with a manifest, intact or not, by one listing; 0 when there is none.
+
+    Raises:
+        StorageError: the store does not answer, or not within `seconds`.
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        entries = pool.submit(store.list).result(timeout=seconds)
+    except TimeoutError:
+        raise StorageError(f"no answer within {seconds} s", where=store.uri, mend="wait for the store") from None
+    finally:
+        pool.shutdown(wait=False)
+    committed = [entry.key.partition("/")[0] for entry in entries if entry.key.endswith(f"/{KEY}")]
+    return max((int(name.partition("_")[2]) for name in committed if NAME.fullmatch(name)), default=0)
 
 
 def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:

@@ -396,8 +396,9 @@ class Loop:
             time.sleep(self.config.checkpoint.retry_seconds)
 
     def _keep(self, step: int) -> None:
-        """Where a recovery finds it. A shard that is found damaged later ends the run, and with it what was kept."""
+        """Where a recovery finds it."""
         self.watch.mark(step, "keep")
+        self.reader.settle()  # as for a save; it waits only when a shard was just opened
         self.runtime.checkpoints.keep(step, training_state(self.model, self.optimizer), self._extra(step))
         self.timeline.spent("save_stall")
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from tidewheel.checkpoint.memory.orphans import Orphans
 from tidewheel.checkpoint.memory.protocol import Address, Connection, admit, connect
 from tidewheel.checkpoint.memory.slots import (
     HEADER_BYTES,
@@ -46,6 +47,8 @@ EXTRA_BYTES = 1 << 20
 RETRY_SECONDS = 5.0
 """A buddy that does not answer is left alone for so long."""
 LINGER_SECONDS = 900.0
+UPLOAD_SECONDS = 30.0
+"""So long all workers of the run must have been gone before what they left is uploaded: longer than any recovery."""
 SWEEP_SECONDS = 30.0
 
 
@@ -78,11 +81,14 @@ class Agent:
         run: a short name for the folder in shared memory.
         root: the folder of shared memory.
         linger_seconds: without any worker or question for so long, it stops: nobody is coming back.
+        upload_seconds: without any worker on any node for so long, the newest whole step is uploaded, by one of the
+            agents, unless storage has it.
         on_stop: called once it has stopped.
     """
 
     def __init__(self, host: str, token: str, run: str, *, root: Path = SHARED_MEMORY,
-                 linger_seconds: float = LINGER_SECONDS, on_stop: Callable[[], None] | None = None) -> None:
+                 linger_seconds: float = LINGER_SECONDS, upload_seconds: float = UPLOAD_SECONDS,
+                 on_stop: Callable[[], None] | None = None) -> None:
         sweep(root)
         self._root = root
         self.token, self._on_stop, self._linger = token, on_stop, linger_seconds
@@ -96,6 +102,7 @@ class Agent:
         self._connections: set[Connection] = set()
         self._stopped = threading.Event()
         self._last = time.monotonic()
+        self._orphans = Orphans(upload_seconds)
         self._listener = socket.create_server((host, 0), backlog=256)
         self.address = Address(host, self._listener.getsockname()[1])
         threading.Thread(target=self._listen, name="memory agent", daemon=True).start()
@@ -157,7 +164,7 @@ class Agent:
         try:
             kind = message["op"]
             if kind == "inventory":
-                connection.send({"parts": self._inventory()})
+                connection.send({"parts": self._inventory(), "workers": len(self._workers)})
             elif kind == "describe":
                 self._describe(connection, self._part(message["part"]))
             elif kind == "read":
@@ -189,7 +196,8 @@ class Agent:
                 sweep(self._root)
                 swept = time.monotonic()
             with self._lock:
-                busy = bool(self._connections)
+                busy, working = bool(self._connections), bool(self._workers)
+            self._orphans.look(self, working)
             if busy:
                 self._last = time.monotonic()
             elif time.monotonic() - self._last > self._linger:
@@ -235,6 +243,11 @@ class Agent:
             self._workers.discard(worker)
             self._free += [slot for slot in worker.slots if slot.path not in self._parts]
             self._tidy()
+
+    def learn(self, message: dict[str, Any]) -> None:
+        """Where the run's checkpoints are, and its other agents, as a worker says."""
+        self._orphans.checkpoints = str(message.get("checkpoints", ""))
+        self._orphans.agents = [Address(str(host), int(port)) for host, port in message.get("agents", ())]
 
     def enrol(self, worker: _Worker) -> None:
         """A worker has opened slots."""
@@ -344,6 +357,7 @@ class _Worker:
     def open(self, message: dict[str, Any]) -> list[str]:
         """Give the worker its slots; those it had are free, what they hold is served on."""
         self._agent.release(self)
+        self._agent.learn(message)
         buddy = message["buddy"]
         self._buddy_at = Address(str(buddy[0]), int(buddy[1])) if buddy else None
         self.slots = []

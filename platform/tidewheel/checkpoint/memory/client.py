@@ -36,15 +36,18 @@ class MemoryTier:
             of what it held.
         rank, world_size, generation: this worker's; a later generation has a higher number.
         run_token: the run's secret, the same as its agents'.
+        checkpoints: URI of the run's checkpoints, where agents upload the newest step when all workers are gone; "":
+            they do not.
         on_event: called with ("memory_tier_lost", detail) when the agent or shared memory is gone, and with
             ("buddy_lost", detail) when copies no longer arrive; once each.
     """
 
     def __init__(self, agents: Mapping[int, Address], mine: Address, buddy: Address | None, rank: int, world_size: int,
-                 run_token: str, *, generation: int = 0, on_event: OnEvent | None = None) -> None:
+                 run_token: str, *, generation: int = 0, checkpoints: str = "",
+                 on_event: OnEvent | None = None) -> None:
         self.agents, self.mine, self.buddy = dict(agents), mine, buddy
         self.rank, self.world_size, self.generation = rank, world_size, generation
-        self._token, self._on_event = run_token, on_event
+        self._token, self._checkpoints, self._on_event = run_token, checkpoints, on_event
         self._connection: Connection | None = None
         self._slots: list[Slot] = []
         self._table = b""
@@ -137,7 +140,8 @@ class MemoryTier:
         self._table, placed, end = place(list(pieces.values()))
         self._extra_start, self._room = end, room
         self._connection.patience(None)  # many gigabytes are being allocated
-        answer = self._connection.ask({"op": "open", "capacity": end + room, "buddy": self.buddy})
+        answer = self._connection.ask({"op": "open", "capacity": end + room, "buddy": self.buddy,
+                                        "agents": sorted(set(self.agents.values())), "checkpoints": self._checkpoints})
         self._connection.patience(PATIENCE_SECONDS)
         self._release()
         self._slots = [Slot(Path(path)) for path in answer["paths"]]

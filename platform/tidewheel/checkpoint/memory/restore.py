@@ -1,20 +1,14 @@
-"""Read the newest state that is whole somewhere in the agents' memory, into ranks of any layout and number."""
+"""Load the newest state that is whole somewhere in the agents' memory, into ranks of any layout and number."""
 
 from __future__ import annotations
 
-import json
-import mmap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,99 +18,25 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from tidewheel.checkpoint.dcp import load_planner
-from tidewheel.checkpoint.memory.protocol import CONNECT_SECONDS, Address, connect
-from tidewheel.checkpoint.memory.slots import Slot, block_of, block_range, hash_blocks
-from tidewheel.checkpoint.memory.table import Piece, parse
+from tidewheel.checkpoint.memory.find import (
+    MEND,
+    Copy,
+    Inventory,
+    PartReader,
+    Recoverable,
+    blocks_of,
+    candidates,
+    inventory,
+    newest_complete,
+)
+from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory.table import Piece
 from tidewheel.checkpoint.staging import flatten
 from tidewheel.errors import CheckpointError
 
+__all__ = ["Inventory", "Recoverable", "candidates", "inventory", "load", "newest_complete"]
+
 READERS = 8
-READ_SECONDS = 5.0
-"""An agent that sends nothing for so long is passed over."""
-MEND = "the newest intact checkpoint is used instead"
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One rank's part at one agent."""
-
-    agent: Address
-    part: int
-    """Its number there."""
-    origin: str
-    """"own": of a worker of that node; "copy": held for its buddy."""
-    path: str
-    step: int
-    generation: int
-    rank: int
-    world_size: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """What the agents that answered hold."""
-
-    copies: tuple[Copy, ...]
-    alive: tuple[Address, ...]
-    run_token: str = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Recoverable:
-    """A step of which every rank's part is in memory somewhere."""
-
-    step: int
-    generation: int
-    world_size: int
-    copies: tuple[tuple[Copy, ...], ...]
-    """By rank, the worker's own node first."""
-    run_token: str = field(repr=False)
-
-
-def inventory(agents: Iterable[Address], run_token: str, *, seconds: float = CONNECT_SECONDS) -> Inventory:
-    """What is held where. Agents that do not answer within `seconds` are passed over; all are asked at once."""
-    asked = sorted(set(agents))
-    with ThreadPoolExecutor(max(1, min(64, len(asked)))) as pool:
-        answers = list(pool.map(lambda each: _ask(each, run_token, seconds), asked))
-    copies = [copy for answer in answers if answer is not None for copy in answer]
-    alive = [each for each, answer in zip(asked, answers) if answer is not None]
-    return Inventory(tuple(copies), tuple(alive), run_token)
-
-
-def _ask(agent: Address, token: str, seconds: float) -> list[Copy] | None:
-    try:
-        connection = connect(agent, token, seconds=seconds, patience=seconds)
-        try:
-            parts = connection.ask({"op": "inventory"})["parts"]
-        finally:
-            connection.close()
-        return [Copy(agent=agent, **part) for part in parts]
-    except (OSError, LookupError, TypeError):
-        return None  # dead or frozen: recovery goes on with those that answer
-
-
-def candidates(found: Inventory) -> list[Recoverable]:
-    """All steps that are whole, the newest first.
-
-    A later generation goes before an earlier one whatever their steps: it is what the run has done last.
-    """
-    held: dict[tuple[int, int], dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
-    for copy in found.copies:
-        held[copy.generation, copy.step][copy.rank].append(copy)
-    whole = []
-    for (generation, step), by_rank in sorted(held.items(), reverse=True):
-        world_size = next(copy.world_size for copies in by_rank.values() for copy in copies)
-        if set(by_rank) == set(range(world_size)):
-            copies = tuple(tuple(sorted(by_rank[rank], key=lambda copy: copy.origin != "own"))
-                           for rank in range(world_size))
-            whole.append(Recoverable(step, generation, world_size, copies, found.run_token))
-    return whole
-
-
-def newest_complete(found: Inventory) -> Recoverable | None:
-    """The newest step of which every rank's part exists, its own or its buddy's copy; None: there is none."""
-    return next(iter(candidates(found)), None)
 
 
 def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any = None,
@@ -150,10 +70,9 @@ def _load(recoverable: Recoverable, state: dict[str, Any], mine: Address | None)
     flat = flatten(state)
     where = f"memory tier, step {recoverable.step}"
     with ThreadPoolExecutor(READERS, thread_name_prefix="memory tier") as pool:
-        parts = list(pool.map(lambda copies: _Part(_near(copies, mine), recoverable.run_token, mine),
+        parts = list(pool.map(lambda copies: PartReader(_near(copies, mine), recoverable.run_token, mine),
                               recoverable.copies))
-        parts[0].describe()
-        list(pool.map(_Part.describe, parts))
+        list(pool.map(PartReader.describe, parts))
         plan, planner, places = _plan(flat, parts, where)
         wanted: dict[int, list[tuple[ReadItem, Piece]]] = defaultdict(list)
         for item in plan:
@@ -168,7 +87,7 @@ def _near(copies: Sequence[Copy], mine: Address | None) -> list[Copy]:
     return sorted(copies, key=lambda copy: copy.agent != mine)
 
 
-def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[_Part],
+def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader],
           where: str) -> tuple[list[ReadItem], Any, dict[tuple[str, tuple[int, ...]], tuple[int, Piece]]]:
     """What this rank reads; and of each box the rank and place to read it from, the nearest of equals."""
     places: dict[tuple[str, tuple[int, ...]], tuple[int, Piece]] = {}
@@ -197,14 +116,9 @@ def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[_Part],
 
 
 @torch.no_grad()
-def _fill(part: _Part, items: Sequence[tuple[ReadItem, Piece]], planner: Any) -> None:
+def _fill(part: PartReader, items: Sequence[tuple[ReadItem, Piece]], planner: Any) -> None:
     """Copy what is wanted of one part into place."""
-    blocks: set[int] = set()
-    for item, piece in items:
-        start, end = _rows(item, piece)
-        if end > start:
-            blocks.update(range(block_of(start), block_of(end - 1) + 1))
-    data = part.read(_ranges(blocks))
+    data = part.read(blocks_of(_rows(item, piece) for item, piece in items))
     for item, piece in items:
         start, end = _rows(item, piece)
         sizes, offsets = list(piece.sizes), list(item.storage_offsets)
@@ -227,76 +141,3 @@ def _rows(item: ReadItem, piece: Piece) -> tuple[int, int]:
     row_bytes = piece.bytes // piece.sizes[0] if piece.sizes[0] else 0
     start = piece.start + item.storage_offsets[0] * row_bytes
     return start, start + item.lengths[0] * row_bytes
-
-
-def _ranges(blocks: Iterable[int]) -> list[tuple[int, int]]:
-    """Runs of numbers that follow each other, [first, last]."""
-    found: list[tuple[int, int]] = []
-    for block in sorted(blocks):
-        if found and found[-1][1] == block - 1:
-            found[-1] = found[-1][0], block
-        else:
-            found.append((block, block))
-    return found
-
-
-class _Part:
-    """One rank's part, from whichever of its copies is alive and intact."""
-
-    def __init__(self, copies: Sequence[Copy], token: str, mine: Address | None) -> None:
-        self._copies, self._token, self._mine = list(copies), token, mine
-        self._end = copies[0].bytes
-        self.near = copies[0].agent == mine
-        self.pieces: list[Piece] = []
-        self.extra: dict[str, Any] = {}
-
-    def describe(self) -> None:
-        """Learn what is in it; CheckpointError when no copy tells."""
-        if not self.pieces:
-            self._from_any(self._describe)
-
-    def _describe(self, copy: Copy) -> None:
-        connection = connect(copy.agent, self._token, patience=READ_SECONDS)
-        try:
-            answer = connection.ask({"op": "describe", "part": copy.part})
-            table = connection.receive_bytes(answer["table_bytes"])
-            extra = connection.receive_bytes(answer["extra_bytes"])
-        finally:
-            connection.close()
-        if (xxhash.xxh3_64_intdigest(table), xxhash.xxh3_64_intdigest(extra)) != (
-                answer["table_hash"], answer["extra_hash"]):
-            raise ValueError("its table is damaged")
-        self.extra, self.pieces = json.loads(extra), parse(table, answer["extra_start"])
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> memoryview:
-        """The bytes of the part, of which those in `ranges` of blocks, first and last, are there and were checked."""
-        return self._from_any(lambda copy: self._read(copy, ranges))
-
-    def _read(self, copy: Copy, ranges: Sequence[tuple[int, int]]) -> memoryview:
-        near = copy.agent == self._mine
-        data = Slot(Path(copy.path)).bytes if near else memoryview(
-            mmap.mmap(-1, self._end))  # only what is filled takes memory
-        connection = connect(copy.agent, self._token, patience=READ_SECONDS)
-        try:
-            hashes = connection.ask({"op": "read", "part": copy.part,
-                                     "blocks": {"ranges": ranges, "bytes": not near}})["hashes"]
-            for first, last in ranges if not near else ():
-                start, end = block_range(first, last, self._end)
-                connection.receive_into(data[start:end])
-        finally:
-            connection.close()
-        blocks = [block for first, last in ranges for block in range(first, last + 1)]
-        if not np.array_equal(hash_blocks(data, self._end, blocks), np.array(hashes, dtype=np.uint64)):
-            raise ValueError("its content is damaged")
-        return data
-
-    def _from_any(self, read: Any) -> Any:
-        problems = []
-        for copy in self._copies:
-            try:
-                return read(copy)
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                problems.append(f"{copy.origin} at {copy.agent.host}:{copy.agent.port}: {error}")
-        first = self._copies[0]
-        raise CheckpointError(f"the part of rank {first.rank} is lost ({'; '.join(problems)})"[:500],
-                              where=f"memory tier, step {first.step}", mend=MEND)

@@ -206,7 +206,7 @@ def test_nonsense_ends_its_connection_and_nothing_else(data):
     for message in ({"op": "fly"}, {}, {"op": "read", "part": 1, "blocks": {}}, {"op": "put", "slot": 9}):
         with pytest.raises(ConnectionError, match="Error"):
             connection.ask(message)
-    assert connection.ask({"op": "inventory"}) == {"parts": []}
+    assert connection.ask({"op": "inventory"}) == {"parts": [], "workers": 0}
     connection.close()
 
 

@@ -1,19 +1,24 @@
 """Memory above storage: what is newest is taken, by all ranks alike, in any number of them."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import on_ranks
 from tests.unit.checkpoint.helpers import Events, clear, equal, manager, state
 from tests.unit.train.helpers import Replaced, Script, config, write_shards
 from tidewheel import jsonlog, storage
+from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.memory.agent import Agent
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
+from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
 from tidewheel.storage import store
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime
@@ -106,6 +111,37 @@ def test_storage_that_is_newer_is_taken(tmp_path, agents):
     assert both.load_saved(values) == {"step": 7}  # a rollback
     assert both.load_latest(values) == {"step": 7}
     both.close()
+
+
+def keep_newest(folder: Path, addresses: list[Address]) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    both = tiers(folder, addresses, rank, size, 0, Events())
+    for step in (4, 5):
+        both.keep(step, state(step, init_device_mesh("cpu", (size,))), {"step": step, "text": "kept"})
+
+
+def test_agents_upload_what_a_lost_run_has_left(tmp_path):
+    """Two ranks end without a save; of their agents one, and only one, writes a checkpoint like any other."""
+    both = [Agent("127.0.0.1", TOKEN, "tiers", upload_seconds=1.0) for _ in range(2)]
+    folder = tmp_path / "run" / "checkpoints"
+    on_ranks(2, keep_newest, folder, [agent.address for agent in both])
+    until = time.monotonic() + 30
+    while not (found := list_checkpoints(store(folder))) or not found[-1].complete:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(2.5)
+    for agent in both:
+        agent.stop()
+    assert verify_checkpoint(store(folder), "step_00000005") == []
+    values = state(999)
+    assert manager(store(folder)).load_latest(values) == {"step": 5, "text": "kept"}
+    assert equal(values, state(5))
+    manifest = read_manifest(store(folder), "step_00000005")
+    assert len(manifest.tensors["optimizer/half"].chunks) == 1  # a replica: written once
+    with safe_open(folder / "step_00000005" / manifest.files[1].key, "pt") as file:
+        assert torch.equal(file.get_tensor("model/wide@2,0,0"), state(5)["model"]["wide"][2:])
+    lines = jsonlog.read(store(tmp_path / "run"), "events.jsonl")
+    assert [(line["kind"], line["detail"]["by"]) for line in lines] == [("commit", "memory agent")]
 
 
 def test_a_run_goes_on_from_memory_and_ends_the_same(tmp_path, agents):

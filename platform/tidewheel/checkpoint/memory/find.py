@@ -1,0 +1,188 @@
+"""What the agents hold, which steps of it are whole, and the bytes of it, checked. No torch in here: agents use it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from tidewheel.checkpoint.memory.protocol import CONNECT_SECONDS, Address, connect
+from tidewheel.checkpoint.memory.slots import Slot, block_of, block_range, hash_blocks
+from tidewheel.checkpoint.memory.table import Piece, parse
+from tidewheel.errors import CheckpointError
+
+READ_SECONDS = 5.0
+"""An agent that sends nothing for so long is passed over."""
+MEND = "the newest intact checkpoint is used instead"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One rank's part at one agent."""
+
+    agent: Address
+    part: int
+    """Its number there."""
+    origin: str
+    """"own": of a worker of that node; "copy": held for its buddy."""
+    path: str
+    step: int
+    generation: int
+    rank: int
+    world_size: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What the agents that answered hold."""
+
+    copies: tuple[Copy, ...]
+    alive: tuple[Address, ...]
+    workers: int
+    """That are connected to them."""
+    run_token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Recoverable:
+    """A step of which every rank's part is in memory somewhere."""
+
+    step: int
+    generation: int
+    world_size: int
+    copies: tuple[tuple[Copy, ...], ...]
+    """By rank, the worker's own node first."""
+    run_token: str = field(repr=False)
+
+
+def inventory(agents: Iterable[Address], run_token: str, *, seconds: float = CONNECT_SECONDS) -> Inventory:
+    """What is held where. Agents that do not answer within `seconds` are passed over; all are asked at once."""
+    asked = sorted(set(agents))
+    with ThreadPoolExecutor(max(1, min(64, len(asked)))) as pool:
+        answers = list(pool.map(lambda each: _ask(each, run_token, seconds), asked))
+    alive = {each: answer for each, answer in zip(asked, answers) if answer is not None}
+    return Inventory(tuple(copy for copies, _ in alive.values() for copy in copies), tuple(alive),
+                     sum(workers for _, workers in alive.values()), run_token)
+
+
+def _ask(agent: Address, token: str, seconds: float) -> tuple[list[Copy], int] | None:
+    """What an agent holds, and its number of workers."""
+    try:
+        connection = connect(agent, token, seconds=seconds, patience=seconds)
+        try:
+            answer = connection.ask({"op": "inventory"})
+        finally:
+            connection.close()
+        return [Copy(agent=agent, **part) for part in answer["parts"]], int(answer["workers"])
+    except (OSError, LookupError, TypeError):
+        return None  # dead or frozen: recovery goes on with those that answer
+
+
+def candidates(found: Inventory) -> list[Recoverable]:
+    """All steps that are whole, the newest first.
+
+    A later generation goes before an earlier one whatever their steps: it is what the run has done last.
+    """
+    held: dict[tuple[int, int], dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
+    for copy in found.copies:
+        held[copy.generation, copy.step][copy.rank].append(copy)
+    whole = []
+    for (generation, step), by_rank in sorted(held.items(), reverse=True):
+        world_size = next(copy.world_size for copies in by_rank.values() for copy in copies)
+        if set(by_rank) == set(range(world_size)):
+            copies = tuple(tuple(sorted(by_rank[rank], key=lambda copy: copy.origin != "own"))
+                           for rank in range(world_size))
+            whole.append(Recoverable(step, generation, world_size, copies, found.run_token))
+    return whole
+
+
+def newest_complete(found: Inventory) -> Recoverable | None:
+    """The newest step of which every rank's part exists, its own or its buddy's copy; None: there is none."""
+    return next(iter(candidates(found)), None)
+
+
+class PartReader:
+    """One rank's part, from whichever of its copies is alive and intact."""
+
+    def __init__(self, copies: Sequence[Copy], token: str, mine: Address | None) -> None:
+        self._copies, self._token, self._mine = list(copies), token, mine
+        self._end = copies[0].bytes
+        self.near = copies[0].agent == mine
+        self.pieces: list[Piece] = []
+        self.extra: dict[str, Any] = {}
+
+    def describe(self) -> None:
+        """Learn what is in it; CheckpointError when no copy tells."""
+        if not self.pieces:
+            self._from_any(self._describe)
+
+    def _describe(self, copy: Copy) -> None:
+        connection = connect(copy.agent, self._token, patience=READ_SECONDS)
+        try:
+            answer = connection.ask({"op": "describe", "part": copy.part})
+            table = connection.receive_bytes(answer["table_bytes"])
+            extra = connection.receive_bytes(answer["extra_bytes"])
+        finally:
+            connection.close()
+        if (xxhash.xxh3_64_intdigest(table), xxhash.xxh3_64_intdigest(extra)) != (
+                answer["table_hash"], answer["extra_hash"]):
+            raise ValueError("its table is damaged")
+        self.extra, self.pieces = json.loads(extra), parse(table, answer["extra_start"])
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> memoryview:
+        """The bytes of the part, of which those in `ranges` of blocks, first and last, are there and were checked."""
+        return self._from_any(lambda copy: self._read(copy, ranges))
+
+    def _read(self, copy: Copy, ranges: Sequence[tuple[int, int]]) -> memoryview:
+        near = copy.agent == self._mine
+        data = Slot(Path(copy.path)).bytes if near else memoryview(
+            mmap.mmap(-1, self._end))  # only what is filled takes memory
+        connection = connect(copy.agent, self._token, patience=READ_SECONDS)
+        try:
+            hashes = connection.ask({"op": "read", "part": copy.part,
+                                     "blocks": {"ranges": ranges, "bytes": not near}})["hashes"]
+            for first, last in ranges if not near else ():
+                start, end = block_range(first, last, self._end)
+                connection.receive_into(data[start:end])
+        finally:
+            connection.close()
+        blocks = [block for first, last in ranges for block in range(first, last + 1)]
+        if not np.array_equal(hash_blocks(data, self._end, blocks), np.array(hashes, dtype=np.uint64)):
+            raise ValueError("its content is damaged")
+        return data
+
+    def _from_any(self, read: Callable[[Copy], T]) -> T:
+        problems = []
+        for copy in self._copies:
+            try:
+                return read(copy)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                problems.append(f"{copy.origin} at {copy.agent.host}:{copy.agent.port}: {error}")
+        first = self._copies[0]
+        raise CheckpointError(f"the part of rank {first.rank} is lost ({'; '.join(problems)})"[:500],
+                              where=f"memory tier, step {first.step}", mend=MEND)
+
+
+def blocks_of(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The blocks that spans of bytes (start, end) lie in: runs of numbers that follow each other, [first, last]."""
+    blocks: set[int] = set()
+    for start, end in spans:
+        if end > start:
+            blocks.update(range(block_of(start), block_of(end - 1) + 1))
+    found: list[tuple[int, int]] = []
+    for block in sorted(blocks):
+        if found and found[-1][1] == block - 1:
+            found[-1] = found[-1][0], block
+        else:
+            found.append((block, block))
+    return found
