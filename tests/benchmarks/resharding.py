@@ -30,6 +30,7 @@ from tests.benchmarks.equivalence import LOSS_BOUND, losses, prepare, settings
 from tidewheel import storage
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import step_name
+from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.staging import flatten
 from tidewheel.console import print_table
 from tidewheel.train.config import TrainConfig
@@ -78,11 +79,12 @@ class Witness(CheckpointManager):
     def __init__(self, config: TrainConfig, oracle: Path) -> None:
         super().__init__(storage.store(config.run_uri).child("checkpoints"), keep_last=9, asynchronous=False)
         self._oracle, self._verdict = oracle, Path(config.run_uri, VERDICT)
+        self._ranks = Peers()
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         if step == SAVED:
-            everyone = self._peers.all(_whole(state))
-            if self._peers.rank == 0:
+            everyone = self._ranks.all(_whole(state))
+            if self._ranks.rank == 0:
                 torch.save({name: tensor for part in everyone for name, tensor in part.items()}, self._oracle)
         super().save(step, state, extra)
 
@@ -92,9 +94,9 @@ class Witness(CheckpointManager):
             assert extra["step"] == SAVED
             saved = torch.load(self._oracle, weights_only=True, mmap=True)
             mine = {name: torch.equal(tensor, saved[name]) for name, tensor in _whole(state).items()}
-            found = {name: same for part in self._peers.all(mine) for name, same in part.items()}
+            found = {name: same for part in self._ranks.all(mine) for name, same in part.items()}
             wrong = [name for name in saved if not found.get(name)]  # a stage of a pipeline has a part of the names
-            if self._peers.rank == 0:
+            if self._ranks.rank == 0:
                 storage.store(self._verdict.parent).write_json(VERDICT, {"tensors": len(saved), "unequal": wrong})
         return extra
 
