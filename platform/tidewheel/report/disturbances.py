@@ -21,6 +21,8 @@ class Disturbance:
     """What began at one moment and ended when the workers trained again."""
 
     begin: Event
+    end: float = float("inf")
+    """When training went on."""
     kinds: list[str] = field(default_factory=list)
     workers: tuple[int, int] = (0, 0)
     """Before and after; 0: nobody trained."""
@@ -56,7 +58,7 @@ def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Distu
             current.cost[name] = current.cost.get(name, 0.0) + amount
         if event.kind in ("start", "resume"):
             size = event.size or size
-            current.workers, opened = (current.workers[0], size), False
+            current.workers, current.end, opened = (current.workers[0], size), event.time, False
             redo = event.detail.get("redo")
             current.redone += redo if isinstance(redo, int) else 0
     _pauses(found, metrics)
@@ -64,16 +66,16 @@ def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Distu
 
 
 def _pauses(found: Sequence[Disturbance], metrics: Sequence[dict]) -> None:
-    """The longest gap between two steps that each one falls into, or that comes before the next."""
+    """Each gap between two steps is the pause of the first that was not over when it began and began before its end."""
     times = sorted(float(line["time"]) for line in metrics if "loss" in line and "time" in line)
-    gaps = list(itertools.pairwise(times))
-    for number, one in enumerate(found):
-        if "start" in one.kinds:  # nothing trained before
-            one.pause = max(0.0, times[0] - one.begin.time) if times else 0.0
-            continue
-        until = found[number + 1].begin.time if number + 1 < len(found) else float("inf")
-        mine = [(before, after) for before, after in gaps if after > one.begin.time and before < until]
-        one.pause = max((after - before for before, after in mine), default=0.0)
+    if found and times:
+        found[0].pause = max(0.0, times[0] - found[0].begin.time)
+    at = 0
+    for before, after in itertools.pairwise(times):
+        while at < len(found) and found[at].end < before:
+            at += 1
+        if at < len(found) and found[at].begin.time < after:
+            found[at].pause = max(found[at].pause, after - before)
 
 
 def disturbance_table(found: Sequence[Disturbance], began: float) -> Html:
@@ -84,16 +86,15 @@ def disturbance_table(found: Sequence[Disturbance], began: float) -> Html:
     rows: list[tuple[Any, ...]] = []
     for each in found[:AT_MOST]:
         before, after = each.workers
-        rows.append((seconds(each.begin.time - began), f"{each.begin.step:,}", badge(each.name, _tone(each)),
+        rows.append((seconds(each.begin.time - began), badge(each.name, _tone(each)),
                      f"{before or '–'} → {after or '–'}", seconds(each.pause), each.redone or "–",
                      *(_amount(each.cost.get(name, 0.0)) for name in used),
                      _amount(sum(each.cost.get(name, 0.0) for name in SHOWN))))
     whole = {name: sum(each.cost.get(name, 0.0) for each in found) for name in SHOWN}
-    rows.append(("all", "", "", "", seconds(sum(each.pause for each in found)), sum(each.redone for each in found),
+    rows.append(("all", "", "", seconds(sum(each.pause for each in found)), sum(each.redone for each in found),
                  *(_amount(whole[name]) for name in used), _amount(sum(whole.values()))))
-    head = ("time", "step", "what happened", "workers", "pause", "steps redone",
-            *(name.replace("_", " ") for name in used), "worker time")
-    return table(head, rows, numeric=(0, 1, *range(4, len(head))))
+    head = ("time", "what happened", "workers", "pause", "steps redone", *used, "all")
+    return table(head, rows, numeric=(0, *range(3, len(head))))
 
 
 def _tone(each: Disturbance) -> str:
