@@ -10,6 +10,8 @@ driver, a store that is away, a damaged checkpoint. Exit code 1 unless
 - the ledger's parts sum to the worker seconds, and its generations to the time that drivers were there, within 1 %;
 - the loss and parameters are those of the undisturbed single process: to the bit with --reproducible.
 
+With --peer plain Ray Train, elastic, then has the same events at the same times (`tests/chaos/peer.py`), for as long.
+
 The table shows for each event the longest time without a step until the next event, and the steps done again.
 """
 
@@ -23,13 +25,14 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.benchmarks.equivalence import weights
+from tests.chaos import peer
 from tests.chaos.events import EVENTS
 from tests.chaos.world import World, disturbed_run, prepare, settings
 from tidewheel import jsonlog
@@ -40,6 +43,8 @@ from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
 LOSS_BOUND, PARAMETER_BOUND, WALL_BOUND = 2e-3, 2e-2, 0.01
+FIRST_STEP = 5
+"""Nothing happens before."""
 OTHER_WORK = 0.06
 """Seconds a step of the model takes here beside what `--step-seconds` adds."""
 
@@ -49,6 +54,7 @@ class Happened:
     """One event."""
 
     time: float
+    step: int
     kind: str
     detail: str
 
@@ -62,22 +68,24 @@ class Chaos:
     goodput: float
     parts: dict[str, float]
     problems: tuple[str, ...]
+    peer_steps: int = 0
+    """Steps that count, of plain Ray Train in the same time; 0: not run."""
 
 
-def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: float, gap: tuple[float, float],
-            first_step: int = 5) -> list[Happened]:
+def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: float,
+            gap: tuple[float, float]) -> list[Happened]:
     """Let events happen until the run is over or `seconds` have passed; each kind once before any comes again."""
     happened: list[Happened] = []
-    world.wait_for(lambda: world.step >= first_step, 120)
+    world.wait_for(lambda: world.step >= FIRST_STEP, 120)
     until, deck = time.monotonic() + seconds, list[str]()
     while not world.over.is_set() and time.monotonic() < until:
         if not deck:
             deck = rng.sample(kinds, len(kinds))
         kind = deck.pop()
         world.wait_for(lambda: bool(world.cluster.nodes), 60)
-        at = time.time()
-        happened.append(Happened(at, kind, EVENTS[kind](world, rng)))
-        print(f"{at - world.drivers[0].began:7.1f} s  step {world.step:<6} {kind}: {happened[-1].detail}", flush=True)
+        at, step = time.time(), world.step
+        happened.append(Happened(at, step, kind, EVENTS[kind](world, rng)))
+        print(f"{at - world.drivers[0].began:7.1f} s  step {step:<6} {kind}: {happened[-1].detail}", flush=True)
         world.over.wait(timeout=rng.uniform(*gap))
     return happened
 
@@ -127,7 +135,8 @@ def differences(config: TrainConfig, reference: TrainConfig) -> list[str]:
     if getattr(config, "reproducible", False):
         from tidewheel.checkpoint.digest import digest
 
-        ours, theirs = digest(config.run_uri), digest(reference.run_uri)
+        ours, theirs = digest(config.run_uri).state, digest(reference.run_uri).state
+        print(f"SHA-256 of the state {ours}, undisturbed {theirs}")
         return [] if ours == theirs else [f"the state's digest is {ours}, undisturbed {theirs}"]
     ours, theirs = final_loss(config), final_loss(reference)
     expected, found = weights(reference, reference), weights(config, reference)
@@ -135,6 +144,34 @@ def differences(config: TrainConfig, reference: TrainConfig) -> list[str]:
     print(f"loss {ours:.6f}, undisturbed {theirs:.6f}; parameters differ by at most {far:.1e}")
     return [f"loss {ours}, undisturbed {theirs}"] * (abs(ours - theirs) > LOSS_BOUND) + [
         f"a parameter is off by {far}"] * (far > PARAMETER_BOUND)
+
+
+def beside_peer(folder: Path, happened: list[Happened], seconds: float, steps: int, *, nodes: int,
+                step_seconds: float, seed: int) -> int:
+    """Steps that count of plain Ray Train, in `seconds` from the first event on, which comes once it trains.
+
+    Raises:
+        RuntimeError: it does not train.
+    """
+    config = settings(folder, "peer", 10 * steps, workers=nodes)
+    with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds, program="tests.chaos.peer") as world:
+        if not world.wait_for(lambda: _peer_step(world) >= FIRST_STEP, 180):
+            raise RuntimeError(f"plain Ray Train has not begun: {world.drivers[-1].error}")
+        start, rng, before = time.time(), random.Random(seed), _peer_step(world)
+        for event in happened:
+            time.sleep(max(0.0, start + event.time - happened[0].time - time.time()))
+            kind = peer.AS_IF.get(event.kind, event.kind)
+            if kind not in peer.LEFT_OUT and world.cluster.nodes:
+                at, step = time.time() - start, _peer_step(world)
+                print(f"plain Ray Train {at:7.1f} s  step {step:<6} {kind}: {EVENTS[kind](world, rng)}", flush=True)
+        time.sleep(max(0.0, start + seconds - time.time()))
+        return _peer_step(world) - before
+
+
+def _peer_step(world: World) -> int:
+    """The step it is at: those it does again count once."""
+    lines = jsonlog.read(world.place, "metrics.jsonl")
+    return int(lines[-1]["step"]) if lines else 0
 
 
 def final_loss(config: TrainConfig) -> float:
@@ -162,7 +199,7 @@ def consequences(world: World, happened: list[Happened]) -> list[dict[str, Any]]
 
 def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[str] | None = None,
         gap: tuple[float, float] = (20, 60), steps: int = 0, step_seconds: float = 0.1,
-        reproducible: bool = False) -> Chaos:
+        reproducible: bool = False, with_peer: bool = False) -> Chaos:
     """The disturbed run, its reference, and the table."""
     prepare(folder)
     steps = steps or round(0.6 * seconds / (step_seconds + OTHER_WORK))
@@ -180,6 +217,12 @@ def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[
     whole = sum(found.parts.values())
     print(f"goodput {100 * found.goodput:.1f} % of {whole:.0f} worker seconds: " + ", ".join(
         f"{name.replace('_', ' ')} {100 * part / whole:.1f} %" for name, part in found.parts.items()))
+    if with_peer:
+        window = world.drivers[0].began + took - happened[0].time
+        theirs = beside_peer(folder, happened, window, steps, nodes=nodes, step_seconds=step_seconds, seed=seed)
+        found = replace(found, peer_steps=theirs)
+        print(f"in {window:.0f} s from the first event on: {steps - happened[0].step} steps that count; plain Ray "
+              f"Train under the same events {theirs}")
     print("\n".join(found.problems) or f"finished: {steps} steps, audit clean, ledger whole, result as undisturbed")
     return found
 
@@ -196,6 +239,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0, help="of the run; by default it lasts about --minutes")
     parser.add_argument("--step-seconds", type=float, default=0.1, help="added to each step")
     parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--peer", action="store_true", help="then plain Ray Train, as long again")
     parser.add_argument("--keep", default="", help="folder for the runs, which stays; report it with tidewheel report")
     parser.add_argument("--json", default="", help="also write the outcome into this file")
     given = parser.parse_args()
@@ -204,7 +248,7 @@ def main() -> int:
     try:
         found = run(folder, seconds=60 * given.minutes, seed=given.seed, nodes=given.nodes, gap=tuple(given.gap),
                     kinds=[kind for kind in given.events.split(",") if kind], steps=given.steps,
-                    step_seconds=given.step_seconds, reproducible=given.reproducible)
+                    step_seconds=given.step_seconds, reproducible=given.reproducible, with_peer=given.peer)
     finally:
         if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)

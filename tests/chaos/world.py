@@ -30,7 +30,7 @@ def settings(folder: Path, run_id: str, steps: int, *, workers: int, overrides: 
     return build(TrainConfig, {
         "run": {"uri": str(folder / "runs"), "id": run_id}, "data": {"uri": str(folder / "shards"), "seed": 3},
         "steps": steps, "model": {"dim": 64, "num_layers": 2, "num_heads": 4, "tie_embeddings": True},
-        "optimizer": {"learning_rate": 1e-3, "clip_norm": 0.5},
+        "optimizer": {"learning_rate": 1e-4, "clip_norm": 0.5},
         "batch": {"global_sequences": 16, "micro_sequences": 4, "virtual_ranks": VIRTUAL_RANKS},
         "schedule": {"warmup_steps": 5}, "evaluation": {"sample_tokens": 0},
         "checkpoint": {"every_steps": SAVE_EVERY}, "guards": {"collective_timeout_seconds": 5},
@@ -70,6 +70,8 @@ class World:
     world_size: int = 0
     over: threading.Event = field(default_factory=threading.Event)
     closing: bool = False
+    program: str = "tests.chaos.driver"
+    """What drives the run."""
     _process: subprocess.Popen[str] | None = None
 
     @property
@@ -91,7 +93,7 @@ class World:
             driver = Driver(time.time())
             errors = open(self.folder / f"driver-{len(self.drivers)}.err", "w+")  # noqa: SIM115
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.driver", str(file), self.cluster.address], env=self.environment,
+                [sys.executable, "-m", self.program, str(file), self.cluster.address], env=self.environment,
                 cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True)
             self.drivers.append(driver)
             assert self._process.stdout is not None
@@ -156,7 +158,8 @@ class World:
 
 @contextlib.contextmanager
 def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_node: float = 1,
-                  step_seconds: float = 0.0, **environment: str) -> Iterator[World]:
+                  step_seconds: float = 0.0, program: str = "tests.chaos.driver",
+                  **environment: str) -> Iterator[World]:
     """A cluster with a run on it, under way; both end with the block."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     added = {"CHAOS_STEP_SECONDS": str(step_seconds), "CHAOS_STORAGE_AWAY": str(folder / "storage-away"),
@@ -165,7 +168,7 @@ def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_nod
     os.environ.update(added)  # the cluster's processes have what is here when it starts
     try:
         with LocalCluster(nodes=nodes, cpus_per_node=cpus_per_node) as cluster:
-            world = World(cluster, config, folder, dict(os.environ))
+            world = World(cluster, config, folder, dict(os.environ), program=program)
             thread = threading.Thread(target=world.supervise, name="driver", daemon=True)
             thread.start()
             try:

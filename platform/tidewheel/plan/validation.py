@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,20 +86,27 @@ def observe(place: Store) -> Observed:
     done = len(jsonlog.read(place, "batches.jsonl"))
     working = sum(parts.get(name, 0.0) for name in ("productive", "redone", "data_wait"))
     commits = [event["detail"] for event in events if event["kind"] == "commit"]
-    saves = sum(event["kind"] == "save" for event in events)
+    saves = [event["detail"]["step"] for event in events if event["kind"] == "save"]
     uploads = [max(0.0, commit["seconds"] - commit["stall_seconds"]) for commit in commits]
-    memory = config["checkpoint"].get("memory") or {}
+    in_memory = any(event["detail"].get("tier") == "memory" for event in events if event["kind"] == "resume")
+    refresh_steps = config["checkpoint"].get("memory", {}).get("every_steps", 0) if in_memory else 0
     tier = TierConfig(
         detect_seconds=sum(detections) / max(1, len(detections)),
         restart_seconds=parts.get("restart", 0.0) / max(1, len(redos)), load_seconds=0.0,
-        save_stall_seconds=parts.get("save_stall", 0.0) / max(1, saves),
+        save_stall_seconds=parts.get("save_stall", 0.0) / max(1, len(saves)),
         upload_seconds=sum(uploads) / max(1, len(uploads)))
     return Observed(
         run=place.uri.rsplit("/", 1)[-1], workers=max(one.workers for one in summary.generations),
         failures=tuple(time - start for time in redos), seconds=end - start,
         goodput=(parts.get("productive", 0.0) + parts.get("data_wait", 0.0)) / (end - start),
-        step_seconds=working / max(1, done), every_steps=int(config["checkpoint"]["every_steps"]),
-        refresh_steps=int(memory.get("every_steps") or 0), tier=tier)
+        step_seconds=working / max(1, done), every_steps=_interval(saves), refresh_steps=refresh_steps, tier=tier)
+
+
+def _interval(saves: Sequence[int]) -> int:
+    """Steps between saves, as a rule; 0 of fewer than two."""
+    steps = sorted(set(saves))
+    gaps = sorted(after - before for before, after in itertools.pairwise(steps))
+    return gaps[len(gaps) // 2] if gaps else 0
 
 
 def _of_one_worker(summary: LedgerSummary, start: float) -> dict[str, float]:
