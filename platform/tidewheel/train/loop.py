@@ -33,6 +33,7 @@ from tidewheel.train.evaluation import ValidationSet
 from tidewheel.train.guards import policy
 from tidewheel.train.guards.hang import Watch
 from tidewheel.train.guards.policy import Guard, Verdict
+from tidewheel.train.memory.host import keep_freed_memory
 from tidewheel.train.metrics import weights_and_biases
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.optim.build import build_optimizer, training_state
@@ -137,6 +138,7 @@ class Loop:
         device = torch.device(runtime.device)
         if device.type == "cpu":
             torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
+            keep_freed_memory()
         if config.compile:
             use_cache(config.compile_cache)
         collectives = Collectives(runtime)
