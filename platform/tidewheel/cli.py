@@ -325,6 +325,28 @@ def checkpoint_verify(
     return 0
 
 
+@checkpoint_app.command(name="digest")
+def checkpoint_digest(
+    source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
+                                          "RUN/checkpoints/step_00000100.")],
+    *,
+    as_json: AsJson = False,
+) -> int:
+    """SHA-256 of a checkpoint's tensors, the same for the same bits whatever layout and number of workers wrote it."""
+    from dataclasses import asdict
+
+    from tidewheel.checkpoint.digest import digest
+
+    found = digest(source)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return 0
+    print(f"{found.checkpoint}: step {found.step}")
+    for name, value in {**found.groups, "state": found.state}.items():
+        print(f"{name:<10} {value}")
+    return 0
+
+
 @checkpoint_app.command(name="export")
 def checkpoint_export(
     source: Annotated[str, Parameter(help="URI of a run (its newest intact checkpoint), or of one checkpoint, "

@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import on_ranks
 from tests.unit.checkpoint.helpers import Events, FlakyStore, clear, equal, manager, state
+from tests.unit.checkpoint.test_digest import expected
+from tidewheel.checkpoint.digest import digest
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
 from tidewheel.storage import store
@@ -66,6 +68,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path: Path):
         values = state(999)
         assert manager(place).load_latest(values) == {"step": ranks}
         assert equal(values, state(ranks))
+        assert digest(place.at(f"step_{ranks:08d}")).state == expected(values)
 
 
 def damage_and_load(root: Path) -> None:

@@ -1,0 +1,65 @@
+"""One SHA-256 for the tensors of a checkpoint, whatever layout and number of workers wrote it. No torch in here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidewheel.checkpoint.manifest import CheckpointManifest, TensorEntry, read_manifest
+from tidewheel.checkpoint.verify import locate, verify_files
+from tidewheel.errors import CheckpointError
+from tidewheel.storage import Store
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Of a checkpoint's tensors; two are equal when step and bits are."""
+
+    checkpoint: str = field(compare=False)
+    """URI."""
+    step: int
+    groups: dict[str, str]
+    """SHA-256 in hex of each part of the state, "model" and "optimizer"."""
+    state: str
+    """SHA-256 in hex of everything."""
+
+
+def digest(uri: str) -> Digest:
+    """The digest of a run's newest complete checkpoint, or of RUN/checkpoints/step_00000100, having verified it.
+
+    Hashed for each tensor, in the order of their names: its name, dtype and shape, then its elements in row-major
+    order, little-endian. Where files begin and end, and how tensors were cut, does not enter. One tensor at a time is
+    held in memory.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    _, place, name = locate(uri)
+    manifest = read_manifest(place, name)
+    if problems := verify_files(place, name, manifest.files):
+        raise CheckpointError("; ".join(problems)[:500], where=place.at(name),
+                              mend="take another one: `tidewheel checkpoint verify RUN` shows which are intact")
+    groups = {group: hashlib.sha256() for group in sorted({path.partition("/")[0] for path in manifest.tensors})}
+    everything = hashlib.sha256()
+    for path, entry in sorted(manifest.tensors.items()):
+        head = f"{path} {entry.dtype} {list(entry.shape)}\n".encode()
+        content = _content(place, name, manifest, entry)
+        for hashed in (groups[path.partition("/")[0]], everything):
+            hashed.update(head)
+            hashed.update(content.data)
+    return Digest(place.at(name), manifest.step, {group: found.hexdigest() for group, found in groups.items()},
+                  everything.hexdigest())
+
+
+def _content(place: Store, name: str, manifest: CheckpointManifest, entry: TensorEntry) -> np.ndarray:
+    """The bytes of a whole tensor, put together from its parts: contiguous uint8."""
+    whole = np.empty((*entry.shape, entry.itemsize), dtype=np.uint8)
+    for chunk in entry.chunks:
+        length = math.prod(chunk.sizes) * entry.itemsize
+        data = place.read(f"{name}/{manifest.files[chunk.file].key}", chunk.start, length) if length else b""
+        box = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes))
+        whole[box] = np.frombuffer(data, dtype=np.uint8).reshape(*chunk.sizes, entry.itemsize)
+    return whole.reshape(-1)
