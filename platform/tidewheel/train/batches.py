@@ -1,15 +1,16 @@
 """Which rows a rank reads for a step, and the record of what it read.
 
-The global batch of a step is what `positions` says. It is cut into V slices for V virtual ranks; data rank r of N runs
-the virtual ranks [r V/N, (r+1) V/N), each in micro-batches of the same shape. Ranks that share a copy of the model
-(tensor, context, pipeline) have one data rank and read the same rows.
+The global batch of a step is what `positions` says. It is cut into V slices for V virtual ranks, and these into
+micro-batches of the same shape, of which each data rank computes its `Share`: usually the virtual ranks
+[r V/N, (r+1) V/N). Ranks that share a copy of the model (tensor, context, pipeline) have one data rank and read the
+same rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
+from tidewheel.train.share import Share
 from tidewheel.train.step import MicroBatch
 
 
@@ -38,10 +40,10 @@ class RankBatch:
 class BatchReader:
     """This rank's part of each global batch, read ahead by a thread."""
 
-    def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, data_rank: int, data_size: int, *,
+    def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: Share, *,
                  device: torch.device, steps: int, ahead: int) -> None:
         self._loader, self._config, self._positions, self._device = loader, config, positions, device
-        self._rank, self._size, self._steps, self._ahead = data_rank, data_size, steps, ahead
+        self._share, self._steps, self._ahead = share, steps, ahead
         self._pending: dict[int, Future[RankBatch]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
@@ -69,15 +71,19 @@ class BatchReader:
         self._loader.close()
 
     def _load(self, step: int) -> RankBatch:
-        positions = self._positions.of(step)
-        per_rank, per_virtual = len(positions) // self._size, len(positions) // self._config.virtual_ranks
-        rows = self._loader.batch(positions[self._rank * per_rank:(self._rank + 1) * per_rank])
-        micros = []
-        for start in range(0, per_rank, self._config.micro_sequences):
-            virtual = (self._rank * per_rank + start) // per_virtual
-            part = slice(start, start + self._config.micro_sequences)
-            micros.append(micro_batch(rows, part, virtual, self._device))
+        positions, size = self._positions.of(step), self._config.micro_sequences
+        per_virtual = len(positions) // self._config.virtual_ranks
+        mine = places(self._share, len(positions), size)
+        rows = self._loader.batch(positions[mine])
+        micros = [micro_batch(rows, slice(start, start + size), int(mine[start]) // per_virtual, self._device)
+                  for start in range(0, len(mine), size)]
         return RankBatch(micros, list(rows.ids))
+
+
+def places(share: Share, sequences: int, micro_sequences: int) -> np.ndarray:
+    """Which sequences of a global batch of so many are a data rank's, in the order in which it reads them: int64."""
+    numbers = np.array(share.of(sequences // micro_sequences), dtype=np.int64)
+    return (numbers[:, None] * micro_sequences + np.arange(micro_sequences)).ravel()
 
 
 def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device) -> MicroBatch:
@@ -102,9 +108,11 @@ class BatchDigest:
     through all domains.
     """
 
-    def __init__(self, source: Source, collectives: Collectives, mesh: Mesh) -> None:
+    def __init__(self, source: Source, collectives: Collectives, mesh: Mesh, share: Share,
+                 micro_sequences: int) -> None:
         # of the ranks that read the same rows only the first sends them
         self._sends, self._group = mesh.leads, mesh.group(*DATA)
+        self._share, self._micro_sequences = share, micro_sequences
         self._names = [domain.prefix + shard.name for domain in source.domains for shard in domain.manifest.shards]
         self._index = {name: index for index, name in enumerate(self._names)}
         self._collectives = collectives
@@ -115,7 +123,10 @@ class BatchDigest:
         gathered = self._collectives.gather(packed, self._group) if self._sends else None
         if gathered is None:
             return None
-        return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in gathered.tolist()])
+        read = np.concatenate([places(replace(self._share, rank=rank), len(gathered), self._micro_sequences)
+                               for rank in range(self._share.size)])
+        in_order = gathered.numpy()[np.argsort(read)].tolist()
+        return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in in_order])
 
     def _pack(self, sequence: str) -> int:
         name, _, row = sequence.rpartition(":")

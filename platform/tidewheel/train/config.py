@@ -170,6 +170,9 @@ class TrainConfig(Config):
     parameters: Literal["fp32", "bf16"] = "fp32"
     """Type in which the model's weights and their gradients are kept; with bf16 the optimizer has fp32 master weights:
     2 + 2 + 12 bytes a parameter with AdamW, not 4 + 4 + 8."""
+    reproducible: bool = False
+    """Parameters and losses are bit for bit the same for every number of data-parallel workers and every history of
+    losses and resizes: sums over workers have one order, see docs/reproducible.md. A few percent slower."""
     compile: bool = False
     """torch.compile each block."""
     compile_cache: str = ""
@@ -228,6 +231,8 @@ class TrainConfig(Config):
         for name in ("separate", "gpus"):
             values["evaluation"].pop(name)
         values["guards"] = {key: value for key, value in values["guards"].items() if key not in REPORTING}
+        if not self.reproducible:
+            values.pop("reproducible")  # so that a recipe's hash is what it was before there was such a mode
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.canonical()

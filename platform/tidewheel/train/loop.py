@@ -43,6 +43,7 @@ from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
+from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.runtime import Control, Runtime
 from tidewheel.train.save_schedule import SaveSchedule
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
@@ -68,6 +69,8 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
     timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
     with contextlib.ExitStack() as stack:
         stack.callback(timeline.flush)
+        if config.reproducible:
+            stack.enter_context(deterministic_kernels())
         watch = Watch(config.guards, runtime.rank, runtime.world_size, name=str(runtime.generation),
                       on_hang=lambda found: runtime.control.event("hang", found=found))
         stack.callback(watch.close)
@@ -149,8 +152,7 @@ class Loop:
         reading: dict[str, Any] = {"cache": cache, "verify": config.data.verify,
                                    "on_damage": partial(_read_again, runtime.control)}
         reader = BatchReader(Loader(SourceReader(source, **reading), prefetch=0), config.batch, positions,
-                             model.mesh.data_rank, model.mesh.data_size, device=device, steps=config.steps,
-                             ahead=config.data.prefetch)
+                             model.share, device=device, steps=config.steps, ahead=config.data.prefetch)
         record = RunRecord(storage.store(config.run_uri))
         metrics = Reporter(
             config, record, collectives, generation=runtime.generation, extra=runtime.sinks,
@@ -160,7 +162,8 @@ class Loop:
             config=config, runtime=runtime, timeline=timeline, record=record,
             collectives=collectives, source=source,
             validation=evaluation.open_sets(config, device), model=model,
-            optimizer=build_optimizer(model, config.optimizer), digest=BatchDigest(source, collectives, model.mesh),
+            optimizer=build_optimizer(model, config.optimizer),
+            digest=BatchDigest(source, collectives, model.mesh, model.share, config.batch.micro_sequences),
             progress=Progress(), reader=reader, metrics=metrics, positions=positions,
             loss_scale=LossScale() if config.precision == "fp16" else None,
             guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch,

@@ -12,6 +12,7 @@ from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.precision import LossScale, Precision, precision_context
+from tidewheel.train.reproducible import norm as reproducible_norm
 
 STOP, SAVE = 1, 2
 """What rank 0 may ask for with a step: make way for a planned change, save."""
@@ -63,8 +64,8 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
     """Forward, backward, clip, update, unless `guard` withholds the update.
 
     Gradients are of the SUM of token losses; after the last micro-batch they are divided by the global number of
-    targets, once. Losses travel as one entry per virtual rank (disjoint, so the sum is exact and its order fixed),
-    together with the counts, the squared gradient norm and what rank 0 asks for: one small all-reduce per step.
+    targets, once. Losses travel as one entry per virtual rank, together with the counts, the squared gradient norm and
+    what rank 0 asks for: one small all-reduce per step. In reproducible mode all that it adds is exact.
     """
     model.zero_grad()
     tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
@@ -72,15 +73,16 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
     losses = model.forward_backward(micro_batches, precision_context(collectives.device, precision),
                                     scale=None if loss_scale is None else scaled)
     gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
-    counts, owners = _counts(model, micro_batches, virtual_ranks, asked)
-    report = collectives.to_device(counts)
-    report[:virtual_ranks] += collectives.to_device(owners) @ losses.double()
-    report[virtual_ranks + 2] = squared_norm(model, gradients).to(report.device)
+    chosen = collectives.to_device(_owners(model, micro_batches, virtual_ranks))
+    entries = chosen @ losses.double()
+    squares = _squares(model, gradients).to(collectives.device)
+    report = torch.cat([collectives.to_device(_counts(model, micro_batches, asked)), entries, squares])
     collectives.sum(report)
 
-    targets, tokens, squares, heard = report[virtual_ranks:].unbind()
-    targets = targets.clamp(min=1)
-    loss, norm = report[:virtual_ranks].sum() / targets, squares.sqrt() / (targets * scaled)
+    targets, tokens, heard = report[:3].unbind()
+    targets, (entries, squares) = targets.clamp(min=1), report[3:].split([len(entries), len(squares)])
+    square = squares.sum() if model.order is None else reproducible_norm.value(squares)
+    loss, norm = entries.sum() / targets, square.sqrt() / (targets * scaled)
     scale = torch.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else torch.ones_like(norm)
     if gradients:
         first = gradients[0][1]
@@ -96,19 +98,37 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
     return StepResult.of(values[:-4], guard.verdict(values[-4:]) if guard is not None else Verdict())
 
 
-def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_ranks: int,
-            asked: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the host knows of a step: the report with the counts of this data rank, once; and which micro-batch's loss
-    belongs to which virtual rank, [virtual_ranks, micro-batches] of 0 and 1. Both fp64 on CPU."""
-    report = torch.zeros(virtual_ranks + 4, dtype=torch.float64)
-    owners = torch.zeros(virtual_ranks, len(micro_batches), dtype=torch.float64)
-    for number, micro in enumerate(micro_batches):
-        owners[micro.virtual_rank, number] = 1
+def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: int) -> torch.Tensor:
+    """What the host knows of a step: targets and tokens, of each data rank once, and what is asked; [3] fp64 on CPU."""
+    counts = torch.zeros(3, dtype=torch.float64)
     if model.mesh.leads:
-        report[virtual_ranks] = sum(micro.num_targets for micro in micro_batches)
-        report[virtual_ranks + 1] = sum(micro.num_tokens for micro in micro_batches)
-    report[virtual_ranks + 3] = float(asked)
-    return report, owners
+        counts[0] = sum(micro.num_targets for micro in micro_batches)
+        counts[1] = sum(micro.num_tokens for micro in micro_batches)
+    counts[2] = float(asked)
+    return counts
+
+
+def _owners(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_ranks: int) -> torch.Tensor:
+    """Which micro-batch's loss belongs to which entry of the report, [entries, micro-batches] of 0 and 1, fp64 on CPU.
+    An entry is a virtual rank; in reproducible mode a micro-batch on a context rank: no two losses share one."""
+    number, order = len(micro_batches), model.order
+    if order is None:
+        entries, owners = virtual_ranks, [micro.virtual_rank for micro in micro_batches]
+    else:
+        entries, owners = order.entries(number), [order.entry(index, number) for index in range(number)]
+    chosen = torch.zeros(entries, number, dtype=torch.float64)
+    chosen[owners, range(number)] = 1
+    return chosen
+
+
+def _squares(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """This rank's share of the squared norm of the whole gradient: [1] fp64, the sum of squares; in reproducible mode
+    the `pieces` of it."""
+    if model.order is None:
+        return squared_norm(model, gradients)[None]
+    own = [gradient for parameter, gradient in gradients if gradient.numel() and model.first_holder(parameter)]
+    sums = reproducible_norm.row_squares(own) if own else torch.zeros(0, dtype=torch.float64)
+    return reproducible_norm.pieces(sums)
 
 
 def squared_norm(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -7,12 +7,15 @@ Each class here is one way for one part of a model (a whole decoder or a pipelin
 - `Replicated` (ddp): every rank has everything; gradients are all-reduced in buckets while the backward pass goes on.
 - `ShardedOptimizer` (zero1): as above, and each rank updates its share of the rows of every parameter.
 - `FullyShard` (zero2, zero3, HSDP): FSDP2.
+
+In reproducible mode an `Order` is given, and gradients are added up by `reproducible.exchange` in the place of
+collectives that add.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tidewheel.train.parallel.tensor import complete_gradients
+from tidewheel.train.reproducible.exchange import OrderedSum
+from tidewheel.train.reproducible.order import Order
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel in pieces of about this size, as in torch's DistributedDataParallel."""
@@ -50,8 +56,9 @@ class Alone:
         """Forget all gradients."""
         self.part.zero_grad(set_to_none=True)
 
-    def begin(self, last: bool) -> None:
-        """A forward and backward pass follows; `last`: the last one of the step, whose gradients may be reduced."""
+    def begin(self, number: int, count: int) -> None:
+        """The forward and backward pass of micro-batch `number` of `count` follows; after the last one gradients may be
+        reduced."""
 
     def finish(self) -> None:
         """All backward passes of the step are done: gradients are summed when this returns."""
@@ -65,13 +72,22 @@ class Alone:
 
 
 class Replicated(Alone):
-    """Every rank holds all parameters; their gradients, in fp32, are all-reduced once per step."""
+    """Every rank holds all parameters; their gradients, in fp32, are all-reduced once per step.
 
-    def __init__(self, part: nn.Module, mesh: DeviceMesh) -> None:
+    Args:
+        part: a decoder or a stage.
+        mesh: the ranks, in one dimension; None in reproducible mode on a single rank.
+        sums: reproducible mode: makes what adds up the gradients of a bucket.
+        order: reproducible mode.
+    """
+
+    def __init__(self, part: nn.Module, mesh: DeviceMesh | None, *, order: Order | None = None,
+                 sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part)
-        self.mesh, self._group = mesh, mesh.get_group()
+        self._group = mesh.get_group() if mesh is not None else None
         # backward comes to the last layers first
         self._buckets = _buckets(reversed(list(part.parameters())))
+        self._order, self._sums = order, [sums() for _ in self._buckets] if sums is not None else []
         self._armed = False
         self._missing: list[int] = []
         self._flying: list[tuple[torch.Tensor, Any]] = []
@@ -79,8 +95,14 @@ class Replicated(Alone):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
 
-    def begin(self, last: bool) -> None:
-        self._armed, self._missing = last, [len(bucket) for bucket in self._buckets]
+    def begin(self, number: int, count: int) -> None:
+        if self._order is not None:
+            if number:
+                self._add()
+                self.part.zero_grad(set_to_none=True)
+            self._order.begin(number, count)
+            return
+        self._armed, self._missing = number == count - 1, [len(bucket) for bucket in self._buckets]
 
     def _ready(self, number: int) -> None:
         """One more gradient of bucket `number` is whole. Buckets leave in order: the same order on every rank."""
@@ -90,14 +112,31 @@ class Replicated(Alone):
                 self._send()
 
     def _send(self) -> None:
-        flat = torch.cat([local(_gradient(p)).reshape(-1) for p in self._buckets[len(self._flying)]]).float()
+        flat = self._flat(self._buckets[len(self._flying)])
         self._flying.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
-    def finish(self) -> None:
-        while len(self._flying) < len(self._buckets):
+    def _flat(self, bucket: list[nn.Parameter]) -> torch.Tensor:
+        return torch.cat([local(_gradient(p)).reshape(-1) for p in bucket]).float()
+
+    def _add(self) -> None:
+        """In reproducible mode the gradients of every micro-batch are added in the canonical order, not by autograd."""
+        complete_gradients(self.part.parameters())
+        for bucket, total in zip(self._buckets, self._sums):
+            total.add(self._flat(bucket))
+
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        """The summed gradients of each bucket, flat."""
+        if self._order is not None:
+            self._add()
+            yield from (total.whole() for total in self._sums)
+        while self._order is None and len(self._flying) < len(self._buckets):
             self._send()
-        for bucket, (flat, work) in zip(self._buckets, self._flying):
+        for flat, work in self._flying:
             work.wait()
+            yield flat
+
+    def finish(self) -> None:
+        for bucket, flat in zip(self._buckets, self._reduced()):
             gradients = [local(_gradient(p)) for p in bucket]
             pieces = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients)])
@@ -112,8 +151,10 @@ class ShardedOptimizer(Replicated):
     then brings the other ranks' rows. They are cut as FSDP2 cuts: checkpoints of one suit the other.
     """
 
-    def __init__(self, part: nn.Module, mesh: DeviceMesh) -> None:
-        super().__init__(part, mesh)
+    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, order: Order | None = None,
+                 sums: Callable[[], OrderedSum] | None = None) -> None:
+        super().__init__(part, mesh, order=order, sums=sums)
+        self.mesh = mesh
         self._rows = [(name, nn.Parameter(_place(parameter.detach(), mesh))) for name, parameter in
                       part.named_parameters()]
 
@@ -152,17 +193,20 @@ class FullyShard(Alone):
 
     Args:
         part: with the blocks under `part.blocks`; everything else is one unit.
-        mesh: one dimension, or (replicate, shard).
+        mesh: one dimension, or (replicate, shard); in reproducible mode always that of the shards.
         reshard_after_forward: ZeRO-3; False keeps gathered parameters from forward to backward (ZeRO-2).
         reduce_always: gradients are reduce-scattered after every backward pass, not after the last one only.
         offload: what is sharded lies in host memory.
         precision: types of the blocks' gathered parameters and of the reduction; the rest is gathered as it is.
+        sums: reproducible mode: makes what adds up the gradients of a unit.
+        order: reproducible mode.
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
-                 offload: bool = False, precision: MixedPrecisionPolicy | None = None) -> None:
+                 offload: bool = False, precision: MixedPrecisionPolicy | None = None, order: Order | None = None,
+                 sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part)
-        self._reduce_always = reduce_always
+        self._reduce_always, self._order = reduce_always, order
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         for block in blocks(part):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy,
@@ -172,12 +216,19 @@ class FullyShard(Alone):
         for unit in self._units():  # gloo has no PREMUL_SUM, which other divide factors need
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            if order is not None and sums is not None:
+                unit.set_custom_reduce_scatter(_OrderedReduceScatter(order, sums()))
 
     def _units(self) -> Iterator[FSDPModule]:
         return (module for module in self.part.modules() if isinstance(module, FSDPModule))
 
-    def begin(self, last: bool) -> None:
+    def begin(self, number: int, count: int) -> None:
+        if self._order is not None:
+            self._order.begin(number, count)
+            self.zero_grad()  # FSDP2 hands over the gradients of each micro-batch; what it makes of them is the sum's
+            return
         assert isinstance(self.part, FSDPModule)
+        last = number == count - 1
         self.part.set_requires_gradient_sync(last or self._reduce_always)
         self.part.set_requires_all_reduce(last)
 
@@ -186,6 +237,22 @@ class FullyShard(Alone):
         neither the optimizer nor a checkpoint knows."""
         for unit in self._units():
             unit.reshard()
+
+
+class _OrderedReduceScatter(ReduceScatter):
+    """What FSDP2 calls in the place of a reduce-scatter, after the backward pass of each micro-batch."""
+
+    def __init__(self, order: Order, total: OrderedSum) -> None:
+        self._order, self._total = order, total
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype,
+                 device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._total.add(input_tensor)
+        if self._order.last:  # before, the output becomes a gradient that `FullyShard.begin` forgets
+            output_tensor.copy_(self._total.shard())
 
 
 def blocks(part: nn.Module) -> list[nn.Module]:

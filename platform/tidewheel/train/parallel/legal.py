@@ -9,6 +9,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.config import ModelConfig
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
+from tidewheel.train.reproducible import legal as reproducible
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
@@ -49,7 +50,7 @@ def schedule(config: TrainConfig, world_size: int) -> str | None:
 
 def reason_against(config: TrainConfig) -> str | None:
     """Why the configuration alone cannot be, or None; what is known later has checks of its own below."""
-    return (_zero_bubble(config) or _kernels(config) or _workers(config)
+    return (_zero_bubble(config) or _kernels(config) or _workers(config) or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
 

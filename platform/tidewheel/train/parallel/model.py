@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tidewheel.errors import ConfigError
@@ -21,11 +23,14 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel import legal, tensor
 from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, blocks, local
-from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
+from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh
 from tidewheel.train.parallel.pipeline import Pipeline, cut
 from tidewheel.train.parallel.stages import stages
 from tidewheel.train.precision import convert_linears, sharded_precision
+from tidewheel.train.reproducible.exchange import Group, OrderedSum
+from tidewheel.train.reproducible.order import Order
 from tidewheel.train.runtime import Runtime
+from tidewheel.train.share import Share
 
 if TYPE_CHECKING:
     from tidewheel.train.step import MicroBatch
@@ -47,11 +52,14 @@ class ParallelModel:
         vocabulary_size: rows of the embedding.
         num_parameters: of the whole model.
         pipeline: of which the parts are stages.
+        order: reproducible mode.
     """
 
     def __init__(self, parts: Sequence[nn.Module], data: Sequence[Alone], mesh: Mesh, config: ModelConfig,
-                 vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None) -> None:
-        self.pipeline = pipeline
+                 vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None,
+                 order: Order | None = None) -> None:
+        self.pipeline, self.order = pipeline, order
+        self.share = Share(mesh.data_rank, mesh.data_size) if order is None else order.share
         self.parts, self.data, self.mesh = list(parts), list(data), mesh
         self.config, self.vocabulary_size, self.num_parameters = config, vocabulary_size, num_parameters
 
@@ -105,7 +113,7 @@ class ParallelModel:
                              scale: torch.Tensor | float | None) -> torch.Tensor:
         (part,), (data,), losses = self.parts, self.data, []
         for number, micro in enumerate(micro_batches):
-            data.begin(last=number == len(micro_batches) - 1)
+            data.begin(number, len(micro_batches))
             with context:
                 loss = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
             (loss if scale is None else loss * scale).backward()
@@ -151,6 +159,15 @@ class ParallelModel:
                     holders //= parameter.device_mesh.size(dim)
         return holders
 
+    def first_holder(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank is the first of the `replicas` of its part of `parameter`."""
+        cut: set[str] = set()
+        if isinstance(parameter, DTensor):
+            for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements):
+                if not placement.is_replicate():
+                    cut.update(name.split("_"))  # several dimensions in one are called by all their names
+        return self.mesh.coordinate(*(name for name in DIMS if name != "pipeline" and name not in cut)) == 0
+
     def refresh(self) -> None:
         """The values of `named_parameters` were changed: let the forward pass see it."""
         for data in self.data:
@@ -179,8 +196,11 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
         whole.to(torch.bfloat16)
     number = sum(parameter.numel() for parameter in whole.parameters())
     if wanted.pipeline == 1:
-        data = spread(whole, config, mesh, device, number)
-        return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, number)
+        order = None
+        if config.reproducible:
+            order = Order.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, number))
+        data = spread(whole, config, mesh, device, number, order)
+        return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, number, order=order)
     cuts = stages(config.model.num_layers, wanted.pipeline, wanted.pipeline_schedule, wanted.stages_per_rank)
     parts = [cut(copy.deepcopy(whole), stage) for stage in cuts if stage.rank == mesh.coordinate("pipeline")]
     spreads = [spread(part, config, mesh, device, number) for part in parts]
@@ -189,12 +209,14 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline)
 
 
-def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int) -> Alone:
+def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,
+           order: Order | None = None) -> Alone:
     """Apply what the configuration asks for to one part of the model, from the inside out, and give it memory.
 
     Args:
         part: a decoder or a pipeline stage of one, on the meta device.
         num_parameters: of the whole model.
+        order: reproducible mode.
     """
     # The order matters, as in torchtitan: tensor and context parallelism change layers, activation checkpointing and
     # compilation wrap what they left, data parallelism comes last and sees only parameters.
@@ -207,23 +229,55 @@ def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device,
     memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))
-    group = mesh.of(*GRADIENTS)
     if parallel.fully_sharded and (shards := mesh.shard_mesh()) is not None:
-        # in a pipeline parameters would be gathered anew, and gradients cut, for every micro-batch
-        large = num_parameters > KEEP_PARAMETERS and parallel.pipeline == 1
-        data: Alone = FullyShard(
-            part, shards, reshard_after_forward=parallel.data == "zero3" or (parallel.data == "auto" and large),
-            reduce_always=parallel.reduce == "micro_batch" or (parallel.reduce == "auto" and large),
-            offload=parallel.offload, precision=sharded_precision(config.precision, device))
-        part.to_empty(device="cpu" if parallel.offload else device)
-        return data
+        return _fully_sharded(part, config, mesh, shards, device, num_parameters, order)
     if parallel.offload:
         raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",
                           where="parallel.offload", mend="leave it out, or start more workers")
     part.to_empty(device=device)
+    group = mesh.of(*GRADIENTS)
+    ordered: dict[str, Any] = {}
+    if order is not None:
+        everyone = Group.replicas(mesh)
+        ordered = {"order": order, "sums": lambda: OrderedSum(order, everyone)}
     if group is None:
-        return Alone(part)
-    return ShardedOptimizer(part, group) if parallel.data == "zero1" else Replicated(part, group)
+        return Replicated(part, None, **ordered) if ordered else Alone(part)
+    return ShardedOptimizer(part, group, **ordered) if parallel.data == "zero1" else Replicated(part, group, **ordered)
+
+
+def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: DeviceMesh, device: torch.device,
+                   num_parameters: int, order: Order | None) -> FullyShard:
+    parallel = config.parallel
+    ordered: dict[str, Any] = {}
+    precision = sharded_precision(config.precision, device)
+    if order is not None:
+        near = Group.shards(mesh)
+        far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
+        ordered = {"order": order, "sums": lambda: OrderedSum(order, near, far)}
+        inner = mesh.of("shard", "context")
+        assert inner is not None
+        shards = inner  # replicas are `far`'s affair
+        # one rank alone has no FSDP2 to round the norms' weights to 16 bits for it
+        precision = dataclasses.replace(precision, param_dtype=None)
+    data = FullyShard(
+        part, shards, reshard_after_forward=parallel.data == "zero3" or (
+            parallel.data == "auto" and _large(config, num_parameters)),
+        reduce_always=reduces_always(config, mesh, num_parameters), offload=parallel.offload, precision=precision,
+        **ordered)
+    part.to_empty(device="cpu" if parallel.offload else device)
+    return data
+
+
+def _large(config: TrainConfig, num_parameters: int) -> bool:
+    # in a pipeline parameters would be gathered anew, and gradients cut, for every micro-batch
+    return num_parameters > KEEP_PARAMETERS and config.parallel.pipeline == 1
+
+
+def reduces_always(config: TrainConfig, mesh: Mesh, num_parameters: int) -> bool:
+    """Whether gradients are reduced after every micro-batch, not once per step."""
+    wanted = config.parallel.reduce
+    return (config.parallel.fully_sharded and mesh.size("shard", "context") > 1
+            and (wanted == "micro_batch" or (wanted == "auto" and _large(config, num_parameters))))
 
 
 @torch.no_grad()

@@ -1,0 +1,30 @@
+"""What cannot be reproducible is refused, with the nearest that can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tidewheel.config import build
+from tidewheel.errors import ConfigError
+from tidewheel.train.config import TrainConfig
+
+
+@pytest.mark.parametrize(("values", "nearest"), [
+    ({"optimizer": {"kind": "muon"}}, "adamw"), ({"optimizer": {"kind": "adamw8bit"}}, "adamw"),
+    ({"optimizer": {"kind": "adafactor"}}, "adamw"), ({"precision": "fp8"}, "precision bf16"),
+    ({"parallel": {"pipeline": 2}, "elastic": {"max_workers": 2}}, "pipeline 1")])
+def test_refused(values: dict[str, Any], nearest: str):
+    build(TrainConfig, values)
+    with pytest.raises(ConfigError) as refused:
+        build(TrainConfig, {**values, "reproducible": True})
+    assert f"nearest that is legal: {nearest}" in str(refused.value) or nearest in str(refused.value)
+
+
+def test_the_mode_is_part_of_the_recipe_and_its_absence_is_not():
+    fast, exact = build(TrainConfig, {}), build(TrainConfig, {"reproducible": True})
+    assert fast.recipe_hash() != exact.recipe_hash()
+    values = fast.canonical()
+    assert values.pop("reproducible") is False
+    assert build(TrainConfig, values).recipe_hash() == fast.recipe_hash()

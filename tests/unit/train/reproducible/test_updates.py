@@ -1,0 +1,36 @@
+"""Optimizers that are allowed do not know how a parameter is cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidewheel.train.optim.build import build_parts
+from tidewheel.train.optim.config import OptimizerConfig
+
+SIZE = 1003
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+@pytest.mark.parametrize("kind", ["adamw", "lion"])
+@given(cuts=st.lists(st.integers(0, SIZE), max_size=4), seed=st.integers(0, 10**6))
+def test_any_cut_gives_the_same_bits(device, kind, cuts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight, *gradients = (torch.randn(SIZE, generator=generator).to(device) for _ in range(4))
+
+    def updated(bounds: list[int]) -> torch.Tensor:
+        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        named = [(f"blocks.{number}", torch.nn.Parameter(weight[part].clone())) for number, part in enumerate(parts)]
+        [optimizer], _ = build_parts(named, OptimizerConfig(kind=kind))
+        for gradient in gradients:
+            for (_, parameter), part in zip(named, parts):
+                parameter.grad = gradient[part].clone()
+            optimizer.step()
+        return torch.cat([parameter.detach() for _, parameter in named])
+
+    assert torch.equal(updated([0, *sorted(cuts), SIZE]), updated([0, SIZE]))
