@@ -380,6 +380,47 @@ def checkpoint_import(
     return 0
 
 
+@plan_app.default
+def plan_layouts(
+    config: Annotated[str, Parameter(help="Training configuration, a YAML file; jobs/configs/ has examples.")],
+    *,
+    gpus: Annotated[int, Parameter(help="GPUs, one worker on each.")],
+    gpu: Annotated[str, Parameter(help="h100, h200, a100, b200 or l40s.")] = "h100",
+    nodes_of: Annotated[int, Parameter(help="GPUs of a node.")] = 8,
+    sequence_length: Annotated[int | None, Parameter(help="Tokens of a sequence; by default the shard set's.")] = None,
+    vocabulary_size: Annotated[int | None, Parameter(help="By default the configuration's or the shard set's.")] = None,
+    set_: Overrides = None,
+    assume: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Change what is assumed of "
+                      "the cluster, such as network_gbytes=25, price_per_gpu_hour=2.5 or failures.rate=llama3; "
+                      "docs/planning.md lists them. May be given again.")] = None,
+    top: Annotated[int, Parameter(help="Layouts to show.")] = 16,
+    as_json: AsJson = False,
+) -> int:
+    """Layouts of a model on a cluster, ranked by the time of a step: memory, MFU, communication; goodput and cost.
+
+    Nothing is started and no GPU is needed: docs/planning.md has the formulas. Exit code 2 when nothing fits.
+    """
+    from tidewheel.config import build, load
+    from tidewheel.plan.hardware import ClusterConfig
+    from tidewheel.train.config import TrainConfig
+
+    settings = load(TrainConfig, config, set_ or ())
+    cluster = build(ClusterConfig, {"gpus": gpus, "gpu": gpu, "nodes_of": nodes_of}, assume or (), where="--assume")
+    from tidewheel.plan import tables
+    from tidewheel.plan.layouts import rank
+    from tidewheel.plan.summary import summary
+
+    job, notes = tables.job_of(settings, vocabulary_size, sequence_length)
+    found = rank(job, cluster)
+    first = found.fitting[0] if found.fitting else None
+    whole = summary(job, first, cluster) if first else None
+    if as_json:
+        print(json.dumps(tables.as_json(job, cluster, found, whole), indent=2))
+    else:
+        tables.show(job, cluster, found, whole, notes=notes, top=top)
+    return 0 if first else 2
+
+
 @plan_app.command(name="goodput")
 def plan_goodput(
     config: Annotated[str | None, Parameter(help="A YAML file with the sizes, intervals and constants; the defaults "

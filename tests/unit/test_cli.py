@@ -14,7 +14,7 @@ COMMANDS = [
     [], ["data"], ["data", "run"], ["data", "train-classifier"],
     ["shards"], ["shards", "inspect"], ["shards", "verify"], ["shards", "trace"],
     ["train"], ["checkpoint"], ["checkpoint", "list"], ["checkpoint", "verify"], ["report"], ["audit"], ["doctor"],
-    ["demo"],
+    ["demo"], ["plan"], ["plan", "goodput"],
 ]
 
 

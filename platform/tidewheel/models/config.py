@@ -29,6 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "1b": _1B,
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
     "llama3_1b": {**_1B, **_LLAMA32, "head_dim": 64, "tie_embeddings": True},
+    # https://arxiv.org/abs/2307.09288, section 2.2, and config.json of Llama-2-7b
+    "llama2_7b": {"dim": 4096, "num_layers": 32, "num_heads": 32, "ffn_dim": 11008, "qk_norm": False,
+                  "max_sequence_length": 4096},
     # https://arxiv.org/abs/2407.21783, table 3; 8,192 positions, as before its long-context stage
     "8b": _8B, "llama3_8b": _8B,
     "70b": _70B, "llama3_70b": _70B,

@@ -1,0 +1,190 @@
+"""What each axis of a layout sends in a step, and how long the links take for it.
+
+A collective over N ranks with b bytes on each (of the whole result, for gathers and scatters) takes, on a ring,
+
+    steps x hop + factor x (N-1)/N x b / bandwidth
+
+with factor 2 for an all-reduce and 1 for all-gather, reduce-scatter and all-to-all (NCCL tests, PERFORMANCE.md;
+Patarasuk and Yuan, 2009). The bandwidth is that of the slowest link on the ring: within a node `node_link`; across
+nodes `network` times the group's ranks on a node, each with its own adapter, at most `node_link`; times `LINK_SHARE`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
+from tidewheel.plan.layout import Job, Layout, Share
+
+FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""How often (N-1)/N of the bytes pass a rank's link."""
+
+
+def sent(kind: str, size: float, ranks: int) -> float:
+    """Bytes that each of `ranks` sends, and receives, for a collective of `size` bytes: a ring's (N-1)/N."""
+    return FACTORS[kind] * (ranks - 1) / ranks * size
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other."""
+
+    ranks: int
+    on_a_node: int
+    """Of them, on each node."""
+    bandwidth: float
+    """Bytes/s of a rank."""
+
+    def seconds(self, kind: str, size: float) -> float:
+        """Of one collective of `size` bytes."""
+        if self.ranks == 1 or not size:
+            return 0.0
+        steps = FACTORS[kind] * (self.ranks - 1)
+        if self.on_a_node < self.ranks:  # across nodes NCCL takes trees for small messages: latency grows with log N
+            steps = FACTORS[kind] * (self.on_a_node - 1 + (self.ranks // self.on_a_node).bit_length())
+        return steps * HOP_SECONDS + sent(kind, size, self.ranks) / self.bandwidth
+
+
+def group(cluster: ClusterConfig, ranks: int, stride: int) -> Group:
+    """`ranks` ranks that are `stride` apart, as they lie on nodes: rank / nodes_of is the node."""
+    gpu, fitting = cluster.kind, max(1, cluster.nodes_of // stride)
+    here = min(ranks, fitting)
+    link = gpu.node_link if here == ranks else min(gpu.node_link, gpu.network * here)
+    return Group(ranks, here, link * LINK_SHARE)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the mesh in one step, on one rank."""
+
+    name: str
+    ranks: int
+    across_nodes: bool
+    bytes: float
+    """Sent by a rank in a step."""
+    seconds: float
+    """That the links are busy with them."""
+    exposed: float
+    """Seconds of these in which nothing is computed."""
+
+
+def groups(cluster: ClusterConfig, layout: Layout) -> dict[str, Group]:
+    """The groups of a rank by axis, in the order of the mesh (pipeline, replicate, shard, context, tensor)."""
+    p = layout.parallel
+    inner = p.tensor
+    return {"tensor": group(cluster, p.tensor, 1), "context": group(cluster, p.context, inner),
+            "shard": group(cluster, layout.shards, inner),  # FSDP2 shards over context ranks too
+            "replicate": group(cluster, p.replicate, inner * layout.shards),
+            "data": group(cluster, layout.data * p.context, inner),
+            "pipeline": group(cluster, p.pipeline, layout.data * p.context * inner)}
+
+
+def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group) -> Axis:
+    """Sequence parallelism: per block two all-gathers of the normed input and two reduce-scatters of what it gives,
+    and the same two pairs backward (arXiv:2205.05198, section 4.2.2); blocks that are computed again gather again.
+
+    The residual stream's type is gathered, the products' type scattered, and backward the other way round. Nothing is
+    computed meanwhile.
+    """
+    p = layout.parallel
+    elements = layout.micro_sequences * job.sequence_length / p.context * job.model.dim
+    wide, narrow = elements * job.residual_bytes, elements * job.compute_bytes
+    again = {"full": 1.0, "offload": 1.0, "every_nth": 1 / layout.memory.every}.get(
+        layout.memory.activation_checkpointing, 0.0)
+    once = [("all_gather", wide), ("reduce_scatter", narrow)]
+    back = [("reduce_scatter", wide), ("all_gather", narrow)]
+    calls = [(kind, size, 2.0 * share.blocks) for kind, size in once + back]
+    calls += [(kind, size, 2.0 * share.blocks * again) for kind, size in once]
+    if share.first:  # of the embedding: its rows lie on different ranks
+        calls += [("reduce_scatter", wide, 1.0), ("all_gather", wide, 1.0)]
+    if share.last:  # before the output matrix
+        calls += [("all_gather", wide, 1.0), ("reduce_scatter", wide, 1.0)]
+    return _axis("tensor", tensor, calls, layout.micro_batches)
+
+
+def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis:
+    """Keys and values of the whole rows are gathered in every block, and their gradients scattered in fp32
+    (arXiv:2407.21783, section 3.3.2). Nothing is computed meanwhile."""
+    p, model = layout.parallel, job.model
+    keys = 2 * layout.micro_sequences * job.sequence_length * model.kv_heads * model.head_width / p.tensor
+    again = layout.memory.activation_checkpointing in ("full", "offload", "selective")
+    calls = [("all_gather", keys * job.compute_bytes, share.blocks * (2.0 if again else 1.0)),
+             ("reduce_scatter", keys * 4, float(share.blocks))]
+    return _axis("context", context, calls, layout.micro_batches)
+
+
+def pipeline_axis(job: Job, layout: Layout, cluster: ClusterConfig, pipeline: Group) -> Axis:
+    """The residual stream from stage to stage, point to point, and its gradient back: 2 v m times the bytes of a
+    micro-batch with v stages on a rank (arXiv:2104.04473, section 3.2). Counted as not overlapped."""
+    p = layout.parallel
+    if p.pipeline == 1:
+        return Axis("pipeline", 1, False, 0.0, 0.0, 0.0)
+    size = (layout.micro_sequences * job.sequence_length / p.context / p.tensor * job.model.dim * job.residual_bytes)
+    times = 2 * p.stages_per_rank * layout.micro_batches
+    inside = pipeline.on_a_node == pipeline.ranks
+    link = (cluster.kind.node_link if inside else cluster.kind.network) * LINK_SHARE
+    seconds = times * (size / link + HOP_SECONDS)
+    return Axis("pipeline", p.pipeline, not inside, times * size, seconds, seconds)
+
+
+def data_axis(job: Job, layout: Layout, parameters: float, blocks: int, found: dict[str, Group], forward: float,
+              backward: float) -> Axis:
+    """Gradients, and parameters where they are sharded (arXiv:1910.02054, section 7; FSDP, arXiv:2304.11277).
+
+    ddp: one all-reduce of fp32 gradients a step, behind the last backward pass; zero1: and an all-gather of the
+    parameters. zero2: gathered for each micro-batch, once a step in a pipeline; zero3: for each forward and each
+    backward pass. Gradients are reduce-scattered in fp32 after each micro-batch, or once (`reduces_once`); with
+    copies of the model (HSDP) shards are all-reduced over them once.
+
+    Args:
+        parameters: of this rank's part of the model, before data parallelism.
+        blocks: in which they are gathered one after the other; the first has nothing to hide behind.
+        forward, backward: seconds of computation in one micro-batch, behind which a gather or reduction may hide.
+    """
+    p, number = layout.parallel, layout.micro_batches
+    if not layout.sharded:
+        ranks = found["data"]
+        grads = ranks.seconds("all_reduce", 4 * parameters)
+        # a pipeline's gradients are whole when all of its passes are over
+        exposed = grads if p.pipeline > 1 else max(grads / max(1, blocks), grads - backward)
+        moved = sent("all_reduce", 4 * parameters, ranks.ranks)
+        if p.data == "zero1":
+            size = job.weight_bytes * parameters
+            rows, moved = ranks.seconds("all_gather", size), moved + sent("all_gather", size, ranks.ranks)
+            grads, exposed = grads + rows, exposed + rows
+        return Axis("data", ranks.ranks, ranks.on_a_node < ranks.ranks, moved, grads,
+                    exposed if ranks.ranks > 1 else 0.0)
+    shard, copies = found["shard"], found["replicate"]
+    gathered = (2 if job.config.precision != "fp32" else job.weight_bytes) * parameters
+    gather, reduce = shard.seconds("all_gather", gathered), shard.seconds("reduce_scatter", 4 * parameters)
+    again = gather if p.data == "zero3" else 0.0
+    gathers = 1 if p.pipeline > 1 and p.data == "zero2" else number
+    reductions = 1 if layout.reduces_once else number
+    first = gather / max(1, blocks)  # of each pass, before there is anything to compute
+    ahead = max(first, gather - forward)
+    last = reduce / max(1, blocks)
+    behind = again + reduce
+    exposed = gathers * ahead
+    if p.pipeline > 1:
+        exposed += number * max(0.0, again - backward) + reduce
+    else:
+        exposed += reductions * max(last, behind - backward) + (number - reductions) * max(0.0, again - backward)
+    seconds = gathers * gather + number * again + reductions * reduce
+    moved = sent("all_gather", gathered, shard.ranks) * (gathers + (number if p.data == "zero3" else 0))
+    moved += sent("reduce_scatter", 4 * parameters, shard.ranks) * reductions
+    if copies.ranks > 1:
+        size = 4 * parameters / shard.ranks
+        over = copies.seconds("all_reduce", size)
+        seconds, exposed, moved = seconds + over, exposed + max(0.0, over - backward), moved + sent(
+            "all_reduce", size, copies.ranks)
+    across = shard.on_a_node < shard.ranks or (copies.ranks > 1 and copies.on_a_node < copies.ranks)
+    return Axis("data", layout.data * p.context, across, moved, seconds, exposed)
+
+
+def _axis(name: str, ranks: Group, calls: list[tuple[str, float, float]], micro_batches: int) -> Axis:
+    """An axis whose collectives nothing hides: (kind, bytes, how often in a micro-batch)."""
+    if ranks.ranks == 1:
+        return Axis(name, 1, False, 0.0, 0.0, 0.0)
+    moved = micro_batches * sum(often * sent(kind, size, ranks.ranks) for kind, size, often in calls)
+    seconds = micro_batches * sum(often * ranks.seconds(kind, size) for kind, size, often in calls)
+    return Axis(name, ranks.ranks, ranks.on_a_node < ranks.ranks, moved, seconds, seconds)

@@ -1,0 +1,126 @@
+"""The GPUs and links that a plan is made for: data-sheet figures, and measured ones where they differ much."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cached_property
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from tidewheel.config import Config
+from tidewheel.plan.config import FailureConfig
+
+GB = 1e9
+LINK_SHARE = 0.82
+"""Of a link's data-sheet bandwidth that a ring of NCCL reaches: 367.6 of 450 GB/s on 8 H200 without in-switch
+reduction (ml-engineering, network/benchmarks/results/all-reduce-8xH200.md); taken for networks as well."""
+HOP_SECONDS = 2.9e-6
+"""Latency of one of the 2 (N-1) steps of a small all-reduce: 40 us at 32 KiB on 8 H200 (same place)."""
+
+
+class Gpu(Config):
+    """One kind of GPU, in bytes, FLOP/s and bytes/s; links count one direction.
+
+    Peaks, memory and NVLink: NVIDIA's data sheets, dense. `matmul`: the best of many shapes that was measured (MAMF,
+    ml-engineering, compute/accelerator). `attention`: FlashAttention-2, which torch's varlen kernel is: 35 % of the
+    peak on H100 (arXiv:2407.08608, section 1), 225 TFLOP/s in training on A100 (arXiv:2307.08691, section 1).
+    """
+
+    name: str
+    memory: float
+    """Bytes of device memory as sold."""
+    peak: float
+    """Dense bf16 FLOP/s: what MFU is measured against."""
+    matmul: float
+    """bf16 FLOP/s that large matrix products reach."""
+    matmul_fp8: float = 0.0
+    """The same in fp8; 0: there are none."""
+    fp32: float
+    """FLOP/s without tensor cores."""
+    attention: float
+    """FLOP/s that the attention kernel reaches, of the half of the scores that a causal mask leaves."""
+    hbm: float
+    """Bytes/s of device memory."""
+    node_link: float
+    """Bytes/s between the GPUs of a node: NVLink, or PCIe where there is none."""
+    network: float
+    """Bytes/s of a GPU's share of the node's network."""
+    host_link: float
+    """Bytes/s to pinned host memory."""
+
+
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (
+    Gpu(name="h100", memory=80 * GB, peak=989e12, matmul=794.5e12, matmul_fp8=1402.6e12, fp32=67e12, attention=346e12,
+        hbm=3.35e12, node_link=450 * GB, network=50 * GB, host_link=55 * GB),
+    # a device copy was measured at 4.3 of 4.8 TB/s; the others keep their data sheets' figures
+    Gpu(name="h200", memory=141 * GB, peak=989e12, matmul=794.5e12, matmul_fp8=1453.4e12, fp32=67e12, attention=346e12,
+        hbm=4.3e12, node_link=450 * GB, network=50 * GB, host_link=55 * GB),
+    Gpu(name="a100", memory=80 * GB, peak=312e12, matmul=271.2e12, fp32=19.5e12, attention=225e12, hbm=2.04e12,
+        node_link=300 * GB, network=25 * GB, host_link=25 * GB),
+    # FlashAttention-2 runs on Ampere's instructions: H100's rate, an assumption
+    Gpu(name="b200", memory=180 * GB, peak=2250e12, matmul=1745e12, matmul_fp8=3432.5e12, fp32=80e12, attention=346e12,
+        hbm=8e12, node_link=900 * GB, network=50 * GB, host_link=55 * GB),
+    # nobody published matmul and attention: A100's shares of the peak, assumptions; 200 Gb/s for two GPUs as in OVX
+    Gpu(name="l40s", memory=48 * GB, peak=362e12, matmul=314e12, matmul_fp8=637e12, fp32=91.6e12, attention=260e12,
+        hbm=0.864e12, node_link=25 * GB, network=12.5 * GB, host_link=25 * GB))}
+"""By name. `network` is a 400 Gb/s adapter per GPU (DGX H100, H200, B200), 200 Gb/s with A100."""
+
+
+class ClusterConfig(Config):
+    """What a run is planned for, and what is assumed of it."""
+
+    gpus: int = Field(ge=1)
+    """GPUs, one worker on each."""
+    gpu: Literal["h100", "h200", "a100", "b200", "l40s"] = "h100"
+    """Their kind."""
+    nodes_of: int = Field(default=8, ge=1)
+    """GPUs of a node: what NVLink connects."""
+    memory_gb: float | None = Field(default=None, gt=0)
+    """Memory of a GPU; default: the data sheet's."""
+    reserved_gb: float = Field(default=4.0, ge=0)
+    """Of it for the CUDA context, NCCL's buffers and what the allocator cannot use: an assumption."""
+    node_link_gbytes: float | None = Field(default=None, gt=0)
+    """GB/s between GPUs of a node, one direction; default: the data sheet's."""
+    network_gbytes: float | None = Field(default=None, gt=0)
+    """GB/s of each GPU's share of the network, one direction (50 is 400 Gb/s); default: 50, a100 25, l40s 12.5."""
+    storage_gbytes_per_gpu: float = Field(default=0.122, gt=0)
+    """GB/s to and from storage for each GPU: Llama 3's sustained 2 TB/s for 16,384 (arXiv:2407.21783, section
+    3.3.1)."""
+    efficiency: float = Field(default=1.0, gt=0, le=1.5)
+    """Tokens/s of a real run of yours over what this plan says of it: steps are that much slower. 1: the roofline."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0)
+    """In your currency; without it cost is told in GPU hours only."""
+    document_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a typical document: attention does not look beyond one. Default: as long as the sequence."""
+    failures: FailureConfig = FailureConfig()
+    """How often the run is interrupted."""
+
+    @pydantic.field_validator("gpu", mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        if isinstance(value, str) and value.lower() not in GPUS:
+            near = difflib.get_close_matches(value.lower(), GPUS, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"no figures for the GPU {value!r}{hint}; known: {', '.join(GPUS)}")
+        return value.lower() if isinstance(value, str) else value
+
+    @pydantic.model_validator(mode="after")
+    def _whole_nodes(self) -> ClusterConfig:
+        if self.gpus > self.nodes_of and self.gpus % self.nodes_of:
+            near = max(1, round(self.gpus / self.nodes_of)) * self.nodes_of
+            raise ValueError(f"{self.gpus} GPUs are no whole nodes of {self.nodes_of}; nearest that are: {near}")
+        return self
+
+    @cached_property
+    def kind(self) -> Gpu:
+        """The GPU with what was overridden."""
+        changed = {"memory": self.memory_gb, "node_link": self.node_link_gbytes, "network": self.network_gbytes}
+        return GPUS[self.gpu].model_copy(update={name: value * GB for name, value in changed.items()
+                                                 if value is not None})
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a GPU that a run may fill."""
+        return self.kind.memory - self.reserved_gb * GB

@@ -1,0 +1,184 @@
+"""What a plan is about: the run, which is fixed, and a layout of it, which is free. No torch, no numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tidewheel.models.config import ModelConfig
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.parallel.stages import stages
+
+KEEP_PARAMETERS = 100_000_000
+"""As in `train.parallel.model`, which needs torch: `data: auto` is zero2 below, zero3 above."""
+OPTIMIZER_BYTES = {"adamw": 8.0, "lion": 4.0, "adamw8bit": 2 + 8 / 256, "muon": 4.0, "adafactor": 0.0}
+"""State per parameter. adamw8bit: an fp32 scale for each block of 256, twice; muon: one momentum for the blocks'
+matrices, the rest as adamw; adafactor: a number per row and column, less than a thousandth."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The run as a plan sees it."""
+
+    config: TrainConfig
+    vocabulary_size: int
+    sequence_length: int
+
+    @property
+    def model(self) -> ModelConfig:
+        """Its shape."""
+        return self.config.model
+
+    @cached_property
+    def block_matrices(self) -> int:
+        """Parameters of a block that are cut by tensor parallelism."""
+        model = self.model
+        return (2 * model.dim * model.head_width * (model.num_heads + model.kv_heads)
+                + 3 * model.dim * model.ffn_width)
+
+    @cached_property
+    def block_norms(self) -> int:
+        """Parameters of a block that every tensor-parallel rank has."""
+        return 2 * self.model.dim + (2 * self.model.head_width if self.model.qk_norm else 0)
+
+    @cached_property
+    def vocabulary_matrix(self) -> int:
+        """Parameters of the embedding, and of the output when it is a matrix of its own."""
+        return self.vocabulary_size * self.model.dim
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        model = self.model
+        return (model.num_layers * (self.block_matrices + self.block_norms) + model.dim
+                + self.vocabulary_matrix * (1 if model.tie_embeddings else 2))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a parameter, and of its gradient."""
+        return 2 if self.config.parameters == "bf16" else 4
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of an operand of a matrix product that is kept for the backward pass."""
+        return 4 if self.config.precision == "fp32" else 2
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of an element of the residual stream: the embedding's type."""
+        return self.weight_bytes
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Optimizer state per parameter, with the fp32 master weights beside bf16 parameters."""
+        kind, masters = self.config.optimizer.kind, 4 if self.weight_bytes == 2 else 0
+        state = OPTIMIZER_BYTES[kind]
+        if kind == "muon":
+            others = self.parameters - self.model.num_layers * self.block_matrices
+            state += 4.0 * others / self.parameters
+        return state + masters
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Of a checkpoint: parameters and optimizer state, once, whatever the layout."""
+        return self.parameters * (self.weight_bytes + self.optimizer_bytes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread the job over the GPUs."""
+
+    parallel: ParallelConfig
+    """`data` is not auto."""
+    memory: MemoryConfig
+    micro_sequences: int
+    data: int
+    """Data-parallel ranks, replicate x shard."""
+    micro_batches: int
+    """Of a data rank in a step."""
+
+    @property
+    def gpus(self) -> int:
+        """All ranks."""
+        return self.data * self.parallel.unit
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP2 or ZeRO-1 shards over; context ranks are among them."""
+        return self.data // self.parallel.replicate * self.parallel.context
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the parameters: a single rank has nothing to shard over."""
+        return self.parallel.data in ("zero2", "zero3") and self.shards > 1
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether whole gradients are kept between the micro-batches of a step (`parallel.reduce` step)."""
+        return self.parallel.pipeline > 1 or self.parallel.reduce == "step"
+
+    def in_flight(self) -> float:
+        """Micro-batches whose activations the first pipeline rank keeps at a time, in units of its blocks.
+
+        p for 1F1B (arXiv:2006.09503) and both zero-bubble schedules (arXiv:2401.10241), m for GPipe, p (1 + (p-1) /
+        (p v)) for interleaved 1F1B with v stages on a rank (arXiv:2205.05198, section 4.2.3); never more than m.
+        """
+        wide, number = self.parallel.pipeline, self.micro_batches
+        if wide == 1 or self.parallel.pipeline_schedule == "gpipe":
+            return 1.0 if wide == 1 else float(number)
+        stacked = 0.0
+        if self.parallel.pipeline_schedule == "interleaved_1f1b":
+            stacked = (wide - 1) / self.parallel.stages_per_rank
+        return min(number, wide + stacked)
+
+    def describe(self) -> str:
+        """"TP 4 x PP 8 x DP 8 zero1"."""
+        p = self.parallel
+        sizes = [("TP", p.tensor), ("PP", p.pipeline), ("CP", p.context), ("DP", self.data)]
+        mesh = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one GPU"
+        kind = f" {p.data}" if self.data * p.context > 1 else ""
+        return mesh + kind + (f" in {p.replicate} copies" if p.replicate > 1 else "")
+
+    def settings(self) -> dict[str, object]:
+        """The settings of the training configuration that make this layout."""
+        p, found = self.parallel, dict[str, object]()
+        found["parallel.data"] = p.data
+        for name in ("tensor", "pipeline", "context", "replicate"):
+            found[f"parallel.{name}"] = getattr(p, name)
+        if p.pipeline > 1:
+            found["parallel.pipeline_schedule"] = p.pipeline_schedule
+        found["memory.activation_checkpointing"] = self.memory.activation_checkpointing
+        found["batch.micro_sequences"] = self.micro_sequences
+        return found
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one pipeline rank holds."""
+
+    rank: int
+    blocks: int
+    first: bool
+    """Has the embedding."""
+    last: bool
+    """Has the final norm and the output."""
+    in_flight: float
+
+
+def shares(job: Job, layout: Layout) -> list[Share]:
+    """The pipeline ranks that matter: the first, the second (which may have a block more) and those with an end."""
+    parallel, layers = layout.parallel, job.model.num_layers
+    if parallel.pipeline == 1:
+        return [Share(0, layers, True, True, 1.0)]
+    cuts = stages(layers, parallel.pipeline, parallel.pipeline_schedule, parallel.stages_per_rank)
+    most, falls = layout.in_flight(), parallel.pipeline_schedule in ("1f1b", "interleaved_1f1b")
+    found = []
+    for rank in sorted({0, 1, parallel.pipeline - 1}):
+        mine = [stage for stage in cuts if stage.rank == rank]
+        # 1F1B: each rank starts one micro-batch fewer than the one before it
+        held = max(1.0, min(layout.micro_batches, most - rank)) if falls else most
+        found.append(Share(rank, sum(len(stage.blocks) for stage in mine), any(s.first for s in mine),
+                           any(s.last for s in mine), held))
+    return found

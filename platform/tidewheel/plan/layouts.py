@@ -1,0 +1,265 @@
+"""Legal layouts of a job on a cluster, ranked by the time of a step; why the others do not fit, and what does.
+
+What decides the result (model, global batch, precision, optimizer, virtual ranks) is the configuration's. Free are the
+mesh, what data-parallel ranks share out, the pipeline's schedule, the sequences of a micro-batch, and what activations
+are computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tidewheel.errors import ConfigError
+from tidewheel.plan.hardware import GB, ClusterConfig
+from tidewheel.plan.layout import KEEP_PARAMETERS, Job, Layout
+from tidewheel.plan.memory import Memory, memory
+from tidewheel.plan.step_time import StepTime, step_time
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.parallel import legal
+from tidewheel.train.parallel.config import ParallelConfig
+from tidewheel.train.parallel.stages import SCHEDULES
+
+Data = Literal["ddp", "zero1", "zero2", "zero3"]
+CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+LONG_ROWS = 16_384
+"""Context parallelism is tried for rows from here on: Llama 3 used it at 131,072 tokens only (arXiv:2407.21783)."""
+MICRO_SEQUENCES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A legal layout and what it costs."""
+
+    layout: Layout
+    memory: Memory
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A mesh that cannot be used, and the nearest that can."""
+
+    what: str
+    reason: str
+    nearest: str
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All layouts of a job on a cluster."""
+
+    fitting: tuple[Planned, ...]
+    """Quickest first; of each mesh and kind of data parallelism the quickest."""
+    own: Planned | None
+    """That of the configuration itself, if it is legal on so many GPUs; it may not fit."""
+    own_reason: str
+    """Why it is not legal, or does not fit."""
+    nearest: Planned | None
+    """The fitting layout that changes least of the configuration's, where that does not fit."""
+    refused: tuple[Refused, ...]
+    """Meshes none of whose layouts fits."""
+    tried: int
+    """Legal layouts that were computed."""
+
+
+def rank(job: Job, cluster: ClusterConfig) -> Ranking:
+    """Every layout of `job` on `cluster`.
+
+    Raises:
+        ConfigError: not one layout is legal on so many GPUs.
+    """
+    found = [(layout, memory(job, layout)) for layout in layouts(job, cluster)]
+    if not found:
+        raise ConfigError(_none_legal(job, cluster), where=f"{cluster.gpus} GPUs",
+                          mend="choose another number of GPUs, or change batch.virtual_ranks or global_sequences")
+    fitting = sorted((Planned(layout, used, step_time(job, layout, cluster)) for layout, used in found
+                      if used.total <= cluster.usable_bytes), key=_order)
+    best: dict[tuple[object, ...], Planned] = {}
+    for each in fitting:
+        best.setdefault(_mesh(each.layout), each)
+    own, reason = _own(job, cluster)
+    nearest = min(fitting, key=lambda each: (_distance(each.layout, _wanted(job, cluster)), _order(each)),
+                  default=None) if reason else None
+    return Ranking(tuple(best.values()), own, reason, nearest, tuple(_refused(job, cluster, found, fitting)),
+                   len(found))
+
+
+def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
+    """The legal ones. Tensor and context parallelism stay inside a node, where NVLink is."""
+    gpus = cluster.gpus
+    for tensor in legal.divisors(gpus):
+        for context in _contexts(job, cluster):
+            if tensor * context > cluster.nodes_of or gpus % (tensor * context):
+                continue
+            for pipeline in legal.divisors(gpus // tensor // context):
+                probe = ParallelConfig(tensor=tensor, context=context, pipeline=pipeline)
+                if legal.shape(probe, job.model, job.vocabulary_size) or legal.length(probe, job.sequence_length):
+                    continue
+                if job.config.batch.virtual_ranks % (gpus // probe.unit) == 0:
+                    yield from _of_mesh(job, cluster, probe)
+
+
+def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator[Layout]:
+    """What can be chosen once the sizes of the mesh are."""
+    data = cluster.gpus // mesh.unit
+    kinds: tuple[Data, ...] = get_args(Data) if data * mesh.context > 1 else ("ddp",)
+    for kind in kinds:
+        for replicate in _copies(cluster, mesh, data) if kind in ("zero2", "zero3") else (1,):
+            for schedule in SCHEDULES if mesh.pipeline > 1 else ("1f1b",):
+                parallel = ParallelConfig(
+                    data=kind, replicate=replicate, tensor=mesh.tensor, context=mesh.context, pipeline=mesh.pipeline,
+                    pipeline_schedule=schedule, reduce=_reduce(job, kind, mesh.pipeline),
+                    offload=job.config.parallel.offload and kind in ("zero2", "zero3"))
+                for micro in MICRO_SEQUENCES:
+                    for checkpointing in CHECKPOINTING:
+                        layout = _legal(job, cluster, parallel, MemoryConfig(activation_checkpointing=checkpointing),
+                                        micro)
+                        if isinstance(layout, Layout):
+                            yield layout
+
+
+def _legal(job: Job, cluster: ClusterConfig, parallel: ParallelConfig, kept: MemoryConfig,
+           micro_sequences: int) -> Layout | str:
+    """The layout, or why it cannot be."""
+    batch = job.config.batch
+    unit = batch.virtual_ranks * micro_sequences
+    if any(size % unit for size in batch.sizes):
+        return (f"batch.global_sequences {batch.global_sequences} is not a multiple of virtual_ranks x micro_sequences "
+                f"= {unit}")
+    elastic = job.config.elastic.model_copy(update={"min_workers": cluster.gpus, "max_workers": cluster.gpus})
+    config: TrainConfig = job.config.model_copy(update={
+        "parallel": parallel, "memory": kept, "elastic": elastic,
+        "batch": batch.model_copy(update={"micro_sequences": micro_sequences})})
+    reason = legal.reason_against(config) or legal.length(parallel, job.sequence_length) or legal.shape(
+        parallel, job.model, job.vocabulary_size)
+    if reason is not None:
+        return reason
+    data = cluster.gpus // parallel.unit
+    return Layout(parallel, kept, micro_sequences, data, config.batch.micro_batches(data)[-1])
+
+
+def _contexts(job: Job, cluster: ClusterConfig) -> list[int]:
+    if job.sequence_length < LONG_ROWS and job.config.parallel.context == 1:
+        return [1]
+    return legal.divisors(cluster.nodes_of)
+
+
+def _copies(cluster: ClusterConfig, mesh: ParallelConfig, data: int) -> list[int]:
+    """One copy of the model, or one on every node (HSDP)."""
+    inside = max(1, cluster.nodes_of // (mesh.tensor * mesh.context))
+    return [1, data // inside] if inside < data and data % inside == 0 else [1]
+
+
+def _reduce(job: Job, kind: str, pipeline: int) -> Literal["auto", "step", "micro_batch"]:
+    """`parallel.reduce`, resolved as training does where it is auto."""
+    wanted = job.config.parallel.reduce
+    if kind in ("ddp", "zero1") or pipeline > 1:
+        return "step"
+    return wanted if wanted != "auto" else "micro_batch" if job.parameters > KEEP_PARAMETERS else "step"
+
+
+# -- the configuration's own -------------------------------------------------------------------
+
+
+def _wanted(job: Job, cluster: ClusterConfig) -> Layout:
+    """The configuration's layout on so many GPUs, legal or not."""
+    p, config = job.config.parallel, job.config
+    kind = p.data
+    if kind == "auto":
+        kind = "zero3" if job.parameters > KEEP_PARAMETERS and p.pipeline == 1 else "zero2"
+    data = max(1, cluster.gpus // p.unit)
+    parallel = p.model_copy(update={"data": kind, "reduce": _reduce(job, kind, p.pipeline)})
+    return Layout(parallel, config.memory, config.batch.micro_sequences, data, config.batch.micro_batches(data)[-1])
+
+
+def _own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
+    wanted = _wanted(job, cluster)
+    if wanted.gpus != cluster.gpus:
+        return None, (f"{legal.describe(wanted.parallel)} takes a multiple of {wanted.parallel.unit} GPUs, not "
+                      f"{cluster.gpus}")
+    made = _legal(job, cluster, wanted.parallel, wanted.memory, wanted.micro_sequences)
+    if isinstance(made, str):
+        return None, made
+    planned = Planned(made, memory(job, made), step_time(job, made, cluster))
+    return planned, "" if planned.memory.total <= cluster.usable_bytes else _too_much(planned.memory, cluster)
+
+
+def _too_much(used: Memory, cluster: ClusterConfig) -> str:
+    largest = sorted(used.parts().items(), key=lambda part: -part[1])[:2]
+    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in largest)
+    return (f"needs {used.total / GB:.1f} GB of the {cluster.usable_bytes / GB:.1f} that a "
+            f"{cluster.gpu} has to give (most of it: {parts})")
+
+
+# -- what does not fit -------------------------------------------------------------------------
+
+
+def _refused(job: Job, cluster: ClusterConfig, found: list[tuple[Layout, Memory]],
+             fitting: list[Planned]) -> Iterator[Refused]:
+    """Sizes of tensor and pipeline, with the rest data parallel, of which nothing fits."""
+    good = {(each.layout.parallel.tensor, each.layout.parallel.pipeline) for each in fitting}
+    for tensor in legal.divisors(cluster.gpus):
+        if tensor > cluster.nodes_of:
+            yield Refused(f"TP {tensor}", f"parallel.tensor {tensor} would leave the node of {cluster.nodes_of} GPUs",
+                          f"TP {cluster.nodes_of}")
+            break  # larger ones all the more
+        for pipeline in legal.divisors(cluster.gpus // tensor):
+            if (tensor, pipeline) in good:
+                continue
+            reason = _against_mesh(job, cluster, tensor, pipeline) or _least(cluster, [
+                each for each in found if (each[0].parallel.tensor, each[0].parallel.pipeline) == (tensor, pipeline)])
+            near = min(good, key=lambda size: (abs(math.log2(size[0] / tensor)) + abs(math.log2(size[1] / pipeline)),
+                                               size), default=None)
+            yield Refused(f"TP {tensor} x PP {pipeline} x DP {cluster.gpus // tensor // pipeline}", reason,
+                          f"TP {near[0]} x PP {near[1]}" if near else "none")
+            if pipeline > job.model.num_layers + 2:
+                break
+
+
+def _against_mesh(job: Job, cluster: ClusterConfig, tensor: int, pipeline: int) -> str:
+    mesh = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    if reason := legal.shape(mesh, job.model, job.vocabulary_size) or legal.length(mesh, job.sequence_length):
+        return reason
+    data, virtual = cluster.gpus // mesh.unit, job.config.batch.virtual_ranks
+    if virtual % data:
+        return (f"{data} data-parallel ranks do not divide batch.virtual_ranks {virtual}; nearest that do: "
+                f"{legal.nearest(data, legal.divisors(virtual))}")
+    return ""
+
+
+def _least(cluster: ClusterConfig, tried: list[tuple[Layout, Memory]]) -> str:
+    if not tried:
+        return "no schedule takes the micro-batches that a rank would have"
+    layout, used = min(tried, key=lambda each: each[1].total)
+    kept = layout.memory.activation_checkpointing
+    return f"at the least, {layout.parallel.data} with checkpointing {kept}, {_too_much(used, cluster)}"
+
+
+def _none_legal(job: Job, cluster: ClusterConfig) -> str:
+    virtual = job.config.batch.virtual_ranks
+    return (f"no layout of the model on {cluster.gpus} GPUs is legal: tensor x pipeline x a divisor of "
+            f"batch.virtual_ranks {virtual} must be {cluster.gpus}, with whole micro-batches")
+
+
+def _order(planned: Planned) -> tuple[float, float]:
+    return planned.time.seconds, planned.memory.total
+
+
+def _mesh(layout: Layout) -> tuple[object, ...]:
+    p = layout.parallel
+    return p.tensor, p.pipeline, p.context, p.data, p.replicate
+
+
+def _distance(one: Layout, other: Layout) -> float:
+    """How much of the settings differs: doublings of sizes, and one for every choice."""
+    sizes = sum(abs(math.log2(getattr(one.parallel, name) / getattr(other.parallel, name)))
+                for name in ("tensor", "pipeline", "context", "replicate"))
+    sizes += abs(math.log2(one.micro_sequences / other.micro_sequences))
+    choices = [(one.parallel.data, other.parallel.data),
+               (one.parallel.pipeline_schedule, other.parallel.pipeline_schedule),
+               (one.memory.activation_checkpointing, other.memory.activation_checkpointing)]
+    return sizes + sum(a != b for a, b in choices)

@@ -1,0 +1,154 @@
+"""Seconds of a training step: the passes by FLOPs and bytes (a roofline), the bubble, what communication adds.
+
+Every rate is a published or measured one of `hardware.GPUS`; nothing is fitted to step times. What is not in it, and
+makes real steps slower: launches, power limits, stragglers, host work, uneven documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidewheel.plan import communication
+from tidewheel.plan.communication import Axis
+from tidewheel.plan.hardware import ClusterConfig, Gpu
+from tidewheel.plan.layout import Job, Layout, Share, shares
+
+ATTENTION_BACKWARD = 2.5
+"""Of its forward pass: flash attention computes the scores again (arXiv:2205.14135, appendix B.4)."""
+OPTIMIZER_TRAFFIC = 28.0
+"""Bytes a parameter that AdamW reads and writes: parameter, gradient, two moments in, parameter and moments out."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one step."""
+
+    seconds: float
+    compute: float
+    """Seconds of passes on the busiest rank."""
+    bubble: float
+    """Share of the pipeline's time in which a rank waits: (p-1) / (m+p-1) and its like."""
+    optimizer: float
+    """Seconds of the update."""
+    axes: tuple[Axis, ...]
+    mfu: float
+    """Model FLOPs (`ModelConfig.flops_per_token`: attention full, nothing twice) over the peak of all GPUs."""
+    tokens_per_second: float
+    """Of all GPUs, without failures."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing but communication goes on."""
+        return sum(axis.exposed for axis in self.axes)
+
+
+def bubble(schedule: str, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
+    """Share of the time that ranks wait.
+
+    1F1B, GPipe: (p-1) / (m + p-1) (arXiv:1811.06965, section 2.3); interleaved: (p-1) / (v m + p-1)
+    (arXiv:2104.04473, section 2.2). Zero bubble: passes for the weights fill two thirds of that (a forward and the two
+    halves of a backward pass take as long each, arXiv:2401.10241, section 2.3: (p-1) / 3 remain of p-1, of stages that
+    are 1 / v of a rank's work), with 2 p micro-batches or more.
+    """
+    if pipeline == 1:
+        return 0.0
+    waiting = (pipeline - 1) / (stages_per_rank if schedule.startswith(("interleaved", "zbv")) else 1)
+    if "zero_bubble" in schedule:
+        waiting /= 3
+    return waiting / (micro_batches + waiting)
+
+
+def step_time(job: Job, layout: Layout, cluster: ClusterConfig) -> StepTime:
+    """Of the pipeline rank that takes longest."""
+    return max((_of_share(job, layout, cluster, share) for share in shares(job, layout)),
+               key=lambda found: found.seconds)
+
+
+def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> StepTime:
+    p, number, gpu = layout.parallel, layout.micro_batches, cluster.kind
+    forward, backward = passes(job, layout, cluster, share)
+    held = share.blocks * (job.block_matrices / p.tensor + job.block_norms)
+    held += (share.first + share.last) * job.vocabulary_matrix / p.tensor
+    if job.model.tie_embeddings and p.pipeline == 1:
+        held -= job.vocabulary_matrix / p.tensor
+    found = communication.groups(cluster, layout)
+    axes = (communication.tensor_axis(job, layout, share, found["tensor"]),
+            communication.context_axis(job, layout, share, found["context"]),
+            communication.pipeline_axis(job, layout, cluster, found["pipeline"]),
+            communication.data_axis(job, layout, held, share.blocks, found, forward, backward))
+    waiting = bubble(p.pipeline_schedule, p.pipeline, number, p.stages_per_rank)
+    compute = number * (forward + backward)
+    inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context"))  # stretches every pass
+    outside = sum(axis.exposed for axis in axes) - inside
+    update = optimizer_seconds(job, layout, held, gpu)
+    seconds = ((compute + inside) / (1 - waiting) + outside + update) / cluster.efficiency
+    tokens = job.config.batch.global_sequences * job.sequence_length
+    flops = job.model.flops_per_token(job.vocabulary_size, job.sequence_length) * tokens
+    return StepTime(seconds, compute, waiting, update, axes, flops / seconds / (gpu.peak * layout.gpus),
+                    tokens / seconds)
+
+
+def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tuple[float, float]:
+    """Seconds of the forward and of the backward pass of one micro-batch, recomputation in the latter.
+
+    Matrix products: 2 FLOPs a parameter and token forward, 4 backward (arXiv:2001.08361, section 2.1). Attention: 4 H
+    E S/2 forward, of the half that is causal, S the length of a document or row. The rest by bytes, see `_traffic`.
+    """
+    p, model, gpu = layout.parallel, job.model, cluster.kind
+    tokens = layout.micro_sequences * job.sequence_length / p.context
+    rate = {"fp32": gpu.fp32, "fp8": gpu.matmul_fp8 or gpu.matmul}.get(job.config.precision, gpu.matmul)
+    products = tokens * share.blocks * 2 * job.block_matrices / p.tensor / rate
+    length = min(job.sequence_length, cluster.document_tokens or job.sequence_length)
+    scores = tokens * share.blocks * 2 * model.num_heads * model.head_width / p.tensor * length
+    scores /= min(rate, gpu.attention)
+    elements = tokens * share.blocks * _traffic(job, p.tensor) / gpu.hbm
+    forward = products + scores + elements
+    products_again, elements_again, scores_again = _computed_again(layout)
+    backward = products * (2 + products_again) + scores * (ATTENTION_BACKWARD + scores_again)
+    backward += elements * (2 + elements_again)
+    if layout.memory.activation_checkpointing == "offload":  # there and back; hidden as far as the passes are longer
+        moved = tokens * share.blocks * job.residual_bytes * model.dim / p.tensor / gpu.host_link
+        forward, backward = max(forward, moved), max(backward, moved)
+    if share.last:
+        output = tokens * 2 * job.vocabulary_matrix / p.tensor / (gpu.fp32 if job.config.precision == "fp32" else
+                                                                 gpu.matmul)
+        # logits are written, read for the softmax's sums, read again for the gradient, which is written and read twice
+        passed = tokens * job.vocabulary_size / p.tensor * 6 * job.compute_bytes / gpu.hbm
+        forward, backward = forward + output + passed / 2, backward + 2 * output + passed / 2
+    return forward, backward
+
+
+def _traffic(job: Job, tensor: int) -> float:
+    """Bytes per token and block that a forward pass reads and writes outside matrix products and attention, each
+    element-wise run fused: a residual is read with the branch that is added, written, and normed: (2 r + 2 a) D/T,
+    twice; RoPE in and out, 2 a (H + K) E/T; SwiGLU, 3 a F/T. Backward twice as much. Not compiled: runs are not fused,
+    twice as much of all (fp32 intermediates)."""
+    model, a, r = job.model, job.compute_bytes, job.residual_bytes
+    turned = (model.num_heads + model.kv_heads) * model.head_width
+    found = (2 * (2 * r + 2 * a) * model.dim + 2 * a * turned + 3 * a * model.ffn_width) / tensor
+    return found if job.config.compile else 2 * found
+
+
+def _computed_again(layout: Layout) -> tuple[float, float, float]:
+    """Forward passes of (products, element-wise, attention) inside the backward pass."""
+    memory = layout.memory
+    kind = memory.activation_checkpointing
+    if kind in ("full", "offload"):
+        return 1.0, 1.0, 1.0
+    if kind == "every_nth":
+        return 1 / memory.every, 1 / memory.every, 1 / memory.every
+    if kind == "selective":
+        return (1 / memory.recompute_products if memory.recompute_products else 0.0), 1.0, 0.0
+    return 0.0, 0.0, 0.0
+
+
+def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> float:
+    """By memory traffic: AdamW's 28 B a parameter, 12 more to and from fp32 copies beside bf16 parameters, and 4 for
+    the norm; with offload over the link to the host, parameters and gradients only: its own update is not counted."""
+    ranks = layout.shards if layout.sharded else (
+        layout.data * layout.parallel.context if layout.parallel.data == "zero1" else 1)
+    rows = parameters / ranks
+    if layout.sharded and layout.parallel.offload:
+        return rows * 2 * job.weight_bytes / gpu.host_link
+    extra = 12.0 if job.weight_bytes == 2 else 0.0
+    return rows * (OPTIMIZER_TRAFFIC + extra + 4) / gpu.hbm

@@ -1,0 +1,85 @@
+"""What a whole run takes with one layout: checkpoints, goodput, tokens a day, GPU hours, money."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidewheel.plan.config import TIERS, GoodputConfig, TierConfig
+from tidewheel.plan.hardware import GB, ClusterConfig
+from tidewheel.plan.layout import Job
+from tidewheel.plan.layouts import Planned
+
+DAY = 86_400.0
+INTERVALS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0)
+"""Minutes between saves among which the best is looked for."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the whole run."""
+
+    checkpoint_bytes: float
+    save_stall_seconds: float
+    """The copy to pinned host memory: each GPU's share over its link."""
+    upload_seconds: float
+    """To storage, in the background."""
+    load_seconds: float
+    interval_seconds: float
+    """Between saves, as configured."""
+    goodput: float
+    """Expected share of the time that is not lost to failures and saves (docs/goodput.md)."""
+    best_interval_seconds: float
+    best_goodput: float
+    mtbf_seconds: float
+    tokens_per_day: float
+    """With that goodput."""
+    tokens: int
+    """Of the whole run."""
+    days: float
+    gpu_hours: float
+    cost: float | None
+
+
+def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
+    """Of the run with that layout. Simulates failures, with numpy."""
+    from tidewheel.plan import recovery
+
+    size, seconds = job.checkpoint_bytes, planned.time.seconds
+    stored = size / (cluster.storage_gbytes_per_gpu * GB * cluster.gpus)
+    stall = size / cluster.gpus / cluster.kind.host_link
+    tier = _tier(job, seconds, stall, stored)
+    every = job.config.checkpoint.every_steps
+    mtbf = cluster.failures.mtbf_seconds(cluster.gpus)
+    if every == "auto":
+        interval = recovery.young_daly(max(stall, 1e-3), mtbf)
+    else:
+        interval = float(every) * seconds if every else job.config.steps * seconds
+    if job.config.checkpoint.every_seconds:
+        interval = min(interval, job.config.checkpoint.every_seconds)
+    rows = recovery.table(GoodputConfig(gpus=(cluster.gpus,), interval_minutes=(interval / 60, *INTERVALS),
+                                        tiers={"as configured": tier}, failures=cluster.failures))
+    own, best = rows[0], max(rows, key=lambda row: row.goodput)
+    rate = planned.time.tokens_per_second * own.goodput
+    from tidewheel.train.batch_size import BatchSizes
+
+    tokens = BatchSizes.of(job.config.batch, job.sequence_length).total(job.config.steps) * job.sequence_length
+    hours = tokens / rate / 3600 * cluster.gpus
+    price = cluster.price_per_gpu_hour
+    return Summary(size, stall, stored, stored, interval, own.goodput, best.interval_seconds, best.goodput, mtbf,
+                   rate * DAY, tokens, tokens / rate / DAY, hours, None if price is None else hours * price)
+
+
+def _tier(job: Job, seconds: float, stall: float, stored: float) -> TierConfig:
+    """Detection and restart as measured (`plan.config.TIERS`); what depends on the size of the state, computed."""
+    checkpoint = job.config.checkpoint
+    upload = stored if checkpoint.asynchronous else 0.0
+    paused = stall if checkpoint.asynchronous else stall + stored
+    if not checkpoint.memory.every_steps:
+        return TIERS["restart from storage"].model_copy(update={
+            "load_seconds": stored, "save_stall_seconds": paused, "upload_seconds": upload})
+    base = TIERS["in place, memory tier"]
+    from_storage = TIERS["restart from storage"].restart_seconds + stored
+    return base.model_copy(update={
+        "load_seconds": stall, "save_stall_seconds": paused, "upload_seconds": upload,
+        "refresh_seconds": checkpoint.memory.every_steps * seconds, "refresh_stall_seconds": stall,
+        "storage_seconds": from_storage})

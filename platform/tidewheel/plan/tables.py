@@ -1,0 +1,145 @@
+"""A plan as people read it, and as JSON. Opens the shard set where the configuration names one that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tidewheel.console import print_table
+from tidewheel.plan.hardware import GB, ClusterConfig
+from tidewheel.plan.layout import Job
+from tidewheel.plan.layouts import Planned, Ranking
+from tidewheel.plan.summary import Summary
+from tidewheel.train.config import TrainConfig
+
+VOCABULARY_SIZE, SEQUENCE_LENGTH = 128_256, 8_192
+"""Llama 3's, when neither an option nor the configuration nor a shard set says."""
+
+Row = dict[str, Any]
+
+
+def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: int | None) -> tuple[Job, list[str]]:
+    """The job, and where its vocabulary and the length of its sequences come from, if they were assumed.
+
+    Raises:
+        ShardError, StorageError: the configuration names a shard set that cannot be read, and it is needed.
+    """
+    vocabulary = vocabulary_size or config.model.vocabulary_size
+    length, notes = sequence_length, list[str]()
+    if (vocabulary is None or length is None) and (config.data.uri or config.data.mixture is not None):
+        from tidewheel.shards.source import open_source
+
+        manifest = open_source(config.data.uri, config.data.mixture, config.data.seed).manifest
+        vocabulary, length = vocabulary or manifest.vocabulary_size, length or manifest.sequence_length
+    if length is None:
+        length = min(config.model.max_sequence_length, SEQUENCE_LENGTH)
+        notes.append(f"sequences of {length:,} tokens (--sequence-length changes it)")
+    if vocabulary is None:
+        vocabulary = VOCABULARY_SIZE
+        notes.append(f"a vocabulary of {vocabulary:,} (--vocabulary-size changes it)")
+    return Job(config, vocabulary, length), notes
+
+
+def ranked(ranking: Ranking, top: int) -> list[Row]:
+    """The quickest layout of each mesh (tensor x pipeline x context), quickest first."""
+    best: dict[tuple[int, ...], Planned] = {}
+    for each in ranking.fitting:
+        p = each.layout.parallel
+        best.setdefault((p.tensor, p.pipeline, p.context), each)
+    return [layout_row(str(number), each) for number, each in enumerate(list(best.values())[:top], 1)]
+
+
+def layout_row(name: str, each: Planned) -> Row:
+    """A line of the table of layouts."""
+    layout, time = each.layout, each.time
+    return {"": name, "layout": layout.describe(),
+            "schedule": layout.parallel.pipeline_schedule if layout.parallel.pipeline > 1 else "-",
+            "batches": f"{layout.micro_batches} of {layout.micro_sequences}",
+            "recomputed": layout.memory.activation_checkpointing, "GB/GPU": f"{each.memory.total / GB:.1f}",
+            "s/step": f"{time.seconds:.2f}", "MFU %": f"{100 * time.mfu:.1f}", "bubble %": f"{100 * time.bubble:.1f}",
+            "exposed %": f"{100 * time.exposed / time.seconds:.1f}",
+            "tokens/s": f"{time.tokens_per_second:,.0f}"}
+
+
+def memory_rows(plans: Sequence[tuple[str, Planned]]) -> list[Row]:
+    """GB by part, a column for each layout."""
+    names = list(plans[0][1].memory.parts())
+    rows: list[Row] = [{"GB on a GPU": name, **{title: f"{each.memory.parts()[name] / GB:.2f}"
+                                               for title, each in plans}} for name in names]
+    rows.append({"GB on a GPU": "at most at a time", **{title: f"{each.memory.total / GB:.2f}"
+                                                       for title, each in plans}})
+    return rows
+
+
+def communication_rows(each: Planned) -> list[Row]:
+    """A line for each axis of the mesh."""
+    return [{"axis": axis.name, "ranks": axis.ranks, "across nodes": "yes" if axis.across_nodes else "no",
+             "GB sent per step and GPU": f"{axis.bytes / GB:.2f}", "s on the links": f"{axis.seconds:.3f}",
+             "s not hidden": f"{axis.exposed:.3f}"} for axis in each.time.axes if axis.ranks > 1]
+
+
+def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
+    """The whole run with the first layout."""
+    values = {
+        "model": f"{job.parameters / 1e9:.2f} B parameters; their state "
+                 f"{job.parameters * (2 * job.weight_bytes + job.optimizer_bytes) / GB:,.1f} GB",
+        "run": f"{job.config.steps:,} steps, {found.tokens / 1e9:,.1f} B tokens",
+        "checkpoint": f"{found.checkpoint_bytes / GB:,.1f} GB; stops training {found.save_stall_seconds:.2f} s, is in "
+                      f"storage {found.upload_seconds:.0f} s later, loads in {found.load_seconds:.0f} s",
+        "failures": f"one every {found.mtbf_seconds / 3600:.1f} h ({cluster.failures.rate})",
+        "goodput": f"{100 * found.goodput:.2f} % saving every {found.interval_seconds / 60:.1f} min as configured; "
+                   f"best {100 * found.best_goodput:.2f} % every {found.best_interval_seconds / 60:g} min",
+        "tokens a day": f"{found.tokens_per_day / 1e9:,.2f} B",
+        "time": f"{found.days:,.1f} days, {found.gpu_hours:,.0f} GPU hours"}
+    if found.cost is not None:
+        values["cost"] = f"{found.cost:,.0f}"
+    return [{"what": name, "value": value} for name, value in values.items()]
+
+
+def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | None, *, notes: Sequence[str],
+         top: int) -> None:
+    """Print all tables: layouts, memory, communication, what does not fit, the run."""
+    own, reason = ranking.own, ranking.own_reason
+    columns = [("first", ranking.fitting[0])] if ranking.fitting else []
+    columns += [("yours", own)] if own else []
+    rows = ranked(ranking, top) + ([layout_row("yours", own)] if own else [])
+    print_table(rows, title=f"{cluster.gpus:,} x {cluster.gpu}: the quickest layout of each mesh, of {ranking.tried:,}")
+    for note in notes:
+        print(f"assumed: {note}")
+    if columns:
+        print_table(memory_rows(columns), title=f"memory: {cluster.usable_bytes / GB:.1f} GB can be used")
+    if ranking.fitting and (axes := communication_rows(ranking.fitting[0])):
+        print_table(axes, title="communication of the first")
+    if ranking.refused:
+        print_table([asdict(each) for each in ranking.refused], title="what does not fit, and the nearest that does")
+    if reason:
+        print(f"yours: {reason}")
+    if ranking.nearest:
+        print(f"nearest that fits: {ranking.nearest.layout.describe()}: {_options(ranking.nearest)}")
+    if whole:
+        print_table(summary_rows(job, cluster, whole), title="the run with the first")
+        print(f"use it: {_options(ranking.fitting[0])}")
+
+
+def _options(each: Planned) -> str:
+    return " ".join(f"--set {key}={value}" for key, value in each.layout.settings().items())
+
+
+def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, found: Summary | None) -> dict[str, Any]:
+    """Everything, in bytes and seconds."""
+    return {"model": {"parameters": job.parameters, "vocabulary_size": job.vocabulary_size,
+                      "sequence_length": job.sequence_length},
+            "cluster": cluster.canonical(), "gpu": cluster.kind.canonical(), "tried": ranking.tried,
+            "layouts": [_values(each) for each in ranking.fitting],
+            "own": None if ranking.own is None else _values(ranking.own), "own_reason": ranking.own_reason,
+            "nearest": None if ranking.nearest is None else _values(ranking.nearest),
+            "refused": [asdict(each) for each in ranking.refused],
+            "run": None if found is None else asdict(found)}
+
+
+def _values(each: Planned) -> dict[str, Any]:
+    time = asdict(each.time)
+    return {"layout": each.layout.describe(), "settings": each.layout.settings(), "data_ranks": each.layout.data,
+            "micro_batches": each.layout.micro_batches,
+            "memory": {**each.memory.parts(), "state": each.memory.state, "total": each.memory.total}, "time": time}

@@ -1,0 +1,155 @@
+"""What is ranked is legal, what is refused says why, and the command tells it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidewheel.cli import run_command
+from tidewheel.config import build, load
+from tidewheel.errors import ConfigError
+from tidewheel.plan.hardware import ClusterConfig
+from tidewheel.plan.layout import Job
+from tidewheel.plan.layouts import Ranking, layouts, rank
+from tidewheel.plan.summary import summary
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.parallel import legal
+
+
+def nested(settings: dict[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def must_be_legal(config: dict, ranking: Ranking, gpus: int, vocabulary: int, length: int) -> None:
+    for each in ranking.fitting:
+        made = build(TrainConfig, {**config, "elastic": {"min_workers": gpus, "max_workers": gpus}},
+                     nested(each.layout.settings()))
+        legal.check_world(made, gpus)
+        legal.check_data(made, vocabulary, length)
+        assert each.layout.gpus == gpus
+
+
+@settings(max_examples=8, deadline=None)
+@given(gpus=st.sampled_from([1, 2, 4, 6, 8, 16, 24]), layers=st.integers(1, 9), heads=st.sampled_from([2, 4, 6]),
+       virtual=st.sampled_from([4, 12, 24]), compiled=st.booleans())
+def test_every_layout_is_legal(gpus: int, layers: int, heads: int, virtual: int, compiled: bool):
+    config = {"model": {"dim": 32 * heads, "num_layers": layers, "num_heads": heads, "ffn_dim": 48 * heads},
+              "precision": "bf16", "compile": compiled,
+              "batch": {"global_sequences": 48, "micro_sequences": 1, "virtual_ranks": virtual}}
+    job = Job(build(TrainConfig, config), 1536, 96)
+    cluster = ClusterConfig(gpus=gpus, nodes_of=min(8, gpus))
+    if not any(layouts(job, cluster)):
+        with pytest.raises(ConfigError, match="legal"):
+            rank(job, cluster)
+        return
+    ranking = rank(job, cluster)
+    assert ranking.fitting
+    times = [each.time.seconds for each in ranking.fitting]
+    assert times == sorted(times)
+    must_be_legal(config, ranking, gpus, 1536, 96)
+
+
+@pytest.fixture(scope="module")
+def seventy() -> tuple[Job, ClusterConfig, Ranking]:
+    job = Job(load(TrainConfig, "jobs/configs/llama_70b.yaml"), 128_256, 8192)
+    cluster = ClusterConfig(gpus=256)
+    return job, cluster, rank(job, cluster)
+
+
+def test_the_published_layout_is_listed(seventy: tuple[Job, ClusterConfig, Ranking]):
+    """TP 4 x PP 8 x DP 8 of 70B on 256 GPUs: legal, fits, and slower than the first only by what tensor parallelism
+    sends: it is not hidden here."""
+    _, _, ranking = seventy
+    published = next(each for each in ranking.fitting if (each.layout.parallel.tensor, each.layout.parallel.pipeline,
+                                                          each.layout.data) == (4, 8, 8))
+    first = ranking.fitting[0]
+    assert first.layout.parallel.tensor < 4
+    slower = published.time.seconds - first.time.seconds
+    assert published.time.axes[0].exposed - first.time.axes[0].exposed > 0.75 * slower
+
+
+def test_why_meshes_are_refused(seventy: tuple[Job, ClusterConfig, Ranking]):
+    reasons = {each.what: (each.reason, each.nearest) for each in seventy[2].refused}
+    assert reasons["TP 16"] == ("parallel.tensor 16 would leave the node of 8 GPUs", "TP 8")
+    assert reasons["TP 1 x PP 1 x DP 256"][0] == (
+        "256 data-parallel ranks do not divide batch.virtual_ranks 32; nearest that do: 32")
+    assert "82 pieces of the model" in reasons["TP 1 x PP 128 x DP 2"][0]
+    assert "needs 90" in reasons["TP 1 x PP 8 x DP 32"][0]
+    assert reasons["TP 1 x PP 8 x DP 32"][1] == "TP 2 x PP 8"
+
+
+def test_a_layout_that_does_not_fit_gets_the_nearest_that_does():
+    changed = ["parallel={data: ddp}", "elastic={min_workers: 8, max_workers: 64}"]
+    job = Job(load(TrainConfig, "jobs/configs/llama_8b.yaml", changed), 128_256, 8192)
+    ranking = rank(job, ClusterConfig(gpus=8))
+    assert ranking.own is not None
+    assert ranking.own_reason.startswith("needs ")
+    assert ranking.nearest is not None
+    assert ranking.nearest.layout.describe() in ("DP 8 zero2", "DP 8 zero3")
+
+
+def test_nothing_is_legal():
+    job = Job(build(TrainConfig, {"batch": {"global_sequences": 5, "micro_sequences": 1, "virtual_ranks": 5}}), 513, 63)
+    with pytest.raises(ConfigError, match="no layout of the model on 7 GPUs is legal"):
+        rank(job, ClusterConfig(gpus=7, nodes_of=7))
+
+
+def test_long_rows_are_cut():
+    config = {"model": {"preset": "8b", "max_sequence_length": 131072}, "precision": "bf16", "compile": True,
+              "batch": {"global_sequences": 8, "micro_sequences": 1, "virtual_ranks": 8}}
+    ranking = rank(Job(build(TrainConfig, config), 128_256, 131_072), ClusterConfig(gpus=64))
+    assert ranking.fitting[0].layout.parallel.context > 1
+    must_be_legal(config, ranking, 64, 128_256, 131_072)
+
+
+def test_the_whole_run(seventy: tuple[Job, ClusterConfig, Ranking]):
+    job, cluster, ranking = seventy
+    found = summary(job, ranking.fitting[0], cluster.model_copy(update={"price_per_gpu_hour": 2.0}))
+    assert found.checkpoint_bytes == 12 * job.parameters
+    assert found.tokens == 100_000 * 1024 * 8192
+    assert found.days * 86_400 * 256 == pytest.approx(found.gpu_hours * 3600)
+    assert found.cost == pytest.approx(2 * found.gpu_hours)
+    assert 0.9 < found.goodput <= found.best_goodput < 1
+    assert found.tokens_per_day == pytest.approx(
+        ranking.fitting[0].time.tokens_per_second * 86_400 * found.goodput)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]):
+    command = ["plan", "jobs/configs/llama_1b.yaml", "--gpus", "4", "--gpu", "a100", "--sequence-length", "4096",
+               "--vocabulary-size", "128256"]
+    assert run_command(command) == 0
+    shown = capsys.readouterr().out
+    assert "yours" in shown
+    assert "activations" in shown
+    assert "use it: --set parallel.data=" in shown
+    assert run_command([*command, "--assume", "price_per_gpu_hour=1.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"]["cost"] == pytest.approx(1.5 * found["run"]["gpu_hours"])
+    assert found["layouts"][0]["memory"]["total"] < 80e9
+    assert {axis["name"] for axis in found["layouts"][0]["time"]["axes"]} == {"tensor", "context", "pipeline", "data"}
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    (["--gpus", "8", "--gpu", "h300"], "did you mean"), (["--gpus", "12"], "nearest that are: 16"),
+    (["--gpus", "8", "--assume", "netwrok_gbytes=3"], "did you mean 'network_gbytes'")])
+def test_wrong_options(options: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+    assert run_command(["plan", "jobs/configs/llama_1b.yaml", *options]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
+    assert run_command(["plan", "jobs/configs/llama_70b.yaml", "--gpus", "8", "--gpu", "l40s"]) == 2
+    assert "needs" in capsys.readouterr().out
+
+
+def test_planning_imports_nothing_heavy():
+    code = ("import sys; from tidewheel.cli import run_command;"
+            "run_command(['plan', 'jobs/configs/llama_1b.yaml', '--gpus', '1', '--json']);"
+            "print([m for m in ('ray', 'torch', 'numba', 'pyarrow') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
