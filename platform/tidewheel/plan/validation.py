@@ -16,6 +16,8 @@ from tidewheel.plan.config import TierConfig
 from tidewheel.plan.recovery import Trace, simulate
 from tidewheel.storage import Store, store
 
+RECOVERY = frozenset({"detect_seconds", "restart_seconds"})
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -59,7 +61,7 @@ def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
     lines = []
     for run in observed:
         others = [other for other in observed if other is not run] or [run]
-        tier = _mean([other.tier for other in others])
+        tier = _mean(others)
         alike = [other.step_seconds for other in others if other.workers == run.workers] or [run.step_seconds]
         predicted = predict(run, tier, sum(alike) / len(alike))
         lines.append({"run": run.run, "workers": run.workers, "failures": len(run.failures),
@@ -132,6 +134,11 @@ def _failures(summary: LedgerSummary) -> tuple[list[float], list[float]]:
     return times, seconds
 
 
-def _mean(tiers: Sequence[TierConfig]) -> TierConfig:
-    values = [tier.model_dump() for tier in tiers]
-    return TierConfig(**{name: sum(value[name] for value in values) / len(values) for name in values[0]})
+def _mean(runs: Sequence[Observed]) -> TierConfig:
+    """What recoveries took, the mean over all failures; what saves did, over the runs."""
+    failures = sum(len(run.failures) for run in runs)
+    found = {}
+    for name in TierConfig.model_fields:
+        values = [(getattr(run.tier, name), len(run.failures) if failures and name in RECOVERY else 1) for run in runs]
+        found[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+    return TierConfig(**found)
