@@ -15,6 +15,7 @@ import cyclopts
 from cyclopts import Parameter
 
 import tidewheel
+from tidewheel.cluster import commands as clusters
 from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
 
@@ -29,8 +30,9 @@ data_app = cyclopts.App(name="data", help="Clean, deduplicate, tokenize and pack
 shards_app = cyclopts.App(name="shards", help="Look into packed shards and check them.")
 checkpoint_app = cyclopts.App(name="checkpoint", help="List the checkpoints of a run and check them.")
 plan_app = cyclopts.App(name="plan", help="What a run would cost before it is started.")
-for sub in (data_app, shards_app, checkpoint_app, plan_app):
+for sub in (data_app, shards_app, checkpoint_app, plan_app, clusters.cluster_app, clusters.job_app):
     app.command(sub)
+app.command(clusters.submit)
 
 Overrides = Annotated[
     list[str] | None,
@@ -179,7 +181,8 @@ def train(
 ) -> int:
     """Train a model, or resume a run: the run URI decides which.
 
-    Workers may die, drain and join while it runs; it goes on with what is there, in the same data order.
+    Workers may die, drain and join while it runs; it goes on with what is there, in the same data order. SIGTERM
+    lets it save and leave, with exit code 143.
     """
     from tidewheel.config import load
     from tidewheel.train.config import TrainConfig
@@ -199,6 +202,7 @@ def train(
         from tidewheel.checkpoint.verify import locate
 
         locate(settings.model.init_from)
+    from tidewheel.elastic.leave import EXIT_CODE, Stopped, leaving_on_sigterm
     from tidewheel.elastic.trainer import fit, fit_local
     from tidewheel.report.run import write_run_report
     from tidewheel.train.progress import training_bar
@@ -209,8 +213,12 @@ def train(
         else:
             from tidewheel.cluster.session import session
 
-            with session(address):
-                result = fit(settings, on_progress=on_progress)
+            try:
+                with session(address), leaving_on_sigterm(settings.run_uri):
+                    result = fit(settings, on_progress=on_progress)
+            except Stopped as stopped:
+                print(f"{stopped}; give the same command again to go on")
+                return EXIT_CODE
     loss = f", loss {result.loss:.4f}" if result.loss is not None else ""
     validation = f", validation loss {result.validation_loss:.4f}" if result.validation_loss is not None else ""
     print(f"{result.steps} steps, {result.tokens:,} tokens{loss}{validation}")

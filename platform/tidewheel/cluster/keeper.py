@@ -1,4 +1,5 @@
-"""The process that owns a local cluster's nodes; `LocalCluster` starts it and talks to it over its standard streams.
+"""The process that owns a local cluster's nodes; `LocalCluster` starts it and talks to it over its standard streams
+(a cluster in the background over a socket, see `background`).
 
 A process of its own, because whatever happens to the user's process (an exception, SIGTERM, even SIGKILL) closes
 the pipe to this one, which then ends every process of the cluster; should this one be killed too, the kernel ends
@@ -13,7 +14,9 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tidewheel.cluster.session import KEEP_WORKERS
@@ -40,18 +43,26 @@ class Keeper:
         self.nodes: dict[str, Any] = {}
         self._started = 0
 
-    def start(self, *, cpus: float, object_store_bytes: int, dashboard_port: int) -> dict[str, Any]:
+    def start(self, *, cpus: float, object_store_bytes: int, dashboard_port: int,
+              labels: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Start the head; `dashboard_port` 0: none."""
         self.head = self._node(head=True, cpus=cpus, object_store_bytes=object_store_bytes,
                                include_dashboard=bool(dashboard_port), dashboard_port=dashboard_port or None,
-                               include_log_monitor=bool(dashboard_port), no_monitor=True,
+                               include_log_monitor=bool(dashboard_port), no_monitor=True, labels=dict(labels or {}),
                                _system_config={**FAST_DETECTION, **KEEP_WORKERS})
         return {"address": self.head.gcs_address, **self._described(self.head)}
 
-    def add(self, *, cpus: float, object_store_bytes: int) -> dict[str, Any]:
-        """Start one worker node and wait until it is in the cluster's table."""
+    def add(self, *, cpus: float, object_store_bytes: int, labels: Mapping[str, str] | None = None,
+            resources: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Start one worker node and wait until it is in the cluster's table.
+
+        Args:
+            labels: Ray's node labels.
+            resources: custom resources, by name.
+        """
         node = self._node(head=False, cpus=cpus, object_store_bytes=object_store_bytes, include_log_monitor=False,
-                          gcs_address=self.head.gcs_address)
+                          gcs_address=self.head.gcs_address, labels=dict(labels or {}),
+                          resources=dict(resources or {}))
         self.nodes[node.node_id] = node
         return self._described(node)
 
@@ -87,7 +98,8 @@ class Keeper:
         address = f"127.0.{self._started // 250}.{self._started % 250 + 1}" if MANY_LOOPBACKS else None
         parameters = RayParams(num_cpus=cpus, num_gpus=0, object_store_memory=object_store_bytes, min_worker_port=0,
                                max_worker_port=0, node_ip_address=address, temp_dir=self.temp_dir,
-                               dashboard_agent_listen_port=0, **more)
+                               dashboard_agent_listen_port=0, runtime_env_dir_name=f"runtime_{self._started}", **more)
+        # Working folders are each node's own: a node that unpacks a job's anew would take it from under the driver.
         # No exit hooks inside this process: `stop` does it. The reaper flag binds the children's life to ours.
         node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
         services.wait_for_node(node.gcs_address, node.plasma_store_socket_name, 60)
@@ -107,6 +119,89 @@ class Keeper:
             return [raylet, *raylet.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+
+class BackgroundKeeper(Keeper):
+    """A keeper that anyone of this user may ask, and that ends drained nodes when their time is up."""
+
+    def __init__(self, temp_dir: str) -> None:
+        super().__init__(temp_dir)
+        self.stopped = False
+        self._lock = threading.RLock()
+        self._accessor: Any = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request names; {"ok": ...} or {"error": ...}."""
+        what = request.pop("do", "")
+        if what not in ("start", "add", "kill", "processes", "drain", "status", "stop"):
+            return {"error": f"no such request: {what!r}"}
+        try:
+            with self._lock:
+                answer = {"ok": getattr(self, what)(**request)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self.stopped = self.stopped or what == "stop"
+        return answer
+
+    def drain(self, *, node_id: str, notice_seconds: float, reason: str) -> dict[str, Any]:
+        """Announce that a node goes away, as a spot reclaim does, and end it when the notice is over."""
+        from tidewheel.cluster.faults import drain_node
+
+        accepted = drain_node(self.head.gcs_address, node_id, notice_seconds, reason)
+        if accepted:
+            timer = threading.Timer(notice_seconds, self._end, [node_id])
+            timer.daemon = True
+            timer.start()
+        return {"accepted": accepted}
+
+    def _end(self, node_id: str) -> None:
+        with self._lock:
+            if node_id in self.nodes and not self.stopped:
+                self.kill(node_id=node_id)
+
+    def status(self) -> dict[str, Any]:
+        """Every node of the cluster's table, and its jobs, newest last."""
+        return {"nodes": self._table(), "jobs": self._jobs()}
+
+    def _table(self) -> list[dict[str, Any]]:
+        from tidewheel.cluster.groups import GROUP_LABEL
+
+        draining = self._state().get_draining_nodes()
+        rows = []
+        for row in self._state().node_table():
+            node_id, labels, resources = row["NodeID"], row.get("Labels") or {}, row.get("Resources") or {}
+            alive = row["Alive"] and (node_id in self.nodes or node_id == self.head.node_id)  # the table learns later
+            until = draining.get(node_id) if alive else None
+            left = None if until is None else max(0.0, until / 1000 - time.time())
+            rows.append({
+                "node_id": node_id, "head": node_id == self.head.node_id, "group": labels.get(GROUP_LABEL, ""),
+                "labels": {key: value for key, value in labels.items() if key != "ray.io/node-id"},
+                "host": row["NodeManagerAddress"], "cpus": resources.get("CPU", 0.0),
+                "resources": {name: amount for name, amount in resources.items() if ":" not in name and name not in (
+                    "CPU", "memory", "object_store_memory")},
+                "state": "dead" if not alive else "draining" if until is not None else "alive",
+                "seconds_left": left})
+        return rows
+
+    def _state(self) -> Any:
+        if self._accessor is None:
+            from ray._private.state import GlobalState
+            from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
+
+            self._accessor = GlobalState()
+            self._accessor._initialize_global_state(GcsClientOptions.create(
+                self.head.gcs_address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False))
+        return self._accessor
+
+    def _jobs(self) -> list[dict[str, Any]]:
+        from ray.job_submission import JobSubmissionClient
+
+        if not self.head.webui_url:
+            return []
+        jobs = JobSubmissionClient(f"http://{self.head.webui_url}").list_jobs()
+        return [{"id": job.submission_id or job.job_id, "status": str(job.status.value), "entrypoint": job.entrypoint,
+                 "started": (job.start_time or 0) / 1000, "ended": (job.end_time or 0) / 1000}
+                for job in sorted(jobs, key=lambda job: job.start_time or 0) if str(job.type.value) == "SUBMISSION"]
 
 
 def _kill(processes: list[Any]) -> list[int]:

@@ -77,10 +77,10 @@ class LocalCluster:
         atexit.register(self.close)
         try:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "tidewheel.cluster.keeper", self._temp_dir], text=True, env=_environment(),
+                [sys.executable, "-m", "tidewheel.cluster.keeper", self._temp_dir], text=True, env=keeper_environment(),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True)  # Ctrl-C is for us; the keeper ends when our end of its pipe closes
-            port = _free_port() if self._dashboard else 0
+            port = free_port() if self._dashboard else 0
             head = self._ask("start", cpus=self._head_cpus, object_store_bytes=self._store_bytes, dashboard_port=port)
             self.address = head["address"]
             # The cluster asks for a token exactly if this process, its first client, would show one.
@@ -173,7 +173,7 @@ def _is_log(path: Path) -> bool:
     return (path.is_dir() and not path.is_symlink()) or path.suffix in (".log", ".out", ".err")
 
 
-def _environment() -> dict[str, str]:
+def keeper_environment() -> dict[str, str]:
     """Ours, less what would tie the cluster to another one, and quiet."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
     package_root = str(Path(__file__).resolve().parents[2])
@@ -186,7 +186,8 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody uses on loopback now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]

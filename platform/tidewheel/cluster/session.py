@@ -55,6 +55,11 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    target = address or os.environ.get("RAY_ADDRESS") or "local"
+    if target != "local":
+        from tidewheel.cluster.background import show_token
+
+        show_token(target)
     import ray
 
     if ray.is_initialized():
@@ -62,7 +67,6 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
         return
     # What workers print is Ray's own noise (a lost node prints pages): what matters reaches the driver as events.
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    target = address or os.environ.get("RAY_ADDRESS") or "local"
     _must_answer(target)
     try:
         if target == "local":

@@ -1,0 +1,280 @@
+"""`tidewheel cluster ...`, `tidewheel job ...` and `tidewheel submit`: what people type about clusters and jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from tidewheel.cluster import background
+from tidewheel.cluster.background import DEFAULT_NAME, State
+from tidewheel.console import console, print_table
+from tidewheel.errors import ClusterError, ConfigError
+
+cluster_app = cyclopts.App(name="cluster", help="A Ray cluster of several nodes on this machine, in the background.")
+job_app = cyclopts.App(name="job", help="Jobs on a Ray cluster's job server: list, follow, stop.")
+
+Name = Annotated[str, Parameter(help="Name of the cluster; several may be up.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON instead of a table.")]
+Server = Annotated[str | None, Parameter(
+    name="--address", help="URL of the job server, http://head:8265. Without it RAY_API_SERVER_ADDRESS counts, then "
+                           "the cluster of `tidewheel cluster up`.")]
+JobId = Annotated[str, Parameter(help="Id of the job, as `tidewheel submit` printed it.")]
+Groups = Annotated[list[str] | None, Parameter(
+    name="--group", negative="", consume_multiple=False, help="A node group, NAME[:NODES[:CPUS]][,RESOURCE=AMOUNT]; "
+    "may be given again: data:2, gpu-spot:1:1,accelerator=1. A name that ends in `spot` is a spot group.")]
+Labels = Annotated[list[str] | None, Parameter(
+    negative="", consume_multiple=False, help="KEY=VALUE for every node; may be given again.")]
+
+
+@cluster_app.command
+def up(
+    *,
+    nodes: Annotated[int, Parameter(help="Nodes of the group `data`, beside those of --group.")] = 0,
+    cpus_per_node: Annotated[float, Parameter(help="CPUs that each node offers; they need not exist.")] = 1,
+    group: Groups = None,
+    labels: Labels = None,
+    head_cpus: Annotated[float, Parameter(help="CPUs of the head; with 0 only drivers run there.")] = 0,
+    object_store_mb: Annotated[int, Parameter(help="Shared memory of each node, MiB; at least 75.")] = 128,
+    name: Name = DEFAULT_NAME,
+) -> int:
+    """Start a head and nodes: real raylets, on loopback, that ask for a token. They stay when this command ends."""
+    from tidewheel.cluster.groups import Group, parse_group, parse_labels
+
+    extra = parse_labels(labels or ())
+    groups = [parse_group(text, cpus=cpus_per_node, labels=extra) for text in group or ()]
+    if nodes or not groups:
+        groups.insert(0, Group("data", nodes or 2, cpus_per_node, {}, extra))
+    began = time.monotonic()
+    state = background.up(groups, name=name, head_cpus=head_cpus, object_store_mb=object_store_mb)
+    print(f"up after {time.monotonic() - began:.1f} s: Ray {state.address}, job server {state.dashboard_url}")
+    _print_nodes(background.ask(state, "status"))
+    suffix = "" if name == DEFAULT_NAME else f" --name {name}"
+    print(f'use it: eval "$(tidewheel cluster env{suffix})"')
+    return 0
+
+
+@cluster_app.command
+def status(*, name: Name = DEFAULT_NAME, as_json: AsJson = False) -> int:
+    """Node groups, nodes, those that are being drained, and jobs. Exit code 2 when no cluster is up."""
+    state = _found(name)
+    found = background.ask(state, "status")
+    if as_json:
+        print(json.dumps({"address": state.address, "dashboard_url": state.dashboard_url, **found}, indent=2))
+        return 0
+    print(f"{name}: Ray {state.address}, job server {state.dashboard_url}, up for "
+          f"{time.time() - state.created:,.0f} s")
+    _print_groups(found)
+    _print_nodes(found)
+    if found["jobs"]:
+        print_table([{"job": job["id"], "status": job["status"].lower(), "seconds": f"{_seconds(job):,.0f}",
+                      "command": job["entrypoint"][:90]} for job in found["jobs"][-10:]])
+    return 0
+
+
+@cluster_app.command
+def add(
+    group: Annotated[list[str], Parameter(help="NAME[:NODES[:CPUS]][,RESOURCE=AMOUNT], for example gpu-spot:1.")],
+    *,
+    labels: Labels = None,
+    name: Name = DEFAULT_NAME,
+) -> int:
+    """Start more nodes."""
+    from tidewheel.cluster.groups import parse_group, parse_labels
+
+    state = _found(name)
+    wanted = [parse_group(text, labels=parse_labels(labels or ())) for text in group]  # all are right, or none starts
+    for each in wanted:
+        for node_id in background.add(state, each):
+            print(f"{node_id[:12]} joined, group {each.name}, {each.cpus:g} CPUs")
+    return 0
+
+
+@cluster_app.command
+def drain(
+    node: Annotated[str, Parameter(help="Beginning of a node's id, or a group's name for its newest node.")],
+    *,
+    notice: Annotated[float, Parameter(help="Seconds between the announcement and the end of the node.")] = 30.0,
+    name: Name = DEFAULT_NAME,
+) -> int:
+    """Take a node away as a spot reclaim does: announced first, ended when the notice is over."""
+    state = _found(name)
+    found = background.node_of(state, node)
+    answer = background.ask(state, "drain", node_id=found["node_id"], notice_seconds=notice, reason="tidewheel drain")
+    if not answer["accepted"]:
+        raise ClusterError("Ray refuses to drain the node", where=found["node_id"][:12], mend="kill it instead")
+    print(f"{found['node_id'][:12]} (group {found['group']}) is being drained and ends in {notice:g} s")
+    return 0
+
+
+@cluster_app.command
+def kill(
+    node: Annotated[str, Parameter(help="Beginning of a node's id, or a group's name for its newest node.")],
+    *,
+    name: Name = DEFAULT_NAME,
+) -> int:
+    """SIGKILL a node's raylet and all its processes, as a power cut would."""
+    state = _found(name)
+    found = background.node_of(state, node)
+    killed = background.ask(state, "kill", node_id=found["node_id"])["killed"]
+    print(f"{found['node_id'][:12]} (group {found['group']}) is gone, with {len(killed)} processes")
+    return 0
+
+
+@cluster_app.command
+def down(*, name: Name = DEFAULT_NAME) -> int:
+    """End the cluster and remove what it wrote. No cluster up is no error."""
+    state = background.find(name)
+    if state is None:
+        print(f"no cluster {name!r} is up")
+    else:
+        print(f"{name} is down, {background.down(state)} processes ended")
+    return 0
+
+
+@cluster_app.command
+def env(*, name: Name = DEFAULT_NAME) -> int:
+    """Print what a shell needs so that `ray`, `tidewheel` and Python programs use the cluster: eval "$(...)"."""
+    import shlex
+
+    for key, value in _found(name).environment.items():
+        print(f"export {key}={shlex.quote(value)}")
+    return 0
+
+
+def submit(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True, help="A job (prepare_data, train, evaluate, export, "
+                                       "workflow), a YAML file or any command, with its options; best behind --.")],
+    address: Server = None,
+    working_dir: Annotated[str, Parameter(help="Folder of the code that is uploaded; '' for none.")] = ".",
+    exclude: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Also leave out files "
+                       "that match, as in .gitignore; may be given again.")] = None,
+    env_var: Annotated[list[str] | None, Parameter(name="--env", negative="", consume_multiple=False, help="KEY=VALUE "
+                       "for the job and its workers; may be given again. Not for secrets: whoever may list jobs sees "
+                       "it.")] = None,
+    job_id: Annotated[str, Parameter(name="--id", help="Id of the job; made here if left out.")] = "",
+    wait: Annotated[bool, Parameter(help="Show the job's log until it ends, and exit with its code.")] = True,
+    dry_run: Annotated[bool, Parameter(negative="", help="Show what would be uploaded and run, then stop.")] = False,
+) -> int:
+    """Run a job on a Ray cluster: show and upload the code, start it, show its log, exit with its code.
+
+    A lost connection is taken up again. Ctrl-C leaves the job running; `tidewheel job stop` ends it, after training has
+    saved. The exit code is the job's own, 143 when it was stopped.
+    """
+    from tidewheel.cluster.jobs import JobServer, Submission, command_of, server_address
+    from tidewheel.cluster.upload import EXCLUDES
+
+    pairs = [text.partition("=") for text in env_var or ()]
+    if wrong := [key for key, sep, _ in pairs if not sep or not key]:
+        raise ConfigError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--env", mend="--env NAME=VALUE")
+    wanted = Submission(command_of(command), working_dir, job_id, {key: value for key, _, value in pairs},
+                        (*EXCLUDES, *(exclude or ())), metadata={"submitted_by": "tidewheel"})
+    address = server_address(address)
+    uploaded = wanted.upload()
+    if uploaded is not None:
+        print_table(uploaded.rows(), to=console)
+        console.print(uploaded.summary(), markup=False)
+    console.print(f"command: {wanted.command}", markup=False)
+    if dry_run:
+        return 0
+    server = JobServer(address)
+    job = server.submit(wanted)
+    console.print(f"job {job} on {server.address}", markup=False)
+    return _follow(server, job) if wait else 0
+
+
+@job_app.command(name="list")
+def job_list(*, address: Server = None, as_json: AsJson = False) -> int:
+    """Submitted jobs, oldest first."""
+    from tidewheel.cluster.jobs import JobServer
+
+    rows = [{"id": job.submission_id, "status": str(job.status.value), "entrypoint": job.entrypoint,
+             "started": (job.start_time or 0) / 1000, "ended": (job.end_time or 0) / 1000,
+             "exit_code": job.driver_exit_code} for job in JobServer(address).jobs()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print_table([{"job": row["id"], "status": row["status"].lower(), "exit code": row["exit_code"],
+                      "seconds": f"{_seconds(row):,.0f}", "command": row["entrypoint"][:90]} for row in rows])
+    return 0
+
+
+@job_app.command(name="follow")
+def job_follow(job: JobId, *, address: Server = None) -> int:
+    """Show a job's log from its beginning until it ends; exits with its code."""
+    from tidewheel.cluster.jobs import JobServer
+
+    return _follow(JobServer(address), job)
+
+
+@job_app.command(name="stop")
+def job_stop(job: JobId, *, address: Server = None,
+             wait: Annotated[bool, Parameter(help="Until it has ended.")] = True) -> int:
+    """End a job: SIGTERM, upon which training saves and leaves, and SIGKILL if it takes too long."""
+    from tidewheel.cluster.jobs import ENDED, JobServer
+
+    server = JobServer(address)
+    if not server.stop(job):
+        print(f"{job} had ended before: {server.info(job).status.value.lower()}")
+        return 0
+    while wait and server.info(job).status not in ENDED:
+        time.sleep(0.5)
+    print(f"{job}: {server.info(job).status.value.lower()}")
+    return 0
+
+
+def _follow(server: Any, job: str) -> int:
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        code: int = server.follow(job, write)
+    except KeyboardInterrupt:
+        console.print(f"the job goes on; `tidewheel job follow {job}` shows it again, `tidewheel job stop {job}` ends "
+                      "it", markup=False)
+        return 130
+    info = server.info(job)
+    console.print(f"job {job}: {info.status.value.lower()}, exit code {code}", markup=False)
+    return code
+
+
+def _found(name: str) -> State:
+    state = background.find(name)
+    if state is None:
+        raise ClusterError(f"no cluster {name!r} is up", where="tidewheel cluster",
+                           mend="`tidewheel cluster up --nodes 3` starts one")
+    return state
+
+
+def _seconds(job: dict[str, Any]) -> float:
+    return (job["ended"] or time.time()) - job["started"] if job["started"] else 0.0
+
+
+def _print_groups(found: dict[str, Any]) -> None:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in found["nodes"]:
+        groups.setdefault(node["group"] or "-", []).append(node)
+    print_table([{"group": name, "alive": sum(node["state"] == "alive" for node in nodes),
+                  "draining": sum(node["state"] == "draining" for node in nodes),
+                  "dead": sum(node["state"] == "dead" for node in nodes),
+                  "CPUs": f"{sum(node['cpus'] for node in nodes if node['state'] != 'dead'):g}"}
+                 for name, nodes in sorted(groups.items())])
+
+
+def _print_nodes(found: dict[str, Any]) -> None:
+    rows = []
+    for node in sorted(found["nodes"], key=lambda node: (not node["head"], node["group"], node["node_id"])):
+        left = node["seconds_left"]
+        resources = ", ".join(f"{name} {amount:g}" for name, amount in sorted(node["resources"].items())
+                              if not name.startswith("node:"))
+        labels = ", ".join(f"{key}={value}" for key, value in sorted(node["labels"].items())
+                           if not key.startswith("ray.io/"))
+        rows.append({"node": node["node_id"][:12], "group": node["group"], "address": node["host"],
+                     "CPUs": f"{node['cpus']:g}", "resources": resources or "-", "labels": labels or "-",
+                     "state": node["state"] + (f", {left:.0f} s left" if left is not None else "")})
+    print_table(rows)
