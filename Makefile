@@ -18,7 +18,7 @@ demo: $(STAMP)  ## raw text to a trained model, with a node killed on the way (A
 test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -n 2 --dist loadfile tests/unit
+	$(PYTEST) -n 2 --dist loadfile tests/unit tests/k8s
 	$(PYTEST) tests/cluster tests/chaos
 
 lint: $(STAMP)  ## ruff and mypy

@@ -1,0 +1,74 @@
+"""What is wrong with a manifest: where, what, and how to mend it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding of the lint."""
+
+    resource: str
+    """"RayCluster/tidewheel"."""
+    path: str
+    """Of the field, as in spec.workerGroupSpecs[0].minReplicas."""
+    what: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.resource}: {self.path}: {self.what}\n  mend: {self.mend}"
+
+
+def name_of(manifest: Manifest) -> str:
+    """"Kind/name"; a name that is generated ends in "*"."""
+    metadata = manifest.get("metadata") or {}
+    name = metadata.get("name") or f"{metadata.get('generateName', '')}*"
+    return f"{manifest.get('kind', '?')}/{name}"
+
+
+def join(*keys: str | int) -> str:
+    """A path of field names and list indices as text: spec.containers[0].image, metadata.labels['ray.io/group']."""
+    path = ""
+    for key in keys:
+        if isinstance(key, int):
+            path += f"[{key}]"
+        elif re.fullmatch(r"[\w-]+", key):
+            path += f".{key}" if path else key
+        else:
+            path += f"[{key!r}]"
+    return path
+
+
+def get(value: Any, *keys: str | int, default: Any = None) -> Any:
+    """The value at a path of keys and indices; `default` where the path ends early or leads to null."""
+    for key in keys:
+        if isinstance(value, dict) and isinstance(key, str):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return default
+    return default if value is None else value
+
+
+def walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Every value of a manifest with its path, the outermost first."""
+    yield path, value
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, inner in items:
+        yield from walk(inner, (*path, key))
+
+
+def at(manifest: Manifest, path: tuple[str | int, ...], what: str, mend: str) -> Problem:
+    """A problem with the field at `path` of a manifest."""
+    return Problem(name_of(manifest), join(*path), what, mend)

@@ -1,0 +1,194 @@
+"""An overlay, components and a job composed into manifests, with the run's configuration put in.
+
+What is put in: the configuration as a ConfigMap that the head mounts, the job's command, the least and most pods of the
+groups that train (from `elastic` and the size of a pod), namespace, images and the annotations of the service accounts.
+All of it is a kustomization, written to a temporary folder beside nothing else, and built like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidewheel.config import Config
+from tidewheel.errors import ConfigError
+from tidewheel.kubernetes import kustomize
+from tidewheel.kubernetes.clusters import clusters, wanted
+from tidewheel.kubernetes.documents import write
+from tidewheel.kubernetes.problem import Manifest
+
+JOBS = {"train": "train.yaml", "pipeline": "pipeline.yaml", "workflow": ""}
+"""Jobs, and the file under which each finds its configuration in /etc/tidewheel."""
+NEEDED = {"train": (), "pipeline": ("--output",), "workflow": ("--spec",)}
+PLAIN = re.compile(r"[\w./:=@%+,-]+")
+"""Arguments that no shell takes apart: KubeRay hands the command to two of them."""
+CACHE = "/cache"
+HEAD = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+COMPONENT = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to render.
+
+    Args:
+        overlay: a folder of `tree`/overlays.
+        tree: the folder k8s/ of the repository, or a copy of it.
+        components: folders of `tree`/components.
+        job: one of `JOBS`; "" for a standing cluster.
+        config: of the training run or the pipeline.
+        arguments: further ones of the job's command, such as --output=s3://bucket/clean.
+        images: {name in the manifests: the one to use}, as registry/name:tag.
+        accounts: annotations of the head's and workers' service accounts.
+    """
+
+    overlay: str
+    tree: Path = Path("k8s")
+    components: tuple[str, ...] = ()
+    job: str = ""
+    config: Config | None = None
+    arguments: tuple[str, ...] = ()
+    namespace: str = ""
+    images: Mapping[str, str] = field(default_factory=dict)
+    accounts: Mapping[str, str] = field(default_factory=dict)
+
+
+def render(request: Request) -> list[Manifest]:
+    """The manifests.
+
+    Raises:
+        ConfigError: the request or a kustomization is wrong.
+    """
+    _check(request)
+    with tempfile.TemporaryDirectory(prefix="tidewheel-k8s-") as name:
+        folder = Path(name).resolve()
+        _write(folder, request, sizes=[])
+        sizes = _sizes(kustomize.build(folder), request)
+        if sizes:
+            _write(folder, request, sizes=sizes)
+        return kustomize.build(folder)
+
+
+def _check(request: Request) -> None:
+    for kind, names in (("overlays", (request.overlay,)), ("components", request.components)):
+        there = sorted(path.name for path in (request.tree / kind).glob("*") if (path / "kustomization.yaml").is_file())
+        if not there:
+            raise ConfigError("no manifests there", where=str(request.tree / kind),
+                              mend="give the folder k8s of the repository with --tree")
+        for name in names:
+            if name not in there:
+                raise ConfigError(f"{name!r} is not in {request.tree / kind}", where=kind,
+                                  mend=f"choose from {', '.join(there)}")
+    if request.job and request.job not in JOBS:
+        raise ConfigError(f"no job {request.job!r}", where="--job", mend=f"choose from {', '.join(JOBS)}")
+    if request.job in ("train", "pipeline") and request.config is None:
+        raise ConfigError(f"the job {request.job} needs its configuration", where="--config", mend="give the YAML file")
+    for needed in NEEDED.get(request.job, ()):
+        if not any(argument.startswith(f"{needed}=") for argument in request.arguments):
+            raise ConfigError(f"the job {request.job} needs {needed}", where="--argument",
+                              mend=f"add --argument={needed}=s3://bucket/...")
+    for argument in request.arguments:
+        if not PLAIN.fullmatch(argument):
+            raise ConfigError(f"{argument!r} has characters that a shell takes apart", where="--argument",
+                              mend="letters, digits and . / : = @ % + , - only; put the rest into the configuration")
+
+
+def _sizes(manifests: list[Manifest], request: Request) -> list[dict[str, Any]]:
+    """Operations that give the groups of a cluster the pods that the training run wants."""
+    from tidewheel.train.config import TrainConfig
+
+    if not isinstance(request.config, TrainConfig):
+        return []
+    operations = []
+    for cluster in list(clusters(manifests))[:1]:
+        for replicas in wanted(cluster, request.config):
+            group = f"/spec/{'/'.join(map(str, replicas.template.path[len(cluster.path):-1]))}"
+            operations += [{"op": "add", "path": f"{group}/{name}", "value": value}
+                           for name, value in (("replicas", replicas.least), ("minReplicas", replicas.least),
+                                               ("maxReplicas", replicas.most))]
+    return operations
+
+
+def _write(folder: Path, request: Request, *, sizes: list[dict[str, Any]]) -> None:
+    """The kustomization in `folder`: first the job, then the components, then the run, then the job's own cluster."""
+    tree = Path(os.path.relpath(request.tree.resolve(), folder))
+    components = [f"components/{name}" for name in request.components]
+    if request.job:
+        components = [f"jobs/{request.job}", *components]
+    root: dict[str, Any] = {**HEAD, "resources": [str(tree / "overlays" / request.overlay)],
+                            "components": [str(tree / name) for name in components]}
+    (folder / "run").mkdir(exist_ok=True)
+    run = _run(folder / "run", request, sizes)
+    if run != COMPONENT:  # kustomize takes no empty one
+        (folder / "run/kustomization.yaml").write_text(write([run]))
+        root["components"].append("run")
+    if request.job:
+        root["components"].append(str(tree / "jobs/own-cluster"))
+    if request.namespace:
+        root["namespace"] = request.namespace
+    if request.images:
+        root["images"] = [_image(name, new) for name, new in sorted(request.images.items())]
+    (folder / "kustomization.yaml").write_text(write([root]))
+
+
+def _run(folder: Path, request: Request, sizes: list[dict[str, Any]]) -> dict[str, Any]:
+    run: dict[str, Any] = dict(COMPONENT)
+    patches: list[dict[str, Any]] = []
+    if request.config is not None and JOBS.get(request.job):
+        name = JOBS[request.job]
+        (folder / name).write_text(write([settings(request.config)]))
+        run["configMapGenerator"] = [{"name": "tidewheel-run", "files": [name]}]
+    if sizes:
+        patches.append({"target": {"kind": "RayCluster"}, "patch": write([sizes])})
+    if request.job:
+        patches.append({"target": {"kind": "RayJob"}, "patch": write([[
+            {"op": "replace", "path": "/metadata/name", "value": job_name(request)},
+            {"op": "replace", "path": "/spec/entrypoint", "value": _command(request)}]])})
+    if request.accounts:
+        patches.append({"target": {"kind": "ServiceAccount", "name": "tidewheel-(head|worker)"}, "patch": write([[
+            {"op": "add", "path": "/metadata/annotations", "value": dict(request.accounts)}]])})
+    if patches:
+        run["patches"] = patches
+    return run
+
+
+def _command(request: Request) -> str:
+    module = {"train": "jobs.train", "pipeline": "jobs.prepare_data", "workflow": "jobs.workflow"}[request.job]
+    name = JOBS[request.job]
+    config = ["--config", f"/etc/tidewheel/{name}"] if name else []
+    return " ".join(["python", "-m", module, *config, *request.arguments])
+
+
+def job_name(request: Request) -> str:
+    """Name of the RayJob: the run's id for a training run, made fit for DNS, so that two runs are two jobs."""
+    run = getattr(request.config, "run", None)
+    if request.job != "train" or run is None:
+        return f"tidewheel-{request.job}"
+    name = re.sub(r"[^a-z0-9]+", "-", run.id.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"run-{name}")[:47].rstrip("-")
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The configuration as it goes into the cluster: what differs from the defaults, JSON values only. Caches that it
+    leaves out go to the nodes' own volume; neither has a say in the result."""
+    from tidewheel.train.config import TrainConfig
+
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(config, TrainConfig):
+        if not config.data.cache:
+            values["data"] = {**values.get("data", {}), "cache": f"{CACHE}/shards"}
+        if config.compile and not config.compile_cache:
+            values["compile_cache"] = f"{CACHE}/compiled"
+    return values
+
+
+def _image(name: str, new: str) -> dict[str, str]:
+    new_name, separator, tag = kustomize.split_image(new)
+    if separator != ":":
+        raise ConfigError(f"{new!r} has no tag", where="--image", mend=f"write {name}=registry/{name}:1.2.3")
+    return {"name": name, "newName": new_name, "newTag": tag}

@@ -1,0 +1,268 @@
+"""What the KubeRay operator's own code refuses (v1.7.0, controllers/ray/utils/validation.go), and no schema says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from tidewheel.kubernetes.clusters import Cluster, clusters
+from tidewheel.kubernetes.problem import Manifest, Problem, at, get
+
+DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+LONGEST = {"RayCluster": 53, "RayJob": 47}
+LABEL_NAME = re.compile(r"([A-Za-z0-9]([-\w.]*[A-Za-z0-9])?)")
+GATES_ANNOTATION = "tidewheel.io/feature-gates"
+SUBMISSION_MODES = ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")
+RESOURCE_PARAMS = ("num-cpus", "num-gpus", "memory", "resources")
+TLS_VARIABLES = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+
+
+def names(manifests: Sequence[Manifest]) -> Iterator[Problem]:
+    """DNS-1035 names, short enough for what the operator appends."""
+    for manifest in manifests:
+        if (longest := LONGEST.get(manifest["kind"])) is None:
+            continue
+        name = get(manifest, "metadata", "name", default="")
+        if not DNS_1035.fullmatch(name):
+            yield at(manifest, ("metadata", "name"), f"{name!r} is no DNS-1035 label",
+                      "lower-case letters, digits and -, with a letter first")
+        elif len(name) > longest:
+            yield at(manifest, ("metadata", "name"), f"{len(name)} characters",
+                      f"a {manifest['kind']} has at most {longest}: pods' names are made from it")
+
+
+def cluster(manifests: Sequence[Manifest]) -> Iterator[Problem]:
+    """Groups, their labels and resources, authentication."""
+    for found in clusters(manifests):
+        yield from _groups(found)
+        yield from _authentication(found)
+        if get(found.spec, "tlsOptions", "enabled"):
+            for path, entry in _environment(found):
+                if entry.get("name") in TLS_VARIABLES:
+                    yield at(found.manifest, path, f"{entry['name']} is set beside tlsOptions",
+                              "remove it: the operator sets it")
+
+
+def _groups(found: Cluster) -> Iterator[Problem]:
+    for path, group in [((*found.path, "headGroupSpec"), get(found.spec, "headGroupSpec", default={})), *found.groups]:
+        params = get(group, "rayStartParams", default={})
+        for name in RESOURCE_PARAMS:
+            if name in params and get(group, "resources"):
+                yield at(found.manifest, (*path, "rayStartParams", name), "set beside the group's resources",
+                          "keep one of the two")
+        if "labels" in params:
+            yield at(found.manifest, (*path, "rayStartParams", "labels"), "labels are not a start parameter",
+                      "use the group's own field labels")
+        for key, value in get(group, "labels", default={}).items():
+            if not (LABEL_NAME.fullmatch(key.rpartition("/")[2]) and len(key.rpartition("/")[2]) <= 63):
+                yield at(found.manifest, (*path, "labels", key), "no label's name", "letters, digits and - _ .")
+            if value and not (LABEL_NAME.fullmatch(value) and len(value) <= 63):
+                yield at(found.manifest, (*path, "labels", key), f"{value!r} is no label's value",
+                          "at most 63 letters, digits and - _ .")
+    taken: set[str] = set()
+    for path, group in found.groups:
+        if group["groupName"] in taken:
+            yield at(found.manifest, (*path, "groupName"), f"{group['groupName']!r} is there twice",
+                     "name each group once: pods are counted by it")
+        taken.add(group["groupName"])
+        least, most = get(group, "minReplicas", default=0), get(group, "maxReplicas")
+        if most is not None and least > most:
+            yield at(found.manifest, (*path, "minReplicas"), f"{least} is more than maxReplicas {most}",
+                      f"at most {most}, or raise maxReplicas")
+        replicas = get(group, "replicas")
+        if replicas is not None and not least <= replicas <= (replicas if most is None else most):
+            yield at(found.manifest, (*path, "replicas"), f"{replicas} is not from {least} to {most}",
+                      f"start with minReplicas, {least}")
+        if not found.autoscaling and most is None:
+            yield at(found.manifest, (*path, "maxReplicas"), "missing, and the autoscaler is off", "set it")
+
+
+def _authentication(found: Cluster) -> Iterator[Problem]:
+    options, version = get(found.spec, "authOptions", default={}), str(get(found.spec, "rayVersion", default=""))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    path = (*found.path, "rayVersion")
+    if options.get("mode") == "token" and (len(numbers) < 2 or numbers < (2, 52)):
+        yield at(found.manifest, path, f"{version or 'none'}, and token authentication is on",
+                  "2.52.0 or newer, as in the image")
+    if options.get("enableK8sTokenAuth"):
+        here = (*found.path, "authOptions", "enableK8sTokenAuth")
+        if options.get("mode") != "token":
+            yield at(found.manifest, here, "set, but mode is not token", "set authOptions.mode to token")
+        if found.manifest["kind"] == "RayJob":
+            yield at(found.manifest, here, "not for a RayJob", "remove it: mode token works for both")
+        if options.get("secretName"):
+            yield at(found.manifest, (*found.path, "authOptions", "secretName"), "set beside enableK8sTokenAuth",
+                      "keep one of the two")
+
+
+def autoscaler(manifests: Sequence[Manifest]) -> Iterator[Problem]:
+    """Autoscaler v2 and what it does not go with."""
+    for found in clusters(manifests):
+        options = get(found.spec, "autoscalerOptions")
+        here = (*found.path, "autoscalerOptions")
+        if options is not None and not found.autoscaling:
+            yield at(found.manifest, (*found.path, "enableInTreeAutoscaling"), "off, but there are autoscalerOptions",
+                      "set it to true, or remove them")
+        if found.autoscaling and get(options, "version") != "v2":
+            yield at(found.manifest, (*here, "version"), "not v2, whose nodes carry labels and drain before they "
+                      "go", "v2")
+        if get(options, "idleTimeoutSeconds", default=0) < 0:
+            yield at(found.manifest, (*here, "idleTimeoutSeconds"), "negative", "0 or more")
+        for number, entry in enumerate(get(options, "env", default=[])):
+            if entry.get("name") == "KUBERAY_GEN_AUTOSCALER_START_CMD":
+                yield at(found.manifest, (*here, "env", number), "set by the operator", "remove it")
+        for path, entry in _environment(found):
+            if entry.get("name") == "RAY_enable_autoscaler_v2":
+                yield at(found.manifest, path, "set beside autoscalerOptions.version", "remove it")
+        for template in [found.head, *found.workers]:
+            policy = get(template.spec, "restartPolicy")
+            if found.autoscaler_v2 and policy not in (None, "Never"):
+                yield at(found.manifest, (*template.path, "spec", "restartPolicy"), f"{policy} under autoscaler v2",
+                          "Never, or leave it out: a pod that came back would be a node that the autoscaler lost")
+        for path, group in found.groups:
+            if group.get("suspend") and found.autoscaling:
+                yield at(found.manifest, (*path, "suspend"), "a group cannot be suspended under the autoscaler",
+                          "set minReplicas and maxReplicas to 0")
+            for name in ("idleTimeoutSeconds", "priority"):
+                if get(group, name) is not None and not found.autoscaler_v2:
+                    yield at(found.manifest, (*path, name), "known to autoscaler v2 only",
+                              "set autoscalerOptions.version to v2")
+
+
+def job(manifests: Sequence[Manifest]) -> Iterator[Problem]:
+    """RayJob: where it runs, how it is submitted, when it is deleted."""
+    for manifest in manifests:
+        if manifest["kind"] == "RayJob":
+            yield from _place(manifest)
+            yield from _end(manifest)
+            yield from _submission(manifest)
+
+
+def _place(manifest: Manifest) -> Iterator[Problem]:
+    spec = manifest["spec"]
+    selector, own = get(spec, "clusterSelector", default={}), get(spec, "rayClusterSpec")
+    if not selector and own is None:
+        yield at(manifest, ("spec", "rayClusterSpec"), "neither this nor clusterSelector",
+                  "put jobs/own-cluster last among the components, or name a cluster")
+    if selector and own is not None:
+        yield at(manifest, ("spec", "clusterSelector"), "set beside rayClusterSpec", "keep one of the two")
+    if selector:
+        if not selector.get("ray.io/cluster"):
+            yield at(manifest, ("spec", "clusterSelector", "ray.io/cluster"), "missing", "name the RayCluster")
+        if get(spec, "backoffLimit", default=0) > 0:
+            yield at(manifest, ("spec", "backoffLimit"), "does not go with clusterSelector",
+                      "0, and submit again: the job goes on by its run id")
+        if spec.get("suspend"):
+            yield at(manifest, ("spec", "suspend"), "does not go with clusterSelector", "remove it")
+
+
+def _end(manifest: Manifest) -> Iterator[Problem]:
+    spec = manifest["spec"]
+    shutdown = spec.get("shutdownAfterJobFinishes") is True
+    if get(spec, "ttlSecondsAfterFinished", default=0) > 0 and not shutdown:
+        yield at(manifest, ("spec", "ttlSecondsAfterFinished"), "set, but shutdownAfterJobFinishes is false",
+                  "set shutdownAfterJobFinishes to true")
+    if get(spec, "ttlSecondsAfterFinished", default=0) < 0:
+        yield at(manifest, ("spec", "ttlSecondsAfterFinished"), "negative", "0 or more")
+    if spec.get("suspend") and not shutdown:
+        yield at(manifest, ("spec", "suspend"), "set, but shutdownAfterJobFinishes is false",
+                  "set shutdownAfterJobFinishes to true")
+    for name in ("activeDeadlineSeconds", "preRunningDeadlineSeconds"):
+        if get(spec, name, default=1) <= 0:
+            yield at(manifest, ("spec", name), "not positive", "1 or more, or leave it out")
+    if get(spec, "backoffLimit", default=0) < 0:
+        yield at(manifest, ("spec", "backoffLimit"), "negative", "0 or more")
+    deletion = get(spec, "deletionStrategy", default={})
+    rules = get(deletion, "deletionRules", default=[])
+    if rules and shutdown:
+        yield at(manifest, ("spec", "deletionStrategy", "deletionRules"), "set beside shutdownAfterJobFinishes",
+                  "keep one of the two")
+    policies: list[tuple[tuple[str | int, ...], Any]] = [
+        (("deletionRules", number, "policy"), rule.get("policy")) for number, rule in enumerate(rules)]
+    policies += [((name, "policy"), get(deletion, name, "policy")) for name in ("onSuccess", "onFailure")]
+    for path, policy in policies:
+        if policy == "DeleteWorkers" and get(spec, "rayClusterSpec", "enableInTreeAutoscaling"):
+            yield at(manifest, ("spec", "deletionStrategy", *path), "DeleteWorkers under the autoscaler",
+                      "DeleteCluster")
+
+
+def _submission(manifest: Manifest) -> Iterator[Problem]:
+    spec = manifest["spec"]
+    mode = get(spec, "submissionMode", default="K8sJobMode")
+    if mode not in SUBMISSION_MODES:
+        yield at(manifest, ("spec", "submissionMode"), f"{mode!r} is none that the operator knows",
+                  f"one of {', '.join(SUBMISSION_MODES)}")
+    if mode == "SidecarMode":
+        for name in ("clusterSelector", "submitterPodTemplate", "submitterConfig"):
+            if spec.get(name):
+                yield at(manifest, ("spec", name), "does not go with SidecarMode", "remove it, or use K8sJobMode")
+    if mode == "InteractiveMode" and get(spec, "backoffLimit", default=0) > 0:
+        yield at(manifest, ("spec", "backoffLimit"), "does not go with InteractiveMode", "0")
+    if mode != "InteractiveMode" and not str(get(spec, "entrypoint", default="")).strip():
+        yield at(manifest, ("spec", "entrypoint"), "missing", "the command, as python -m jobs.train --config ...")
+    try:
+        environment = yaml.safe_load(get(spec, "runtimeEnvYAML", default="") or "{}")
+    except yaml.YAMLError:
+        environment = None
+    if not isinstance(environment, dict):
+        yield at(manifest, ("spec", "runtimeEnvYAML"), "not a YAML mapping", "keys such as env_vars and working_dir")
+    elif set(environment) & {"pip", "uv", "conda"}:
+        yield at(manifest, ("spec", "runtimeEnvYAML"), "installs packages on every node, at every start",
+                  "build them into the image")
+
+
+def fault_tolerance(manifests: Sequence[Manifest]) -> Iterator[Problem]:
+    """GCS fault tolerance: through gcsFaultToleranceOptions only."""
+    for found in clusters(manifests):
+        options = get(found.spec, "gcsFaultToleranceOptions")
+        here = (*found.path, "gcsFaultToleranceOptions")
+        if get(found.manifest, "metadata", "annotations", "ray.io/ft-enabled"):
+            yield at(found.manifest, ("metadata", "annotations", "ray.io/ft-enabled"), "the old way",
+                      "use spec.gcsFaultToleranceOptions")
+        for path, entry in _environment(found):
+            if entry.get("name") in ("RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "REDIS_USERNAME"):
+                yield at(found.manifest, path, f"{entry['name']} is the operator's to set",
+                          "use spec.gcsFaultToleranceOptions")
+        for name in ("redis-password", "redis-username"):
+            if get(found.spec, "headGroupSpec", "rayStartParams", name):
+                yield at(found.manifest, (*found.path, "headGroupSpec", "rayStartParams", name), "a start parameter",
+                          "use spec.gcsFaultToleranceOptions, with a reference to a Secret")
+        if options is None:
+            continue
+        if get(options, "backend", default="redis") == "redis":
+            if not options.get("redisAddress"):
+                yield at(found.manifest, (*here, "redisAddress"), "missing", "host:port of Redis")
+            if options.get("storage"):
+                yield at(found.manifest, (*here, "storage"), "for the backend rocksdb only", "remove it")
+
+
+def gates(manifests: Sequence[Manifest]) -> Iterator[Problem]:
+    """Alpha fields, off in the operator's defaults: the manifest says which feature gate it needs, or is refused."""
+    for found in clusters(manifests):
+        annotation = str(get(found.manifest, "metadata", "annotations", GATES_ANNOTATION, default=""))
+        declared = {gate.strip() for gate in annotation.split(",")}
+        used = {"RayClusterNetworkPolicy": ("networkPolicy",), "RayClusterMTLS": ("tlsOptions",),
+                "RayClusterHistoryServer": ("historyServerOptions",)}
+        for gate, path in used.items():
+            if get(found.spec, *path) is not None and gate not in declared:
+                yield _gate(found, path, gate)
+        if get(found.spec, "gcsFaultToleranceOptions", "backend") == "rocksdb":
+            gate = "GCSFaultToleranceEmbeddedStorage"
+            if gate not in declared:
+                yield _gate(found, ("gcsFaultToleranceOptions", "backend"), gate)
+
+
+def _gate(found: Cluster, path: tuple[str, ...], gate: str) -> Problem:
+    return at(found.manifest, (*found.path, *path), "alpha: the operator refuses it by default",
+               f"start the operator with --feature-gates={gate}=true and say so in metadata.annotations"
+               f"['{GATES_ANNOTATION}'], or remove it")
+
+
+def _environment(found: Cluster) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
+    """(path, entry) of the environment of the cluster's Ray containers."""
+    for template in [found.head, *found.workers]:
+        for number, entry in enumerate(get(template.spec, "containers", 0, "env", default=[])):
+            yield (*template.path, "spec", "containers", 0, "env", number), entry

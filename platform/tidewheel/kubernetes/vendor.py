@@ -1,0 +1,182 @@
+"""Make schemas.json.gz, the closed schemas that `tidewheel k8s lint` checks manifests against.
+
+    python -m tidewheel.kubernetes.vendor --crds FOLDER --core FOLDER
+
+`--crds` holds CustomResourceDefinitions as their projects publish them; `--core` is one folder
+`v1.NN.0-local-strict` of the package kubernetes-validate. SOURCES.md says which ones the file in the repository was
+made from. A manifest may hold nothing that the schema does not name, as `kubectl apply --validate=strict` asks of the
+API server; descriptions are left out, and what occurs more than once is stored once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FILE = Path(__file__).parent / "schemas.json.gz"
+CORE_KINDS = {
+    "v1/Namespace": "namespace-v1", "v1/ServiceAccount": "serviceaccount-v1", "v1/ConfigMap": "configmap-v1",
+    "v1/Secret": "secret-v1", "v1/Service": "service-v1", "v1/PersistentVolumeClaim": "persistentvolumeclaim-v1",
+    "v1/ResourceQuota": "resourcequota-v1", "v1/LimitRange": "limitrange-v1",
+    "apps/v1/Deployment": "deployment-apps-v1", "apps/v1/StatefulSet": "statefulset-apps-v1",
+    "batch/v1/Job": "job-batch-v1", "batch/v1/CronJob": "cronjob-batch-v1",
+    "networking.k8s.io/v1/NetworkPolicy": "networkpolicy-networking-v1",
+    "policy/v1/PodDisruptionBudget": "poddisruptionbudget-policy-v1",
+    "rbac.authorization.k8s.io/v1/Role": "role-rbac-v1",
+    "rbac.authorization.k8s.io/v1/RoleBinding": "rolebinding-rbac-v1",
+    "rbac.authorization.k8s.io/v1/ClusterRole": "clusterrole-rbac-v1",
+    "rbac.authorization.k8s.io/v1/ClusterRoleBinding": "clusterrolebinding-rbac-v1",
+    "scheduling.k8s.io/v1/PriorityClass": "priorityclass-scheduling-v1",
+}
+KEPT = ("type", "properties", "required", "items", "additionalProperties", "enum", "pattern", "format", "minimum",
+        "maximum", "minLength", "maxLength", "minItems", "maxItems", "anyOf", "oneOf", "allOf", "not", "$ref",
+        "x-kubernetes-list-map-keys")
+WORTH_SHARING = 200
+"""Characters of JSON from which a schema that occurs twice is stored once."""
+
+Schema = dict[str, Any]
+
+
+def closed(schema: Any) -> Any:
+    """An OpenAPI v3 schema of a CustomResourceDefinition as a JSON schema that allows nothing it does not name."""
+    if not isinstance(schema, dict):
+        return schema
+    found: Schema = {key: schema[key] for key in KEPT if key in schema}
+    if schema.get("x-kubernetes-int-or-string"):
+        found.pop("anyOf", None)
+        found["type"] = ["integer", "string"]
+    if schema.get("nullable") and isinstance(found.get("type"), str):
+        found["type"] = [found["type"], "null"]
+    properties = found.get("properties")
+    if properties is not None:
+        found["properties"] = {name: closed(inner) for name, inner in properties.items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            found.setdefault("additionalProperties", False)
+        needed = [name for name in found.pop("required", []) if "default" not in properties.get(name, {})]
+        if needed:
+            found["required"] = needed
+    for key in ("items", "additionalProperties", "not"):
+        if isinstance(found.get(key), dict):
+            found[key] = closed(found[key])
+    for key in ("anyOf", "oneOf", "allOf"):  # they restrict what the schema beside them has closed
+        if key in found:
+            found[key] = [_restriction(inner) for inner in found[key]]
+    if found.get("pattern") and "(?i)" in found["pattern"]:  # Go allows the flag in the middle, Python does not
+        found.pop("pattern")
+    return found
+
+
+def _restriction(schema: Any) -> Any:
+    found = closed(schema)
+    if isinstance(found, dict):
+        found.pop("additionalProperties", None)
+    return found
+
+
+def custom_resources(folder: Path, metadata: Schema) -> dict[str, Schema]:
+    """{apiVersion/kind: schema} of every version that is served, of the definitions in a folder."""
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        spec = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]
+        for version in spec["versions"]:
+            if not version["served"]:
+                continue
+            schema = closed(version["schema"]["openAPIV3Schema"])
+            schema["properties"] |= {"metadata": metadata, "apiVersion": {"type": "string"}, "kind": {"type": "string"}}
+            schema["properties"].pop("status", None)
+            schema["required"] = sorted({"apiVersion", "kind", "metadata", *schema.get("required", [])})
+            found[f"{spec['group']}/{version['name']}/{spec['names']['kind']}"] = schema
+    return found
+
+
+def core(folder: Path) -> dict[str, Schema]:
+    """{apiVersion/kind: schema} of `CORE_KINDS`, with every reference put in."""
+    definitions = json.loads((folder / "_definitions.json").read_text())["$defs"]
+
+    def inlined(schema: Any, above: tuple[str, ...] = ()) -> Any:
+        if isinstance(schema, list):
+            return [inlined(inner, above) for inner in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if "$ref" in schema:
+            name = schema["$ref"].rsplit("/", 1)[-1]
+            if name in above:
+                return {}
+            return _quantity(name) or inlined(definitions[name], (*above, name))
+        return {key: value if key == "enum" else {name: inlined(inner, above) for name, inner in value.items()}
+                if key == "properties" else inlined(value, above) for key, value in schema.items()
+                if key in KEPT}
+
+    found = {}
+    for kind, name in CORE_KINDS.items():
+        schema = inlined(json.loads((folder / f"{name}.json").read_text()))
+        schema["properties"].pop("status", None)
+        schema["required"] = sorted({"apiVersion", "kind", "metadata", *schema.get("required", [])})
+        found[kind] = schema
+    return found
+
+
+def _quantity(name: str) -> Schema | None:
+    return {"type": ["string", "integer", "number"]} if name.endswith("resource.Quantity") else None
+
+
+def shared(schemas: dict[str, Schema]) -> dict[str, Any]:
+    """{"schemas", "definitions"}: schemas that occur more than once are stored once and referred to."""
+    counts: Counter[str] = Counter()
+
+    def count(value: Any) -> None:
+        if isinstance(value, dict):
+            text = json.dumps(value, sort_keys=True)
+            counts[text] += 1
+            if counts[text] == 1 or len(text) < WORTH_SHARING:
+                for inner in value.values():
+                    count(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                count(inner)
+
+    count(list(schemas.values()))
+    definitions: dict[str, Any] = {}
+
+    def place(value: Any, is_schema: bool) -> Any:
+        if isinstance(value, list):
+            return [place(inner, is_schema) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        text = json.dumps(value, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:12]
+        if not is_schema or counts[text] < 2 or len(text) < WORTH_SHARING:
+            return {key: place(inner, key != "properties") for key, inner in value.items()}
+        if name not in definitions:
+            definitions[name] = {}
+            definitions[name] = {key: place(inner, key != "properties") for key, inner in value.items()}
+        return {"$ref": f"#/definitions/{name}"}
+
+    placed = {kind: {key: place(inner, key != "properties") for key, inner in schema.items()}
+              for kind, schema in schemas.items()}
+    return {"schemas": placed, "definitions": definitions}
+
+
+def main() -> None:
+    """Write schemas.json.gz; the same input gives the same bytes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--crds", type=Path, required=True)
+    parser.add_argument("--core", type=Path, required=True)
+    given = parser.parse_args()
+    kinds = core(given.core)
+    metadata = kinds["v1/ConfigMap"]["properties"]["metadata"]
+    made = shared(kinds | custom_resources(given.crds, metadata))
+    data = gzip.compress(json.dumps(made, sort_keys=True, separators=(",", ":")).encode(), 9, mtime=0)
+    FILE.write_bytes(data)
+    print(f"{FILE}: {len(made['schemas'])} kinds, {len(made['definitions'])} shared parts, {len(data):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

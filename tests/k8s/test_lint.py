@@ -1,0 +1,162 @@
+"""The lint: clean on everything in k8s/, and a table of manifests broken in one place, each refused there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.k8s.refused import ROWS
+from tidewheel.config import load
+from tidewheel.kubernetes import kustomize, schemas
+from tidewheel.kubernetes.clusters import quantity
+from tidewheel.kubernetes.lint import lint
+from tidewheel.kubernetes.problem import Manifest, name_of
+from tidewheel.kubernetes.render import Request, render, settings
+from tidewheel.kubernetes.rules import monitoring
+from tidewheel.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+REMOTE = ["run.uri=s3://bucket/runs", "data.uri=s3://bucket/clean/shards"]
+COMPONENTS = ("kueue", "redis", "token-auth", "volcano", "mtls")
+
+
+@functools.cache
+def config(name: str, *overrides: str) -> TrainConfig:
+    """A run's configuration as it goes into the cluster: with the caches that the rendering puts in."""
+    loaded = load(TrainConfig, ROOT / "jobs/configs" / name, [*REMOTE, *overrides])
+    return TrainConfig.model_validate(settings(loaded))
+
+
+@functools.cache
+def whole() -> tuple[list[Manifest], TrainConfig]:
+    """A set with everything in it: a training job on spot GPUs, in a queue of Kueue, with Redis."""
+    wanted = config("llama_8b.yaml")
+    command, kustomize.command = kustomize.command, lambda: None
+    try:
+        return render(Request("gpu-spot", tree=ROOT / "k8s", components=("kueue", "redis"), job="train",
+                              config=wanted)), wanted
+    finally:
+        kustomize.command = command
+
+
+@pytest.mark.parametrize("overlay", ["kind", "gpu", "gpu-spot"])
+def test_everything_in_the_tree_is_clean(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kustomize, "command", lambda: None)
+    wanted = config("demo.yaml" if overlay == "kind" else "llama_8b.yaml")
+    chosen = [names for count in range(len(COMPONENTS) + 1) for names in itertools.combinations(COMPONENTS, count)
+              if not {"kueue", "volcano"} <= set(names)]
+    jobs = {"": (), "train": (), "workflow": ("--spec=s3://bucket/workflow.json",)}
+    for components, job in itertools.product(chosen, jobs):
+        made = render(Request(overlay, tree=ROOT / "k8s", components=components, job=job, config=wanted,
+                              arguments=jobs[job]))
+        assert lint(made, wanted) == [], (components, job)
+
+
+def test_the_administrators_queues_are_clean() -> None:
+    for name in ("kueue", "volcano"):
+        assert lint(kustomize.build_here(ROOT / "k8s/components" / name / "cluster")) == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_broken_manifests_are_refused_where_they_are_broken(row) -> None:
+    _, where, operations, path, mend = row
+    manifests, wanted = copy.deepcopy(whole())
+    broken = next(manifest for manifest in manifests if name_of(manifest) == where)
+    for operation in operations:
+        kustomize.apply_operation(broken, operation, where=where)
+    found = lint(manifests, wanted)
+    assert any(problem.path == path and mend in problem.mend for problem in found), "\n".join(map(str, found))
+    assert all(problem.what and problem.mend for problem in found)
+
+
+def test_the_table_is_long_enough_and_every_row_of_its_own() -> None:
+    assert len({row[0] for row in ROWS}) == len(ROWS) >= 40
+
+
+def test_a_run_that_does_not_fit_its_pods_is_told() -> None:
+    manifests, _ = whole()
+    tensor = config("llama_8b.yaml", "parallel.tensor=3", "model.num_kv_heads=6", "model.num_heads=36",
+                    "model.dim=4608", "elastic.min_workers=24", "elastic.max_workers=48", "model.ffn_dim=15360",
+                    "batch.virtual_ranks=16", "batch.global_sequences=512")
+    assert any("parallel.tensor 3 does not divide" in problem.what for problem in lint(manifests, tensor))
+    local = TrainConfig.model_validate({**settings(config("llama_8b.yaml")), "run": {"uri": "runs"}})
+    assert any(problem.path == "config: run.uri" for problem in lint(manifests, local))
+
+
+def test_a_secret_is_refused_and_never_shown() -> None:
+    manifests = copy.deepcopy(whole()[0])
+    manifests.append({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "a"}, "stringData": {"b": "hunter2"}})
+    manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"},
+                      "data": {"d": "s3://user:hunter2@host/bucket"}})
+    found = [str(problem) for problem in lint(manifests)]
+    assert sum("Secret/a" in text or "ConfigMap/c" in text for text in found) == 2
+    assert not any("hunter2" in text for text in found)
+
+
+def test_volcano_gangs_fit_their_queue() -> None:
+    manifests, _ = copy.deepcopy(whole())
+    job = next(manifest for manifest in manifests if manifest["kind"] == "RayJob")
+    job["metadata"]["labels"] = {"volcano.sh/queue-name": "tidewheel"}
+    queue = kustomize.build_here(ROOT / "k8s/components/volcano/cluster")
+    assert lint([*manifests, *queue]) == []
+    queue[0]["spec"]["capability"]["nvidia.com/gpu"] = "7"
+    assert [problem.path for problem in lint([*manifests, *queue])] == ["spec.capability['nvidia.com/gpu']"]
+
+
+def test_schemas_take_in_every_kind_of_the_tree_and_nothing_unknown() -> None:
+    assert {"ray.io/v1/RayCluster", "ray.io/v1/RayJob"} <= set(schemas.kinds())
+    unknown = {"apiVersion": "ray.io/v1", "kind": "RayClutser", "metadata": {"name": "a"}}
+    assert "RayCluster" in next(schemas.check(unknown)).mend
+
+
+def test_quantities() -> None:
+    assert [quantity(text) for text in ("500m", "8", 8, "2Ki", "1G", "1.5")] == [0.5, 8, 8, 2048, 10**9, 1.5]
+    assert quantity("8 GB") is None
+    assert quantity("") is None
+
+
+def test_metrics_of_ours_are_those_that_a_run_reports() -> None:
+    """The names are made by the gauges themselves, from a record with every figure that the loop writes."""
+    from tidewheel.elastic.gauges import RayGauges
+    from tidewheel.train.metrics.tensorboard import GROUPS
+
+    made = set()
+
+    class Names(RayGauges):
+        def _set(self, name: str, value: float, domain: str) -> None:
+            made.add(f"ray_tidewheel_{name}")
+
+    training = ("loss", "gradient_norm", "learning_rate", "loss_scale", "tokens", "slowest_rank", "slowest_own_seconds")
+    figures = [*training, *(name for names in GROUPS.values() for name in names)]
+    Names("run").write({"step": 1, "time": 0.0, **dict.fromkeys(figures, 1.0), "validation": {
+        "": dict.fromkeys(("loss", "perplexity", "bits_per_byte"), 1.0)}})
+    assert made == monitoring.TIDEWHEEL
+
+
+def test_metrics_of_ray_are_in_its_source() -> None:
+    import ray
+
+    root = Path(ray.__file__).parent
+    text = "".join((root / path).read_text() for path in (
+        "dashboard/modules/reporter/reporter_agent.py", "autoscaler/_private/prom_metrics.py",
+        "dashboard/modules/metrics/dashboards/default_dashboard_panels.py"))
+    for name in monitoring.RAY:
+        bare = name.removeprefix("ray_").removeprefix("autoscaler_")
+        assert f'"{bare}"' in text or name in text, name
+
+
+def test_promql_names_are_found() -> None:
+    expression = 'sum by (ray_io_cluster) (autoscaler_pending_nodes{a="ray_x"}) + tidewheel:goodput:ratio30m'
+    assert monitoring.names(expression) == {"autoscaler_pending_nodes", "tidewheel:goodput:ratio30m"}
+
+
+def test_dashboards_are_data_that_grafana_reads() -> None:
+    for path in sorted((ROOT / "k8s/base/monitoring/dashboards").glob("*.json")):
+        dashboard = json.loads(path.read_text())
+        assert dashboard["title"]
+        assert all(panel["targets"] for panel in dashboard["panels"])
