@@ -1,0 +1,135 @@
+"""cluster/: what can be verified without a container engine or a cloud."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+GROUPS = {"data", "gpu-on-demand", "gpu-spot"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, arguments) of the Dockerfile, continued lines joined."""
+    text = "\n".join(line for line in (CLUSTER / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines if line.strip()]
+
+
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """{stage: (what it is from, its instructions)}."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    name = ""
+    for instruction, arguments in instructions():
+        if instruction == "FROM":
+            source, _, name = arguments.partition(" AS ")
+            found[name] = (source, [])
+        elif name:
+            found[name][1].append((instruction, arguments))
+    return found
+
+
+def whole(stage: str) -> list[tuple[str, str]]:
+    """The instructions of a stage and of what it is from."""
+    source, own = stages()[stage]
+    return [*(whole(source) if source in stages() else []), *own]
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_images_are_pinned_run_as_nobody_special_and_exec(target: str) -> None:
+    made = whole(target)
+    assert [arguments for instruction, arguments in made if instruction == "USER"] == ["1000:1000"]
+    assert made[-1][0] == "USER"
+    assert ("ENTRYPOINT", '["/usr/local/bin/entrypoint"]') in made
+    assert ("COPY", f"--from=build-{target} /opt/venv /opt/venv") in made
+    base = dict(instructions())["ARG"]
+    assert re.fullmatch(r"PYTHON_IMAGE=python:3\.\d+\.\d+-slim-\w+", base)
+    pip = [arguments for instruction, arguments in whole(f"build-{target}") if "pip install" in arguments]
+    assert pip
+    assert all("-c constraints.txt" in line for line in pip)
+
+
+def test_constraints_pin_what_the_images_take_from_them() -> None:
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()
+              if "==" in line and not line.startswith("#")}
+    assert {"torch", "ray", "boto3", "pyarrow", "pydantic"} <= pinned
+
+
+def test_everything_that_is_copied_is_let_through() -> None:
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for instruction, arguments in instructions():
+        if instruction == "COPY" and "--from" not in arguments:
+            *sources, _ = [part for part in arguments.split() if not part.startswith("--")]
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
+
+
+def test_the_entry_point_becomes_the_command() -> None:
+    script = str(CLUSTER / "entrypoint.sh")
+    shown = subprocess.run([script, "sh", "-c", "ulimit -Sn; exit 7"], capture_output=True, text=True, check=False)
+    assert shown.returncode == 7
+    assert int(shown.stdout) > 0
+    process = subprocess.Popen([script, "sleep", "60"])
+    try:
+        until = time.monotonic() + 30
+        while (name := Path(f"/proc/{process.pid}/comm").read_text().strip()) != "sleep" and time.monotonic() < until:
+            time.sleep(0.02)
+        assert name == "sleep", "the shell is still in between"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_the_runtime_environment_is_one_that_ray_takes() -> None:
+    from ray.runtime_env import RuntimeEnv
+
+    values = yaml.safe_load((CLUSTER / "runtime_env.yaml").read_text())
+    RuntimeEnv(**values)
+    assert not {"pip", "uv", "conda"} & set(values)
+    for folder in values["env_vars"]["PYTHONPATH"].split(":"):
+        assert (ROOT / folder).is_dir()
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_launcher_files_pass_rays_own_validation(name: str) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config: dict[str, Any] = yaml.safe_load((CLUSTER / f"{name}.yaml").read_text())
+    prepared = prepare_config(config)
+    validate_config(prepared)
+    types = prepared["available_node_types"]
+    assert set(types) > GROUPS
+    assert set(types) - GROUPS == {prepared["head_node_type"]}
+    assert types["head"]["resources"] == {"CPU": 0}
+    for group, node in types.items():
+        spot = "spot" in str(node["node_config"]).lower()
+        assert spot == (group == "gpu-spot") == (node["labels"]["ray.io/market-type"] == "spot")
+        assert ("GPU" in node["resources"]) == group.startswith("gpu")
+        assert "IamInstanceProfile" in node["node_config"] or "serviceAccounts" in node["node_config"]
+    assert sum(types[group]["max_workers"] for group in GROUPS) == config["max_workers"]
+    text = (CLUSTER / f"{name}.yaml").read_text()
+    assert not re.search(r"AKIA|aws_secret|private_key|password|\.pem\b", text, re.IGNORECASE)
+    assert "file_mounts" not in config, "nothing of this machine is copied"
+
+
+def test_a_launcher_file_with_a_mistake_is_refused() -> None:
+    import jsonschema
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((CLUSTER / "aws.yaml").read_text())
+    config["available_node_types"]["data"]["min_worker"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="min_worker"):
+        validate_config(prepare_config(config))
