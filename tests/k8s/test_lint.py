@@ -88,6 +88,19 @@ def test_a_run_that_does_not_fit_its_pods_is_told() -> None:
     assert any(problem.path == "config: run.uri" for problem in lint(manifests, local))
 
 
+def test_the_configuration_in_the_manifests_is_checked_and_used() -> None:
+    manifests = copy.deepcopy(whole()[0])
+    held = next(manifest for manifest in manifests if "train.yaml" in manifest.get("data", {}))
+    text = held["data"]["train.yaml"]
+    assert lint(manifests) == []
+    held["data"]["train.yaml"] = text.replace("max_workers: 64", "max_workers: 32")
+    assert [problem.path for problem in lint(manifests)] == [
+        "spec.rayClusterSpec.workerGroupSpecs[2].maxReplicas"], "four pods too many for 32 workers"
+    held["data"]["train.yaml"] = text.replace("max_workers", "max_worker")
+    assert [(problem.path, "max_workers" in problem.what) for problem in lint(manifests)] == [
+        ("data['train.yaml']", True)]
+
+
 def test_a_secret_is_refused_and_never_shown() -> None:
     manifests = copy.deepcopy(whole()[0])
     manifests.append({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "a"}, "stringData": {"b": "hunter2"}})

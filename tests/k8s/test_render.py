@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,20 @@ def test_rendering_takes_less_than_two_seconds() -> None:
     before = time.process_time()
     render(request)
     assert time.process_time() - before < 2
+
+
+def test_the_commands_of_the_page_for_users(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `tidewheel k8s` command that stands in docs/kubernetes.md."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/kubernetes.md").read_text().replace("\\\n", " ")
+    text = text.replace("rendered.yaml", str(tmp_path / "r.yaml"))
+    commands = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("    tidewheel k8s ")]
+    assert len(commands) == 5
+    assert run_command([*commands[2], "--output", str(tmp_path / "r.yaml")]) == 0
+    for command in commands:
+        assert run_command(command) == 0, command
+    assert capsys.readouterr().out.count("objects: nothing is wrong") == 2
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ def lint_file(file: str, *, job: str | None, config: str | None,
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=file, mend="give a file of manifests") from None
     made = manifests(text, file)
+    if not made:
+        raise ConfigError("no manifests in it", where=file, mend="give what `tidewheel k8s render` wrote")
     return lint(made, _in_cluster(_load(job, config, overrides))), len(made)
 
 

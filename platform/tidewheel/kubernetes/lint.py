@@ -24,12 +24,16 @@ def lint(manifests: Sequence[Manifest], config: TrainConfig | None = None) -> li
     """Everything that is wrong with the manifests, in their order.
 
     Args:
-        config: of the training run that they are for; its workers, batch and layout are then compared with the pods.
+        config: of the training run that they are for, whose workers, batch and layout are compared with the pods; by
+            default the one that is in the manifests, if there is one.
     """
     found = [problem for manifest in manifests for problem in schemas.check(manifest)]
     if found:
         return found
     found = [problem for rule in RULES for problem in rule(manifests)]
+    if config is None:
+        config, unusable = training.configuration(manifests)
+        found += unusable
     if config is not None:
         found += training.check(manifests, config)
     return list(dict.fromkeys(found))

@@ -6,12 +6,36 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from tidewheel.errors import ConfigError
 from tidewheel.kubernetes.clusters import GPU, Cluster, Template, clusters, training_groups, workers_per_pod
+from tidewheel.kubernetes.documents import read
 from tidewheel.kubernetes.problem import Manifest, Problem, at, get, join, name_of
 from tidewheel.storage import is_remote
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
+
+RUN_KEY = "train.yaml"
+"""Under which `render` puts the configuration of a training run into its ConfigMap."""
+
+
+def configuration(manifests: Sequence[Manifest]) -> tuple[TrainConfig | None, list[Problem]]:
+    """The configuration of a training run that a ConfigMap of the set holds, and what is wrong with it."""
+    from tidewheel.config import build
+    from tidewheel.train.config import TrainConfig
+
+    for manifest in manifests:
+        text = get(manifest, "data", RUN_KEY) if manifest["kind"] == "ConfigMap" else None
+        if text is None:
+            continue
+        try:
+            values = read(text, RUN_KEY)
+            if len(values) != 1 or not isinstance(values[0], dict):
+                raise ConfigError("expected keys and values", mend="render it again")
+            return build(TrainConfig, values[0], where=RUN_KEY), []
+        except ConfigError as error:
+            return None, [at(manifest, ("data", RUN_KEY), error.what, error.mend)]
+    return None, []
 
 
 def check(manifests: Sequence[Manifest], config: TrainConfig) -> Iterator[Problem]:
