@@ -168,11 +168,14 @@ class Agent:
             elif kind == "describe":
                 self._describe(connection, self._part(message["part"]))
             elif kind == "read":
-                self._read(connection, self._part(message["part"]), message["blocks"])
+                self._read(connection, self._part(message["part"]), message)
             elif kind == "store":
                 self._store(connection, message)
             elif kind == "open":
-                connection.send({"paths": worker.open(message)})
+                worker.open(message)
+                connection.send({})
+            elif kind == "slot":
+                connection.send({"path": str(worker.slot(int(message["slot"])).path)})
             elif kind == "put":
                 connection.send(worker.put(int(message["slot"])))
             elif kind == "forget":
@@ -292,16 +295,13 @@ class Agent:
                         data[HEADER_BYTES:HEADER_BYTES + content.table_bytes], data[content.extra_start:content.end])
 
     def _read(self, connection: Connection, part: Part, wanted: dict[str, Any]) -> None:
-        """Hashes of ranges of blocks [first, last], and, unless the reader maps the slot itself, their bytes."""
-        ranges = [(int(first), int(last)) for first, last in wanted["ranges"]]
-        if any(not 0 <= first <= last < num_blocks(part.content.end) for first, last in ranges):
+        """Hashes of the blocks "first" to "last", and, unless the reader maps the slot itself, their bytes."""
+        first, last = int(wanted["first"]), int(wanted["last"])
+        if not 0 <= first <= last < num_blocks(part.content.end):
             raise ValueError("blocks outside the part")
-        hashes = [int(part.hashes[block]) for first, last in ranges for block in range(first, last + 1)]
-        data = []
-        for first, last in ranges if wanted["bytes"] else ():
-            start, stop = block_range(first, last, part.content.end)
-            data.append(part.slot.bytes[start:stop])
-        connection.send({"hashes": hashes}, *data)
+        start, stop = block_range(first, last, part.content.end)
+        connection.send({"hashes": part.hashes[first:last + 1].tolist()},
+                        *([part.slot.bytes[start:stop]] if wanted["bytes"] else ()))
 
     # -- copies of others ----------------------------------------------------------------------
     def _store(self, connection: Connection, message: dict[str, Any]) -> None:
@@ -353,22 +353,56 @@ class _Worker:
         self._buddy_retry = 0.0
         self._seen = 0
         self.slots: list[Slot] = []
+        self._making: threading.Thread | None = None
+        self._made = threading.Condition()
+        self._problem: Exception | None = None
 
-    def open(self, message: dict[str, Any]) -> list[str]:
-        """Give the worker its slots; those it had are free, what they hold is served on."""
+    def open(self, message: dict[str, Any]) -> None:
+        """Begin to make the worker's slots; those it had are free, what they hold is served on."""
+        self._await_slots()
         self._agent.release(self)
         self._agent.learn(message)
         buddy = message["buddy"]
         self._buddy_at = Address(str(buddy[0]), int(buddy[1])) if buddy else None
-        self.slots = []
-        for _ in range(SLOTS):
-            self.slots.append(self._agent.allocate(int(message["capacity"])))
+        self.slots, self._problem = [], None
         self._agent.enrol(self)
-        return [str(slot.path) for slot in self.slots]
+        self._making = threading.Thread(target=self._make, args=(int(message["capacity"]),), daemon=True)
+        self._making.start()
+
+    def _make(self, capacity: int) -> None:
+        """All slots, one after the other: gigabytes that nobody has touched take seconds, training need not wait."""
+        for _ in range(SLOTS):
+            try:
+                slot: Slot | None = self._agent.allocate(capacity)
+            except (CheckpointError, OSError) as error:
+                self._problem, slot = error, None
+            with self._made:
+                if slot is not None:
+                    self.slots.append(slot)
+                self._made.notify_all()
+            if slot is None:
+                return
+
+    def slot(self, number: int) -> Slot:
+        """One of them, once it is there; CheckpointError when there is no room."""
+        if not 0 <= number < SLOTS:
+            raise LookupError(f"there is no slot {number}")
+        with self._made:
+            self._made.wait_for(lambda: len(self.slots) > number or self._problem is not None)
+            if len(self.slots) <= number:
+                assert self._problem is not None
+                raise self._problem
+            return self.slots[number]
+
+    def _await_slots(self) -> None:
+        if self._making is not None:
+            self._making.join()
 
     def put(self, number: int) -> dict[str, Any]:
         """The worker has filled a slot: hash it, serve it, copy it to the buddy."""
         began = time.monotonic()
+        if not 0 <= number < len(self.slots):
+            raise LookupError(f"there is no slot {number}")
         slot = self.slots[number]
         content = slot.content()
         if content is None:
@@ -412,6 +446,7 @@ class _Worker:
 
     def gone(self) -> None:
         """The worker's connection has closed: take in what it had just filled, and copy that too."""
+        self._await_slots()
         found = [(content.sequence, number) for number, slot in enumerate(self.slots)
                  if (content := slot.content()) is not None and content.sequence > self._seen]
         for _, number in sorted(found):

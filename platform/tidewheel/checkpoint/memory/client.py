@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from tidewheel.checkpoint.memory.agent import EXTRA_BYTES
+from tidewheel.checkpoint.memory.agent import EXTRA_BYTES, SLOTS
 from tidewheel.checkpoint.memory.protocol import PATIENCE_SECONDS, Address, Connection, connect
 from tidewheel.checkpoint.memory.slots import HEADER_BYTES, Content, Slot
 from tidewheel.checkpoint.memory.table import Piece, place
@@ -50,10 +50,11 @@ class MemoryTier:
         self._token, self._checkpoints, self._on_event = run_token, checkpoints, on_event
         self._connection: Connection | None = None
         self._slots: list[Slot] = []
+        self._locked: list[Slot] = []
         self._table = b""
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._targets: list[list[torch.Tensor]] = []
-        self._sequence = 0
+        self._sequence = self._turn = 0
         self._awaiting = self._on_device = False
         self._lost = self._buddy_lost = False
         self.last: dict[str, Any] = {}
@@ -90,13 +91,16 @@ class MemoryTier:
             return
         began = time.monotonic()
         flat, text = flatten(state), json.dumps(extra).encode()
+        parts = {name: local(tensor) for name, tensor in flat.items()}
         try:
             self._settle()
             waited = time.monotonic()
-            if self._layout != _layout(flat) or len(text) > self._room:
+            if self._layout != _layout(parts) or len(text) > self._room:
                 self._open(flat, max(EXTRA_BYTES, 2 * len(text)))
-            number = self._sequence % len(self._slots)
-            self._fill(number, step, flat, text)
+            number = self._turn % SLOTS
+            if number == len(self._slots):
+                self._take_slot(number)
+            self._fill(number, step, [parts[name] for name in self._names], text)
             assert self._connection is not None
             self._connection.send({"op": "put", "slot": number})
             self._awaiting = True
@@ -137,43 +141,47 @@ class MemoryTier:
         if self._connection is None:
             self._connection = connect(self.mine, self._token)
         pieces = pieces_of(flat)
-        self._table, placed, end = place(list(pieces.values()))
-        self._extra_start, self._room = end, room
-        self._connection.patience(None)  # many gigabytes are being allocated
-        answer = self._connection.ask({"op": "open", "capacity": end + room, "buddy": self.buddy,
-                                        "agents": sorted(set(self.agents.values())), "checkpoints": self._checkpoints})
-        self._connection.patience(PATIENCE_SECONDS)
+        self._table, self._placed, end = place(list(pieces.values()))
+        self._extra_start, self._room, self._turn = end, room, 0
+        self._connection.ask({"op": "open", "capacity": end + room, "buddy": self.buddy,
+                              "agents": sorted(set(self.agents.values())), "checkpoints": self._checkpoints})
         self._release()
-        self._slots = [Slot(Path(path)) for path in answer["paths"]]
         self._on_device = any(tensor.is_cuda for tensor in flat.values())
-        self._layout = _layout(flat)
-        by_name = {piece.name: piece for piece in placed}
-        self._names = [name for name in flat if name in by_name]
-        self._targets = []
-        for slot in self._slots:
-            if self._on_device:
-                _page_lock(slot)
-            slot.bytes[HEADER_BYTES:HEADER_BYTES + len(self._table)] = self._table
-            self._targets.append([_view(slot, by_name[name]) for name in self._names])
+        self._layout = _layout({name: local(tensor) for name, tensor in flat.items()})
+        self._names = [name for name in flat if name in pieces]
+        self._take_slot(0)
+
+    def _take_slot(self, number: int) -> None:
+        """Map a slot at its first turn; the agent makes one after the other."""
+        assert self._connection is not None
+        self._connection.patience(None)  # gigabytes may still be being allocated
+        path = self._connection.ask({"op": "slot", "slot": number})["path"]
+        self._connection.patience(PATIENCE_SECONDS)
+        slot = Slot(Path(path))
+        self._slots.append(slot)
+        if self._on_device and _page_lock(slot):
+            self._locked.append(slot)
+        slot.bytes[HEADER_BYTES:HEADER_BYTES + len(self._table)] = self._table
+        by_name = {piece.name: piece for piece in self._placed}
+        self._targets.append([_view(slot, by_name[name]) for name in self._names])
 
     @torch.no_grad()
-    def _fill(self, number: int, step: int, flat: dict[str, torch.Tensor], text: bytes) -> None:
+    def _fill(self, number: int, step: int, sources: list[torch.Tensor], text: bytes) -> None:
         slot = self._slots[number]
         slot.clear()
-        sources = [local(flat[name]) for name in self._names]
         torch._foreach_copy_(self._targets[number], sources, non_blocking=self._on_device)
         if self._on_device:
             torch.cuda.synchronize()
-        self._sequence += 1
+        self._sequence, self._turn = self._sequence + 1, self._turn + 1
         end = self._extra_start + len(text)
         slot.bytes[self._extra_start:end] = text
         slot.commit(Content(step, self._sequence, self.generation, self.rank, self.world_size, len(self._table),
                             self._extra_start, len(text)))
 
     def _release(self) -> None:
-        for slot in self._slots if self._on_device else ():
+        for slot in self._locked:
             torch.cuda.cudart().cudaHostUnregister(_address(slot))  # type: ignore[attr-defined]
-        self._targets, self._slots = [], []
+        self._targets, self._slots, self._locked = [], [], []
 
     def _settle(self) -> None:
         """Wait for the answer to the last snapshot. No rank may be further ahead of its copies: see `agent.SLOTS`."""
@@ -215,8 +223,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _layout(flat: dict[str, torch.Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(name, local(tensor).shape, tensor.dtype) for name, tensor in flat.items()]
+def _layout(parts: dict[str, torch.Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, part.shape, part.dtype) for name, part in parts.items()]
 
 
 def _view(slot: Slot, piece: Piece) -> torch.Tensor:
@@ -225,11 +233,9 @@ def _view(slot: Slot, piece: Piece) -> torch.Tensor:
     return data.view(getattr(torch, piece.dtype)).view(piece.sizes)
 
 
-def _page_lock(slot: Slot) -> None:
-    """So that copies from the GPU run at full speed and beside each other."""
-    result: Any = torch.cuda.cudart().cudaHostRegister(_address(slot), slot.capacity, 0)  # type: ignore[attr-defined]
-    if int(result):
-        raise OSError(f"CUDA cannot page-lock shared memory: error {int(result)}")
+def _page_lock(slot: Slot) -> bool:
+    """So that copies from the GPU run at full speed; False, and they are slower, where the system does not allow it."""
+    return not int(torch.cuda.cudart().cudaHostRegister(_address(slot), slot.capacity, 0))  # type: ignore[attr-defined]
 
 
 def _address(slot: Slot) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import mmap
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tidewheel.checkpoint.memory.protocol import CONNECT_SECONDS, Address, connect
+from tidewheel.checkpoint.memory.protocol import CONNECT_SECONDS, Address, Connection, connect
 from tidewheel.checkpoint.memory.slots import Slot, block_of, block_range, hash_blocks
 from tidewheel.checkpoint.memory.table import Piece, parse
 from tidewheel.errors import CheckpointError
@@ -112,77 +113,101 @@ def newest_complete(found: Inventory) -> Recoverable | None:
 
 
 class PartReader:
-    """One rank's part, from whichever of its copies is alive and intact."""
+    """One rank's part, from whichever of its copies is alive and intact; safe to use from several threads."""
 
     def __init__(self, copies: Sequence[Copy], token: str, mine: Address | None) -> None:
         self._copies, self._token, self._mine = list(copies), token, mine
-        self._end = copies[0].bytes
         self.near = copies[0].agent == mine
         self.pieces: list[Piece] = []
         self.extra: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[Connection]] = {}
+        self._mapped: dict[str, Slot] = {}
+        self._buffers = threading.local()
 
     def describe(self) -> None:
         """Learn what is in it; CheckpointError when no copy tells."""
-        if not self.pieces:
-            self._from_any(self._describe)
+        self._from_any(self._describe)
+
+    def read(self, start: int, end: int) -> memoryview:
+        """Bytes [start, end) of the part, checked; valid until this thread's next call.
+
+        Raises:
+            CheckpointError: they are damaged or gone in all copies.
+        """
+        if end <= start:
+            return memoryview(b"")
+        return self._from_any(lambda copy: self._read(copy, start, end))
+
+    def close(self) -> None:
+        """Let go of connections."""
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+        self._idle.clear()
 
     def _describe(self, copy: Copy) -> None:
-        connection = connect(copy.agent, self._token, patience=READ_SECONDS)
-        try:
+        with self._connected(copy.agent) as connection:
             answer = connection.ask({"op": "describe", "part": copy.part})
             table = connection.receive_bytes(answer["table_bytes"])
             extra = connection.receive_bytes(answer["extra_bytes"])
-        finally:
-            connection.close()
         if (xxhash.xxh3_64_intdigest(table), xxhash.xxh3_64_intdigest(extra)) != (
                 answer["table_hash"], answer["extra_hash"]):
             raise ValueError("its table is damaged")
         self.extra, self.pieces = json.loads(extra), parse(table, answer["extra_start"])
 
-    def read(self, ranges: Sequence[tuple[int, int]]) -> memoryview:
-        """The bytes of the part, of which those in `ranges` of blocks, first and last, are there and were checked."""
-        return self._from_any(lambda copy: self._read(copy, ranges))
-
-    def _read(self, copy: Copy, ranges: Sequence[tuple[int, int]]) -> memoryview:
-        near = copy.agent == self._mine
-        data = Slot(Path(copy.path)).bytes if near else memoryview(
-            mmap.mmap(-1, self._end))  # only what is filled takes memory
-        connection = connect(copy.agent, self._token, patience=READ_SECONDS)
-        try:
-            hashes = connection.ask({"op": "read", "part": copy.part,
-                                     "blocks": {"ranges": ranges, "bytes": not near}})["hashes"]
-            for first, last in ranges if not near else ():
-                start, end = block_range(first, last, self._end)
-                connection.receive_into(data[start:end])
-        finally:
-            connection.close()
-        blocks = [block for first, last in ranges for block in range(first, last + 1)]
-        if not np.array_equal(hash_blocks(data, self._end, blocks), np.array(hashes, dtype=np.uint64)):
+    def _read(self, copy: Copy, start: int, end: int) -> memoryview:
+        near, first, last = copy.agent == self._mine, block_of(start), block_of(end - 1)
+        begin, stop = block_range(first, last, copy.bytes)
+        with self._connected(copy.agent) as connection:
+            hashes = connection.ask({"op": "read", "part": copy.part, "first": first, "last": last,
+                                     "bytes": not near})["hashes"]
+            if near:
+                data = self._map(copy.path)[begin:stop]
+            else:
+                data = self._buffer(stop - begin)
+                connection.receive_into(data)
+        if not np.array_equal(hash_blocks(data), np.array(hashes, dtype=np.uint64)):
             raise ValueError("its content is damaged")
-        return data
+        return data[start - begin:end - begin]
+
+    @contextlib.contextmanager
+    def _connected(self, agent: Address) -> Iterator[Connection]:
+        """A connection for one exchange; kept for the next one when that went well."""
+        with self._lock:
+            idle = self._idle.setdefault(agent, [])
+            connection = idle.pop() if idle else None
+        connection = connection or connect(agent, self._token, patience=READ_SECONDS)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            idle.append(connection)
+
+    def _map(self, path: str) -> memoryview:
+        with self._lock:
+            if path not in self._mapped:
+                self._mapped[path] = Slot(Path(path))
+            return self._mapped[path].bytes
+
+    def _buffer(self, length: int) -> memoryview:
+        """This thread's: memory that was used before costs no page faults."""
+        held: memoryview | None = getattr(self._buffers, "held", None)
+        if held is None or len(held) < length:
+            held = self._buffers.held = memoryview(bytearray(length))
+        return held[:length]
 
     def _from_any(self, read: Callable[[Copy], T]) -> T:
         problems = []
-        for copy in self._copies:
+        for copy in list(self._copies):
             try:
                 return read(copy)
             except (OSError, ValueError, LookupError, TypeError) as error:
                 problems.append(f"{copy.origin} at {copy.agent.host}:{copy.agent.port}: {error}")
+                with self._lock:  # from now on the others first: this one may take seconds to fail again
+                    self._copies.sort(key=lambda other: other == copy)
         first = self._copies[0]
         raise CheckpointError(f"the part of rank {first.rank} is lost ({'; '.join(problems)})"[:500],
                               where=f"memory tier, step {first.step}", mend=MEND)
-
-
-def blocks_of(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The blocks that spans of bytes (start, end) lie in: runs of numbers that follow each other, [first, last]."""
-    blocks: set[int] = set()
-    for start, end in spans:
-        if end > start:
-            blocks.update(range(block_of(start), block_of(end - 1) + 1))
-    found: list[tuple[int, int]] = []
-    for block in sorted(blocks):
-        if found and found[-1][1] == block - 1:
-            found[-1] = found[-1][0], block
-        else:
-            found.append((block, block))
-    return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +25,39 @@ from tidewheel.checkpoint.memory.find import (
     Inventory,
     PartReader,
     Recoverable,
-    blocks_of,
     candidates,
     inventory,
     newest_complete,
 )
 from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory.slots import BLOCK_BYTES
 from tidewheel.checkpoint.memory.table import Piece
 from tidewheel.checkpoint.staging import flatten
 from tidewheel.errors import CheckpointError
 
 __all__ = ["Inventory", "Recoverable", "candidates", "inventory", "load", "newest_complete"]
 
-READERS = 8
+READERS = 4
+WINDOW_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A box that this rank needs, and the bytes [start, end) of a part that it is in."""
+
+    item: ReadItem
+    piece: Piece
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, item: ReadItem, piece: Piece) -> Wanted:
+        """The rows of `piece` that `item` is in: they lie together."""
+        if not piece.sizes:
+            return cls(item, piece, piece.start, piece.start + piece.bytes)
+        row_bytes = piece.bytes // piece.sizes[0] if piece.sizes[0] else 0
+        start = piece.start + item.storage_offsets[0] * row_bytes
+        return cls(item, piece, start, start + item.lengths[0] * row_bytes)
 
 
 def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any = None,
@@ -69,17 +90,21 @@ def load(recoverable: Recoverable, state: dict[str, Any], *, process_group: Any 
 def _load(recoverable: Recoverable, state: dict[str, Any], mine: Address | None) -> dict[str, Any]:
     flat = flatten(state)
     where = f"memory tier, step {recoverable.step}"
+    parts = [PartReader(_near(copies, mine), recoverable.run_token, mine) for copies in recoverable.copies]
     with ThreadPoolExecutor(READERS, thread_name_prefix="memory tier") as pool:
-        parts = list(pool.map(lambda copies: PartReader(_near(copies, mine), recoverable.run_token, mine),
-                              recoverable.copies))
-        list(pool.map(PartReader.describe, parts))
-        plan, planner, places = _plan(flat, parts, where)
-        wanted: dict[int, list[tuple[ReadItem, Piece]]] = defaultdict(list)
-        for item in plan:
-            assert item.storage_index.offset is not None
-            rank, piece = places[item.storage_index.fqn, tuple(item.storage_index.offset)]
-            wanted[rank].append((item, piece))
-        list(pool.map(lambda each: _fill(parts[each[0]], each[1], planner), wanted.items()))
+        try:
+            list(pool.map(PartReader.describe, parts))
+            plan, planner, places = _plan(flat, parts, where)
+            wanted: dict[int, list[Wanted]] = defaultdict(list)
+            for item in plan:
+                assert item.storage_index.offset is not None
+                rank, piece = places[item.storage_index.fqn, tuple(item.storage_index.offset)]
+                wanted[rank].append(Wanted.of(item, piece))
+            windows = [(parts[rank], window) for rank, items in wanted.items() for window in _windows(items)]
+            list(pool.map(lambda each: _fill(each[0], each[1], planner), windows))
+        finally:
+            for part in parts:
+                part.close()
     return parts[0].extra
 
 
@@ -115,29 +140,33 @@ def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader],
     return list(planner.create_local_plan().items), planner, places
 
 
+def _windows(items: Iterable[Wanted]) -> list[list[Wanted]]:
+    """What is read at once: neighbours, up to `WINDOW_BYTES`."""
+    found: list[list[Wanted]] = []
+    for each in sorted(items, key=lambda wanted: wanted.start):
+        last = found[-1] if found else []
+        if last and each.start - last[-1].end < BLOCK_BYTES and each.end - last[0].start <= WINDOW_BYTES:
+            last.append(each)
+        else:
+            found.append([each])
+    return found
+
+
 @torch.no_grad()
-def _fill(part: PartReader, items: Sequence[tuple[ReadItem, Piece]], planner: Any) -> None:
-    """Copy what is wanted of one part into place."""
-    data = part.read(blocks_of(_rows(item, piece) for item, piece in items))
-    for item, piece in items:
-        start, end = _rows(item, piece)
+def _fill(part: PartReader, window: Sequence[Wanted], planner: Any) -> None:
+    """Read what is wanted and copy it into place."""
+    first = window[0].start
+    data = part.read(first, max(each.end for each in window))
+    for each in window:
+        item, piece = each.item, each.piece
         sizes, offsets = list(piece.sizes), list(item.storage_offsets)
         if sizes:
             sizes[0], offsets[0] = item.lengths[0], 0
-        box = torch.empty(0, dtype=torch.uint8) if end == start else torch.frombuffer(
-            data, dtype=torch.uint8, count=end - start, offset=start)
+        box = torch.empty(0, dtype=torch.uint8) if each.end == each.start else torch.frombuffer(
+            data, dtype=torch.uint8, count=each.end - each.start, offset=each.start - first)
         tensor = box.view(getattr(torch, piece.dtype)).view(sizes)
         for dimension, (offset, size) in enumerate(zip(offsets, item.lengths)):
             tensor = tensor.narrow(dimension, offset, size)
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
-
-
-def _rows(item: ReadItem, piece: Piece) -> tuple[int, int]:
-    """First byte, and end, of the rows of the piece that an item is in; they lie together."""
-    if not piece.sizes:
-        return piece.start, piece.start + piece.bytes
-    row_bytes = piece.bytes // piece.sizes[0] if piece.sizes[0] else 0
-    start = piece.start + item.storage_offsets[0] * row_bytes
-    return start, start + item.lengths[0] * row_bytes

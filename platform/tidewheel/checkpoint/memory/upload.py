@@ -11,14 +11,14 @@ import uuid
 from collections.abc import Sequence
 
 from tidewheel.checkpoint.manifest import DTYPES, KEY, CheckpointManifest, Chunk, TensorEntry, step_name
-from tidewheel.checkpoint.memory.find import PartReader, Recoverable, blocks_of
+from tidewheel.checkpoint.memory.find import PartReader, Recoverable
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.memory.table import Piece
-from tidewheel.storage import Stamp, Store
+from tidewheel.storage import CHUNK_BYTES, Stamp, Store
 
 
 def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = None) -> CheckpointManifest:
-    """Write all parts one after the other, one of them in memory at a time, then the manifest.
+    """Write all parts one after the other in chunks, then the manifest.
 
     Args:
         store: the run's `checkpoints` folder.
@@ -42,17 +42,18 @@ def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = Non
             continue
         own.sort(key=lambda piece: (-piece.itemsize, piece.name, piece.offsets))
         header, starts = safetensors_header(own)
-        data = part.read(blocks_of((piece.start, piece.start + piece.bytes) for piece in own))
         key = f"rank_{rank:05d}-{attempt}.safetensors"
         with store.writer(f"{name}/{key}") as sink:
             sink.write(header)
             for piece in own:
-                sink.write(data[piece.start:piece.start + piece.bytes])
+                for start in range(piece.start, piece.start + piece.bytes, CHUNK_BYTES):
+                    sink.write(part.read(start, min(start + CHUNK_BYTES, piece.start + piece.bytes)))
         for piece, start in zip(own, starts):
             chunks = entries[piece.name].chunks if piece.name in entries else ()
             entries[piece.name] = TensorEntry(piece.dtype, piece.shape, (
                 *chunks, Chunk(len(files), start, piece.offsets, piece.sizes)))
         files.append(Stamp(key, sink.stamp.bytes, sink.stamp.hash))
+        part.close()
     manifest = CheckpointManifest(recoverable.step, recoverable.world_size, time.time(), tuple(files), entries,
                                   parts[0].extra)
     store.write(f"{name}/{KEY}", manifest.to_json())
