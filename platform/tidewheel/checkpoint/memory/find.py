@@ -15,11 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tidewheel.checkpoint.memory.protocol import CONNECT_SECONDS, Address, Connection, connect
+from tidewheel.checkpoint.memory.protocol import Address, Connection, connect
 from tidewheel.checkpoint.memory.slots import Slot, block_of, block_range, hash_blocks
 from tidewheel.checkpoint.memory.table import Piece, parse
 from tidewheel.errors import CheckpointError
 
+ASK_SECONDS = 2.0
+"""Whoever does not say within this what it holds is taken for dead: a dead process refuses at once, a frozen one lets
+everyone wait."""
 READ_SECONDS = 5.0
 """An agent that sends nothing for so long is passed over."""
 MEND = "the newest intact checkpoint is used instead"
@@ -66,7 +69,7 @@ class Recoverable:
     run_token: str = field(repr=False)
 
 
-def inventory(agents: Iterable[Address], run_token: str, *, seconds: float = CONNECT_SECONDS) -> Inventory:
+def inventory(agents: Iterable[Address], run_token: str, *, seconds: float = ASK_SECONDS) -> Inventory:
     """What is held where. Agents that do not answer within `seconds` are passed over; all are asked at once."""
     asked = sorted(set(agents))
     with ThreadPoolExecutor(max(1, min(64, len(asked)))) as pool:
@@ -177,7 +180,7 @@ class PartReader:
         with self._lock:
             idle = self._idle.setdefault(agent, [])
             connection = idle.pop() if idle else None
-        connection = connection or connect(agent, self._token, patience=READ_SECONDS)
+        connection = connection or connect(agent, self._token, seconds=ASK_SECONDS, patience=READ_SECONDS)
         try:
             yield connection
         except BaseException:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Of the JSON of one message; the longest is the table of a worker's tensors."""
-CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 5.0
+"""For a connection that is to be kept: a machine may be busy."""
 PATIENCE_SECONDS = 10.0
 """A connection on which nothing moves for so long is given up."""
 
