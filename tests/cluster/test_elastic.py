@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -104,16 +103,37 @@ class At:
 
 
 def test_a_node_is_killed_and_one_joins(cluster, shards, tmp_path, record_property):
-    config = settings(shards, tmp_path, "elastic", reproducible=True)
-    disturb = At((25, lambda: cluster.kill_node(cluster.nodes[-1])), (45, cluster.add_node))
-    result = fit(config, on_progress=disturb)
+    config, hurry = settings(shards, tmp_path, "elastic", reproducible=True), tmp_path / "hurry"
+
+    def unhurried(settings: dict[str, Any]) -> Any:
+        """The worker, with steps slow enough for a new node to come before the run is over."""
+        from tidewheel.elastic.worker import run_worker
+        from tidewheel.train import loop
+
+        step = loop.train_step
+
+        def slow_step(*arguments: Any, **named: Any) -> Any:
+            time.sleep(0 if hurry.exists() else 0.2)
+            return step(*arguments, **named)
+
+        loop.train_step = slow_step
+        return run_worker(settings)
+
+    disturb = At((25, lambda: cluster.kill_node(cluster.nodes[-1])), (35, cluster.add_node))
+
+    def on_progress(progress: dict[str, Any]) -> None:
+        disturb(progress)
+        if not disturb.plan and progress.get("world_size") == 2:
+            hurry.touch()
+
+    result = run_workers(config, unhurried, on_progress)
     disturb.join()
 
     assert result.steps == config.steps
     found = audit(config.run_uri)
     assert found.ok, found.summary()
     assert found.world_sizes == (2, 1, 2)
-    assert 0 < found.redone <= SAVE_EVERY + 5  # since the last commit; nothing is redone by the planned growth
+    assert found.redone <= 1  # the step that was under way; nothing is redone by the planned growth
 
     resumed = events(config, "resume")
     lost, grown = resumed[0], resumed[-1]
@@ -123,7 +143,9 @@ def test_a_node_is_killed_and_one_joins(cluster, shards, tmp_path, record_proper
     assert events(config, "node_joined")
     recovery = lost["time"] - disturb.times[0]
     record_property("kill_to_resume_seconds", recovery)
-    assert recovery < 40  # 9-11 s on an idle machine of two cores
+    assert recovery < 5  # 0.1-0.2 s on an idle machine of two cores
+    assert lost["detail"]["generation"] == 1  # formed by the survivor itself: Ray Train restarted nothing
+    assert [event["detail"]["recovery"] for event in events(config, "failure")] == ["in_place"]
 
     still = settings(shards, tmp_path, "undisturbed", reproducible=True)
     reference = fit_local(still)
@@ -137,6 +159,7 @@ def test_a_node_is_killed_and_one_joins(cluster, shards, tmp_path, record_proper
     assert summary.parts["restart"] > 0
     assert [one.workers for one in summary.generations] == [2, 1, 2]
 
+    assert [event["detail"]["tier"] for event in events(config, "resume")] == ["memory", "memory"]
     assert fit(config).steps == config.steps  # a run that is over does nothing
     assert len(list_checkpoints(store(config.run_uri).child("checkpoints"))) <= config.checkpoint.keep_last
 
@@ -168,10 +191,10 @@ def workers() -> list[int]:
 
 
 def test_a_worker_that_stands_still_is_replaced(cluster, shards, tmp_path, record_property):
-    """It is stopped by a signal, alive for the cluster, silent for the others: they name it, and the run recovers."""
+    """It is stopped by a signal, alive for Ray, silent for the coordinator: it is cut off, and the run goes on."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
-    config = settings(shards, tmp_path, "still", steps=40, guards={"collective_timeout_seconds": 4})
+    config = settings(shards, tmp_path, "still", steps=40)
     stop = At((15, lambda: os.kill(max(workers()), signal.SIGSTOP)))
     result = fit(config, on_progress=stop)
     stop.join()
@@ -179,11 +202,10 @@ def test_a_worker_that_stands_still_is_replaced(cluster, shards, tmp_path, recor
     found = audit(config.run_uri)
     assert found.ok, found.summary()
     [failure] = events(config, "failure")
-    assert "HangError" in failure["detail"]["error"]
-    assert re.search(r"rank \d does not answer|of rank 0, is stopped", failure["detail"]["error"])
+    assert "no sign of life" in failure["detail"]["error"]
     seconds = failure["time"] - stop.times[0]
     record_property("stop_to_failure_seconds", seconds)
-    assert seconds < 20
+    assert seconds < 20  # heartbeat_seconds, 3, on an idle machine
 
 
 DRIVER = """

@@ -66,6 +66,10 @@ class TieredCheckpoints:
     def is_safe(self, step: int) -> bool:
         return self._tier.flush() and self._tier.last.get("step") == step
 
+    def break_off(self) -> None:
+        """From any thread: whoever waits for the memory tier waits no longer."""
+        self._tier.break_off()
+
     def close(self) -> None:
         """Let go of shared memory; the agents hold what is in it."""
         self._tier.close()

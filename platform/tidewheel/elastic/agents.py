@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tidewheel.checkpoint.memory.protocol import Address
-from tidewheel.elastic.coordinator import NAMESPACE
+from tidewheel.elastic.nodes import NAMESPACE
 
 START_SECONDS = 30.0
 

@@ -1,29 +1,41 @@
 """The run's coordinator: one small actor beside the driver that outlives every generation of workers.
 
-It numbers the generations, carries the question "save and wait, please" to rank 0 and the answer back, keeps the
-newest progress for the driver, watches the nodes and writes events.jsonl.
+It hears from the workers over connections of its own, forms the generations (`membership`), keeps the store at which
+their ranks meet, watches the nodes, keeps the newest progress for the driver and writes events.jsonl.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tidewheel import jsonlog, storage
+from tidewheel.elastic.agent_keeper import AgentKeeper
+from tidewheel.elastic.agents import Agents
+from tidewheel.elastic.channel import Server
+from tidewheel.elastic.membership import How, Limits, Membership, Phase
 from tidewheel.elastic.nodes import Node
-from tidewheel.elastic.policy import HoldState
+from tidewheel.elastic.policy import FailureBudget, Recovery, Resizer
+from tidewheel.errors import ClusterError
 from tidewheel.jsonlog import JsonLog
+from tidewheel.train.config import ElasticConfig
 
-NAMESPACE = "tidewheel"
+T = TypeVar("T")
+
 WATCH_SECONDS = 0.5
+AGENT_SECONDS = 10.0
+"""A worker waits this long for the memory agent of its node, then does without."""
 #: Events that the driver tells people at once; the rest is for the report.
 NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
-                        "checkpoint_refused", "save_failed", "straggler", "straggler_over", "sink_failed", "guard",
-                        "rollback", "hang", "shard_read_again"})
+                        "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "sink_failed",
+                        "guard", "rollback", "hang", "shard_read_again"})
 
 
 @dataclass(frozen=True)
@@ -31,106 +43,70 @@ class Snapshot:
     """The run as the coordinator knows it."""
 
     generation: int = -1
-    """Number of the generation that runs or is being started; -1 before the first."""
+    """Number of the generation that runs or ran last; -1 before the first."""
     size: int = 0
     """Its workers."""
     state: str = "starting"
     """For people: starting, running, saving, resizing, restarting."""
-    hold: HoldState = HoldState.NONE
-    held_step: int | None = None
-    stepped: bool = False
-    """The generation has done a step."""
-    furthest_step: int = 0
-    """The furthest step any generation has done."""
     progress: dict[str, Any] = field(default_factory=dict)
     """Newest of rank 0: step, steps, loss, tokens_per_second, tokens, world_size."""
 
 
-class RunState:
-    """What the coordinator knows, and how it changes; thread-safe. Calls from an older generation change nothing."""
-
-    def __init__(self, first_generation: int = 0, furthest_step: int = 0) -> None:
-        self._lock = threading.Lock()
-        self._next = first_generation
-        self._now = Snapshot(furthest_step=furthest_step)
-
-    def snapshot(self) -> Snapshot:
-        """The run now."""
-        return self._now
-
-    def begin(self, size: int) -> int:
-        """A new generation of `size` workers is being started; its number."""
-        with self._lock:
-            generation, self._next = self._next, self._next + 1
-            state = "starting" if self._now.generation < 0 else "restarting"
-            self._now = replace(self._now, generation=generation, size=size, state=state, hold=HoldState.NONE,
-                                held_step=None, stepped=False)
-            return generation
-
-    def ask(self, generation: int) -> None:
-        """Rank 0 shall save at the next step boundary, and all shall wait."""
-        self._change(generation, hold=HoldState.ASKED, state="saving")
-
-    def wanted(self, generation: int) -> bool:
-        """What rank 0 polls."""
-        return self._now.generation == generation and self._now.hold is HoldState.ASKED
-
-    def held(self, generation: int, step: int) -> None:
-        """Rank 0: the save of `step` is committed and everyone waits."""
-        if self._now.hold is HoldState.ASKED:
-            self._change(generation, hold=HoldState.HELD, held_step=step, state="resizing")
-
-    def holding(self, generation: int) -> bool:
-        """Whether a worker of `generation` shall go on waiting."""
-        return self._now.generation != generation or self._now.hold is not HoldState.NONE
-
-    def release(self, generation: int) -> None:
-        """The planned change is called off: go on."""
-        self._change(generation, hold=HoldState.NONE, held_step=None, state="running")
-
-    def step(self, generation: int, progress: dict[str, Any]) -> None:
-        """Rank 0 has done a step."""
-        hold = self._now.hold
-        self._change(generation, progress=progress, stepped=True, state="running" if hold is HoldState.NONE else None,
-                     furthest_step=max(self._now.furthest_step, int(progress["step"])))
-
-    def say(self, state: str) -> None:
-        """What people shall see as the run's state."""
-        with self._lock:
-            self._now = replace(self._now, state=state)
-
-    def _change(self, generation: int, **changes: Any) -> None:
-        with self._lock:
-            if generation == self._now.generation:
-                self._now = replace(self._now, **{key: new for key, new in changes.items()
-                                                  if new is not None or key == "held_step"})
-
-
-class Coordinator(RunState):
-    """The actor: `RunState`, events.jsonl, and a thread that watches the nodes.
+class Coordinator:
+    """The actor. `Membership` decides, in the thread of the channel; here is what connects it to the world.
 
     Args:
         run_uri: the run's folder; what it already says about generations and steps is continued.
+        elastic: limits.
+        sizes: legal numbers of workers.
+        memory_tier: keep a memory agent on every node that has workers; takes a Ray cluster.
     """
 
-    def __init__(self, run_uri: str) -> None:
-        store = storage.store(run_uri)
+    def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
+                 memory_tier: bool = False) -> None:
+        store, elastic = storage.store(run_uri), elastic or ElasticConfig()
         past = jsonlog.read(store, "events.jsonl")
         generations = [int(event["detail"].get("generation", -1)) for event in past]
         furthest = max((int(line["step"]) for line in jsonlog.read(store, "batches.jsonl")), default=0)
-        super().__init__(max(generations, default=-1) + 1, furthest)
-        self._log = JsonLog(store, "events.jsonl", flush_seconds=1.0)
+        first = max(generations, default=-1) + 1
+        self._log = JsonLog(store, "events.jsonl", flush_seconds=math.inf)  # written out by `_watch`
         self._news: deque[dict[str, Any]] = deque(maxlen=200)
-        self.event("driver_start", {"first_generation": self._next})
+        self._snapshot, self._failed, self._pace = Snapshot(), -2, Pace()
+        self._known, self._cut = set[str](), set[str]()
+        self.event("driver_start", {"first_generation": first})
+        resizer = Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
+                          interval_seconds=elastic.resize_interval_seconds, patience_seconds=elastic.hold_seconds)
+        limits = Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
+                        gather=elastic.start_timeout_seconds)
+        budget = FailureBudget(max_failures=elastic.max_failures, first=Recovery(elastic.recovery))
+        self._membership = Membership(sizes, resizer, budget, self,
+                                      limits=limits, first_generation=first, furthest_step=furthest)
+        self._channel: Server | None = None
+        self._rendezvous: tuple[str, int] = ("", 0)
+        self._token, self._several = secrets.token_hex(16), max(sizes) > 1
+        self._store: Any = None
+        self._agents = AgentKeeper(Agents(run_uri)) if memory_tier else None
+        self._waiting: dict[str, tuple[str, float]] = {}  # workers whose node has no agent yet: node, since when
+        self._up, self._problem = threading.Event(), ""
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
-    def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
-        """Append one event, at Unix time `at` or now."""
-        record = {"time": at or time.time(), "kind": kind, "detail": detail}
-        self._log.append(record)
-        if kind in NEWSWORTHY and detail.get("action") != "ignore":
-            self._news.append(record)
+    def start(self, host: str) -> None:
+        """Listen at `host`, this machine's address, and watch the nodes; returns at once."""
+        threading.Thread(target=self._start, args=(host,), name="start", daemon=True).start()
+        threading.Thread(target=self._watch, name="node watch", daemon=True).start()  # asks Ray
+
+    def place(self) -> dict[str, Any]:
+        """Where workers connect: "address", "token", and whether a generation "runs" now."""
+        self._up.wait()
+        if self._channel is None:
+            raise ClusterError(f"the coordinator cannot listen: {self._problem}", where="elastic.coordinator",
+                               mend="the driver's machine must be able to listen at its own address")
+        return {"address": self._channel.address, "token": self._token, "runs": self._snapshot.generation >= 0}
+
+    # -- the driver and the controller ---------------------------------------------------------------
+    def snapshot(self) -> Snapshot:
+        """The run now."""
+        return self._snapshot
 
     def news(self) -> list[dict[str, Any]]:
         """What is worth telling since the last call; the driver asks."""
@@ -139,10 +115,181 @@ class Coordinator(RunState):
             told.append(self._news.popleft())
         return told
 
+    def say(self, state: str) -> None:
+        """What people shall see as the run's state."""
+        self._snapshot = replace(self._snapshot, state=state)
+
+    def expect(self, workers: dict[str, str], anew: bool = False) -> None:
+        """These workers, by name, are being started on these nodes; see `Membership.expect`."""
+        if self._agents is not None:
+            self._agents.want(workers.values())
+        self._decide(lambda: self._membership.expect(list(workers), time.monotonic(), anew=anew))
+
+    def stop_run(self) -> tuple[bool, int | None]:
+        """The workers shall save at the next step boundary and train no further; asked again it tells how far that is:
+        whether they train, and the step once it is saved."""
+        return self._decide(self._membership.stop_run)
+
+    def standing_by(self) -> int:
+        """Workers that are warm and have no rank."""
+        members = self._membership.generation.members if self._membership.generation else ()
+        return sum(worker.connected and worker.name not in members
+                   for worker in list(self._membership.workers.values()))
+
+    def fenced(self) -> set[str]:
+        """Workers that were cut off and whose processes must end."""
+        return set(self._cut)
+
+    def dead(self, names: list[str], why: str) -> list[str]:
+        """Ray says that these workers are dead; those whose loss is dealt with here."""
+        def tell() -> list[str]:
+            known = [name for name in names if name in self._known]
+            for name in known:
+                self.fence(name)
+                self._membership.lost(name, why, time.monotonic())
+            return known if self._membership.phase is not Phase.FAILED else []
+
+        return self._decide(tell)
+
+    def failed(self, text: str, ranks: list[int], retryable: bool, placement: bool) -> str:
+        """Ray Train's group of workers has failed; the `Recovery` it shall try."""
+        def judge() -> Recovery:
+            membership, told = self._membership, self._failed == self._snapshot.generation
+            recovery = membership.recovery
+            if not retryable:
+                recovery = Recovery.NONE
+            elif not placement and not told:
+                recovery = membership.charge()
+            if recovery is Recovery.IN_PLACE or placement:
+                recovery = Recovery.KEPT
+            if not told:
+                self.event("failure", {"generation": self._snapshot.generation, "ranks": ranks, "error": text,
+                                       "recovery": str(recovery), "restart": recovery is not Recovery.NONE,
+                                       "step": self._snapshot.progress.get("step", 0)})
+            return recovery
+
+        recovery = self._decide(judge)
+        self.say("restarting" if recovery is not Recovery.NONE else "failed")
+        return str(recovery)
+
     def end(self) -> None:
-        """Write out what is collected and stop watching; the driver calls it last."""
+        """Write out what is collected and stop; the driver calls it last."""
         self._ended.set()
+        if self._channel is not None:
+            self._channel.stop()
         self._log.flush()
+        if self._agents is not None:
+            self._agents.end(over=self._membership.phase is Phase.OVER)
+
+    def _decide(self, function: Callable[[], T]) -> T:
+        self._up.wait()
+        return function() if self._channel is None else self._channel.call(function)
+
+    # -- membership's outbox ---------------------------------------------------------------------------
+    def send(self, worker: str, message: dict[str, Any]) -> None:
+        if message["do"] == "join":
+            message = {**message, "store": self._rendezvous, "memory": self._placement()}
+        if self._channel is not None:
+            self._channel.send(worker, message)
+
+    def fence(self, worker: str) -> None:
+        self._cut.add(worker)
+        cut = self._membership.workers.get(worker)
+        if self._agents is not None and cut is not None and not any(
+                other.node == cut.node for other in self._membership.workers.values() if other is not cut):
+            self._agents.lost(cut.node, for_good=False)  # the whole node may stand still: asked again, it is found
+        if self._channel is not None:
+            self._channel.cut(worker)
+
+    def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
+        """Append one event, at `at` (monotonic seconds) or now."""
+        self._record(kind, detail, time.time() if at is None else time.time() - (time.monotonic() - at))
+        if kind == "failure":
+            self._failed = int(detail["generation"])
+
+    def formed(self, generation: int, size: int) -> None:
+        state = "starting" if self._snapshot.generation < 0 else "restarting"
+        self._pace = Pace()
+        self._snapshot = replace(self._snapshot, generation=generation, size=size, state=state)
+
+    def _record(self, kind: str, detail: dict[str, Any], unix: float) -> None:
+        record = {"time": unix, "kind": kind, "detail": detail}
+        self._log.append(record)
+        if kind in NEWSWORTHY and detail.get("action") != "ignore":
+            self._news.append(record)
+
+    # -- what workers say ------------------------------------------------------------------------------
+    def opened(self, name: str, hello: dict[str, Any]) -> None:
+        self._known.add(name)
+        node = str(hello["node"])
+        if self._agents is None or self._agents.has(node):
+            self._membership.hello(name, node, time.monotonic())
+        else:
+            self._agents.want([node])
+            self._waiting[name] = (node, time.monotonic())
+
+    def received(self, name: str, message: dict[str, Any]) -> None:
+        now, membership = time.monotonic(), self._membership
+        match message["say"]:
+            case "beat":
+                membership.beat(name, message["generation"], message["step"], now)
+            case "step":
+                self._step(message["generation"], message["progress"])
+                membership.beat(name, message["generation"], int(message["progress"]["step"]), now)
+            case "event":
+                self._record(message["kind"], message["detail"], float(message["time"]))
+                if message["kind"] == "memory_tier_lost" and membership.phase is Phase.RUNNING:
+                    self._agent_lost(name)
+            case "leaving":
+                membership.leaving(name)
+            case "left":
+                membership.left(name, message["generation"], How(message["how"]), str(message["text"]), now)
+
+    def closed(self, name: str) -> None:
+        self._waiting.pop(name, None)
+        self._membership.lost(name, "its process has ended, or is cut off", time.monotonic())
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        for name, (node, since) in list(self._waiting.items()):
+            assert self._agents is not None
+            if self._agents.has(node) or now - since > AGENT_SECONDS:
+                del self._waiting[name]
+                self._membership.hello(name, node, now)
+        self._membership.tick(now)
+
+    def _placement(self) -> dict[str, Any] | None:
+        """Where the generation's memory tier is."""
+        generation = self._membership.generation
+        if self._agents is None or generation is None:
+            return None
+        return self._agents.placement([self._membership.workers[name].node for name in generation.members])
+
+    def _agent_lost(self, name: str) -> None:
+        """The agent beside a worker is gone: the next generation gets a new one."""
+        worker = self._membership.workers.get(name)
+        if self._agents is not None and worker is not None:
+            self._agents.lost(worker.node, for_good=False)
+
+    def _step(self, generation: int, progress: dict[str, Any]) -> None:
+        if generation == self._snapshot.generation:
+            self._snapshot = replace(self._snapshot, progress=progress, state="running")
+            self._membership.remaining_seconds = self._pace.remaining(int(progress["step"]), int(progress["steps"]))
+
+    # -- threads ---------------------------------------------------------------------------------------
+    def _start(self, host: str) -> None:
+        try:
+            channel = Server(host, self._token, self)
+            channel.start()
+            if self._several:  # its import takes seconds, those in which the workers start
+                from tidewheel.elastic.process_group import serve_store
+
+                self._store = serve_store(host)
+                self._rendezvous = (host, self._store.port)
+            self._channel = channel
+        except Exception as error:  # told by `place`
+            self._problem = f"{type(error).__name__}: {error}"
+        self._up.set()
 
     def _watch(self) -> None:
         from tidewheel.elastic import nodes
@@ -166,6 +313,34 @@ class Coordinator(RunState):
         for node_id in now.keys() & known.keys():
             if now[node_id].draining and not known[node_id].draining:
                 self.event("node_draining", {"node": node_id, "host": now[node_id].host})
+        if self._up.is_set():
+            self._decide(lambda: self._tell_nodes(known, now))
+
+    def _tell_nodes(self, known: dict[str, Node], now: dict[str, Node]) -> None:
+        self._membership.drain(node_id for node_id, node in now.items() if node.draining)
+        gone = known.keys() - now.keys()
+        if self._agents is not None:
+            for node in gone:
+                self._agents.lost(node, for_good=True)
+        for worker in list(self._membership.workers.values()):
+            if worker.node in gone:
+                self.fence(worker.name)
+                self._membership.lost(worker.name, f"node {known[worker.node].host} is gone", time.monotonic())
+
+
+class Pace:
+    """Steps a second of a generation, its first step left out."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def remaining(self, step: int, steps: int) -> float:
+        """Seconds until `steps`, `step` being done now."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        done = step - self._first[0]
+        return (steps - step) * (now - self._first[1]) / done if done > 0 else math.inf
 
 
 def actor_name(run_uri: str) -> str:

@@ -59,25 +59,20 @@ def leaving_on_sigterm(run_uri: str, *, save_seconds: float = SAVE_SECONDS) -> I
 
 
 def save_now(run_uri: str, seconds: float = SAVE_SECONDS) -> int | None:
-    """Ask the run's workers to save at the next step boundary; the step once it is committed, None if it is not.
-
-    The question is repeated: a plan to resize that has come to nothing takes it back."""
+    """Ask the run's workers to save at the next step boundary; the step once it is committed, None if it is not."""
     import ray
 
-    from tidewheel.elastic.coordinator import NAMESPACE, actor_name
-    from tidewheel.elastic.policy import HoldState
+    from tidewheel.elastic.coordinator import actor_name
+    from tidewheel.elastic.nodes import NAMESPACE
 
     until = time.monotonic() + seconds
     try:
         coordinator: Any = ray.get_actor(actor_name(storage.store(run_uri).uri), namespace=NAMESPACE)
         while time.monotonic() < until:
-            now: Any = ray.get(coordinator.snapshot.remote(), timeout=10)
-            if now.hold is HoldState.HELD:
-                return now.held_step
-            if not now.stepped:
-                return None  # nothing is lost that is not in a checkpoint
-            if now.hold is HoldState.NONE:
-                coordinator.ask.remote(now.generation)
+            answer: Any = ray.get(coordinator.stop_run.remote(), timeout=10)
+            trains, saved = answer
+            if saved is not None or not trains:  # before the first step nothing is lost that is not in a checkpoint
+                return saved
             time.sleep(ASK_SECONDS)
     except (ValueError, ray.exceptions.RayError):  # not training yet, or not any more
         return None

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+NAMESPACE = "tidewheel"
+"""Of the actors that are found by name."""
 PROBE_SECONDS = 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,21 +10,25 @@ from enum import StrEnum
 from tidewheel.elastic.layout import largest_fit
 
 
-class HoldState(StrEnum):
-    """How far a planned change is: nothing asked; workers asked to save and stop; they have, and wait."""
-
-    NONE = "none"
-    ASKED = "asked"
-    HELD = "held"
-
-
 class Move(StrEnum):
     """What to do now."""
 
     NOTHING = "nothing"
     ASK = "ask"
-    RESIZE = "resize"
     CALL_OFF = "call_off"
+
+
+class Recovery(StrEnum):
+    """What a failure leads to, each tried when the one before did not help."""
+
+    IN_PLACE = "in_place"
+    """The next generation is formed in the processes that are left."""
+    KEPT = "kept"
+    """Ray Train restarts its group of workers, in the processes that still answer."""
+    PLAIN = "plain"
+    """Ray Train restarts it in new processes."""
+    NONE = "none"
+    """The run is given up."""
 
 
 @dataclass(frozen=True)
@@ -47,42 +52,56 @@ class View:
     size: int
     """Workers that run."""
     slots: int
-    """Places for workers on usable nodes."""
+    """Workers that could have a rank: warm, and not about to leave."""
     leaving: int
-    """Workers on nodes that are being drained."""
-    hold: HoldState
+    """Members that are about to leave."""
+    asked: bool
+    """The group was asked to make way, and has not yet."""
     stepped: bool
     """This generation has done a step."""
+    remaining_seconds: float = math.inf
+    """Until the run is over, at the present speed."""
 
 
 class Resizer:
-    """Planned changes: the workers save at a step boundary and wait; only then is the group replaced.
+    """Planned changes: the workers save at a step boundary and leave, and the next generation is formed of those there.
 
-    Joins are coalesced: growth waits until no more nodes came for `join_wait_seconds`. A drain does not wait.
+    Joins are coalesced: growth waits until no more workers came for `join_wait_seconds`. It must pay: the work done in
+    the time to the next expected change, less the pause, must be more than without it. A drain does not wait.
 
     Args:
         sizes: legal numbers of workers.
         join_wait_seconds: quiet time before growing.
         interval_seconds: least time between two questions.
         patience_seconds: an answer that takes longer is no longer waited for.
+        pause_seconds: what a change costs, until the first was measured.
     """
 
     def __init__(self, sizes: Iterable[int], *, join_wait_seconds: float, interval_seconds: float,
-                 patience_seconds: float) -> None:
-        self.sizes = tuple(sizes)
+                 patience_seconds: float, pause_seconds: float = 2.0) -> None:
+        self.sizes, self.pause_seconds = tuple(sizes), pause_seconds
         self._join_wait, self._interval, self._patience = join_wait_seconds, interval_seconds, patience_seconds
         self._seen: tuple[int, float] | None = None  # places, since when
         self._asked_at = float("-inf")
+        self._began: float | None = None
+        self._losses = 0  # changes that nobody planned
+
+    def took(self, seconds: float) -> None:
+        """A planned change took so long, from the question to the first step."""
+        self.pause_seconds = 0.5 * (self.pause_seconds + seconds)
+
+    def shrunk(self) -> None:
+        """A generation ended by a loss or a drain."""
+        self._losses += 1
 
     def decide(self, view: View) -> Decision:
         """The next move for a group that runs."""
+        self._began = view.time if self._began is None else self._began
         target = largest_fit(self.sizes, view.slots)
         wanted = target > 0 and (target > view.size or view.leaving > 0)
-        if view.hold is HoldState.HELD:
-            if wanted:
-                return Decision(Move.RESIZE, target, "drain" if view.leaving else "join")
-            return Decision(Move.CALL_OFF, view.size, "the nodes it was for are gone")
-        if view.hold is HoldState.ASKED:
+        if view.asked:
+            if not wanted:
+                return Decision(Move.CALL_OFF, view.size, "the workers it was for are gone")
             if view.time - self._asked_at > self._patience:
                 return Decision(Move.CALL_OFF, view.size, f"no answer for {self._patience:g} s")
             return NOTHING
@@ -95,13 +114,31 @@ class Resizer:
             self._seen = (view.slots, view.time)
         if view.time - self._seen[1] < self._join_wait or view.time - self._asked_at < self._interval:
             return NOTHING
+        if not pays(view.size, target, self.pause_seconds, self._horizon(view)):
+            return NOTHING
         return self._ask(view, target, "join")
+
+    def _horizon(self, view: View) -> float:
+        """Seconds until the next unplanned change, as often as there were any; at most until the run is over."""
+        assert self._began is not None
+        between = (view.time - self._began) / self._losses if self._losses else math.inf
+        return min(between, view.remaining_seconds)
 
     def _ask(self, view: View, target: int, reason: str) -> Decision:
         if view.time - self._asked_at < 1.0:
             return NOTHING  # the question is on its way
         self._asked_at = view.time
         return Decision(Move.ASK, target, reason)
+
+
+def pays(size: int, target: int, pause_seconds: float, horizon_seconds: float) -> bool:
+    """Whether `target` workers after a pause do more within the horizon than `size` workers without one.
+
+    Throughput is taken to grow with the number of workers.
+    """
+    if math.isinf(horizon_seconds):
+        return target > size
+    return target * (horizon_seconds - pause_seconds) > size * horizon_seconds
 
 
 @dataclass
@@ -112,18 +149,23 @@ class FailureBudget:
         max_failures: in all; -1: any number.
         max_without_progress: in a row without one step further than ever before: a fault that restarting does not
             mend, such as a step that always runs out of memory.
+        first: the way to recover that is tried first.
     """
 
     max_failures: int = -1
     max_without_progress: int = 3
+    first: Recovery = Recovery.IN_PLACE
     failures: int = 0
     stuck: int = 0
     _furthest: int = -1
 
-    def charge(self, furthest_step: int) -> bool:
-        """One more failure, the furthest step ever done being `furthest_step`; True while there may be a retry."""
+    def charge(self, furthest_step: int) -> Recovery:
+        """One more failure, the furthest step ever done being `furthest_step`; what it leads to."""
         self.failures += 1
         self.stuck = 1 if furthest_step > self._furthest else self.stuck + 1
         self._furthest = max(self._furthest, furthest_step)
         within = self.max_failures < 0 or self.failures <= self.max_failures
-        return within and self.stuck <= self.max_without_progress
+        if not within or self.stuck > self.max_without_progress:
+            return Recovery.NONE
+        ways = [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN]
+        return ways[min(ways.index(self.first) + self.stuck - 1, 2)]

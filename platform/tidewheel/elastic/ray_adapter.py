@@ -1,8 +1,8 @@
-"""The one module that knows the inside of Ray Train.
+"""The module that, with `ray_workers`, knows the inside of Ray Train.
 
 Ray Train has no public way to choose the number of workers or what a failure means. `ElasticTrainer` replaces the
-two policies that its controller is given. Every internal name used here is in `ray_contract.CONTRACT`; call
-`ray_contract.check_ray` before importing this module.
+two policies that its controller is given, and the way it keeps its workers (`ray_workers`). Every internal name used
+here is in `ray_contract.CONTRACT`; call `ray_contract.check_ray` before importing this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.train.torch import TorchConfig
+from ray.train.backend import BackendConfig
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import (
     InsufficientClusterResourcesError,
     UserExceptionWithTraceback,
@@ -24,6 +26,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import (
     NoopDecision,
@@ -32,47 +35,42 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ScalingPolicy,
 )
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
-from ray.train.v2.torch.torch_trainer import TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidewheel.elastic import layout, nodes
-from tidewheel.elastic.coordinator import Snapshot
-from tidewheel.elastic.policy import FailureBudget, Move, Resizer, View
+from tidewheel.elastic.policy import Recovery
+from tidewheel.elastic.ray_workers import Workers
 from tidewheel.errors import ClusterError, TidewheelError, root_cause
 from tidewheel.train.config import ElasticConfig
 
 #: Read by the driver, the controller and the workers; what the user has set stays. Ray's defaults are in brackets.
 TRAIN_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # (2 s) how soon a failed worker and a confirmed hold are seen
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",  # (60 s) we only ask for places that exist; then we look again
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # (2 s) how soon a lost worker's place is filled
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # drains are ours: it would restart at the deadline, unsaved
     "RAY_TRAIN_METRICS_ENABLED": "0",  # metrics.jsonl is ours
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths mean in a worker what they mean to the user
 }
-#: Read by the controller only. Survivors of a failure have nothing to say good-bye to.
-CONTROLLER_ENVIRONMENT = {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "3"}  # (30 s)
 
 SETTLE_SECONDS = 10.0  # Ray's own death detection takes 1-2 s on a local cluster, longer with its defaults
 IDLE_SECONDS = 0.5
 
 
 class ElasticScaling(ScalingPolicy):
-    """Workers for the nodes that are alive, stay, and answer; legal numbers only; growth and drains are planned."""
+    """Workers for the nodes that are alive, stay, and answer; legal numbers only. What changes while a group runs is
+    the coordinator's business."""
 
     def __init__(self, scaling: ScalingConfig, elastic: ElasticConfig, sizes: tuple[int, ...],
                  coordinator: Any) -> None:
         super().__init__(scaling)
         self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
-        self._resizer = Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
-                                interval_seconds=elastic.resize_interval_seconds,
-                                patience_seconds=elastic.hold_seconds)
         self._waiting_since: float | None = None
         self._autoscaled = False
         self.distrust_totals = False
         """Set after a group found no place: others use the nodes too, so count what is free."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        os.environ.update({key: os.environ.get(key, value) for key, value in CONTROLLER_ENVIRONMENT.items()})
         self._autoscaled = nodes.can_grow()
         if self._autoscaled:  # else nobody would answer, and asking starts one more actor
             super().after_controller_start(train_run_context)
@@ -95,23 +93,6 @@ class ElasticScaling(ScalingPolicy):
     def make_decision_for_running_worker_group(self, worker_group_state: Any,
                                                worker_group_status: Any) -> ScalingDecision:
         self._ask_autoscaler()
-        snapshot: Snapshot = ray.get(self._coordinator.snapshot.remote(), timeout=30)
-        alive = nodes.alive()
-        leaving = {node.node_id for node in alive if node.draining}
-        decision = self._resizer.decide(View(
-            time=time.monotonic(), size=worker_group_state.num_workers, hold=snapshot.hold, stepped=snapshot.stepped,
-            slots=self._slots((node.cpus, node.gpus) for node in alive if not node.draining),
-            leaving=sum(worker.metadata.node_id in leaving for worker in worker_group_state.workers)))
-        if decision.move is Move.ASK:
-            self._coordinator.ask.remote(snapshot.generation)
-            self._say("resize_asked", snapshot, to=decision.size, reason=decision.reason)
-        elif decision.move is Move.CALL_OFF:
-            self._coordinator.release.remote(snapshot.generation)
-            self._say("resize_called_off", snapshot, reason=decision.reason)
-        elif decision.move is Move.RESIZE:
-            self._say("resize", snapshot, to=decision.size, reason=decision.reason, step=snapshot.held_step,
-                      **{"from": worker_group_state.num_workers})
-            return self._resize(decision.size)
         return NoopDecision()
 
     def _get_num_workers_for_resource_request(self) -> int:
@@ -121,11 +102,7 @@ class ElasticScaling(ScalingPolicy):
         return layout.slots(offers, self._elastic.cpus_per_worker, self._elastic.gpus_per_worker)
 
     def _resize(self, size: int) -> ResizeDecision:
-        ray.get(self._coordinator.begin.remote(size), timeout=30)
         return ResizeDecision(num_workers=size, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
-
-    def _say(self, kind: str, snapshot: Snapshot, **detail: Any) -> None:
-        self._coordinator.event.remote(kind, {"generation": snapshot.generation, **detail}, time.time())
 
     def _wait_for_places(self) -> None:
         """Sleeps: Ray asks again at once. Gives up in the end, so that nobody waits for ever."""
@@ -141,24 +118,22 @@ class ElasticScaling(ScalingPolicy):
 
 
 class RunFailures(FailurePolicy):
-    """Restart with what is left; give up on what a restart cannot mend."""
+    """The coordinator judges; here its answer is carried out."""
 
-    def __init__(self, failure: FailureConfig, budget: FailureBudget, scaling: ElasticScaling,
-                 coordinator: Any) -> None:
+    def __init__(self, failure: FailureConfig, scaling: ElasticScaling, workers: Workers) -> None:
         super().__init__(failure)
-        self._budget, self._scaling, self._coordinator = budget, scaling, coordinator
+        self._scaling, self._workers = scaling, workers
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         found = Failure.of(training_failed_error)
-        snapshot: Snapshot = ray.get(self._coordinator.snapshot.remote(), timeout=30)
-        retry = found.retryable and (found.placement or self._budget.charge(snapshot.furthest_step))
+        recovery = Recovery(ray.get(self._workers.coordinator.failed.remote(
+            found.text, list(found.ranks), found.retryable, found.placement), timeout=60))
         if found.placement:
             self._scaling.distrust_totals = True
-        self._coordinator.event.remote("failure", {
-            "generation": snapshot.generation, "ranks": list(found.ranks), "error": found.text, "restart": retry,
-            "step": snapshot.progress.get("step", 0)}, time.time())
-        self._coordinator.say.remote("restarting" if retry else "failed")
-        return FailureDecision.RETRY if retry else FailureDecision.RAISE
+        self._workers.keep = recovery is Recovery.KEPT
+        if recovery is not Recovery.KEPT:
+            self._workers.discard()
+        return FailureDecision.RAISE if recovery is Recovery.NONE else FailureDecision.RETRY
 
 
 @dataclass(frozen=True)
@@ -212,34 +187,45 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-class ElasticTrainer(TorchTrainer):
-    """`TorchTrainer` with our policies. Ctrl-C ends it as it ends any program, with the workers."""
+class ElasticController(TrainController):
+    """Ray's controller with our policies and our workers."""
+
+    def __init__(self, *, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any, **ray_train: Any) -> None:
+        scaling = ElasticScaling(ray_train["train_run_context"].scaling_config, elastic, sizes, coordinator)
+        workers: Any = Workers(elastic, sizes, coordinator)
+        self.worker_group_cls = workers  # all that is asked of it is `create`
+        callbacks = [one for one in ray_train["callbacks"] if not isinstance(one, PlacementGroupCleanerCallback)]
+        super().__init__(**{**ray_train, "scaling_policy": scaling, "callbacks": callbacks,
+                            "failure_policy": RunFailures(FailureConfig(), scaling, workers)})
+
+
+class ElasticTrainer(DataParallelTrainer):
+    """Ray Train's trainer with our controller. Ctrl-C ends it as it ends any program, with the workers."""
 
     def __init__(self, worker: Callable[[dict[str, Any]], Any], settings: dict[str, Any], *, elastic: ElasticConfig,
                  sizes: tuple[int, ...], coordinator: Any, name: str, storage_path: str) -> None:
         resources = {"CPU": elastic.cpus_per_worker}
         if elastic.gpus_per_worker:
             resources["GPU"] = elastic.gpus_per_worker
+        # Ray's own bookkeeping: never a checkpoint, so a folder on the driver's machine will do.
+        run_config: Any = RunConfig(name=name, storage_path=storage_path)
         super().__init__(
-            worker, train_loop_config=settings, torch_config=TorchConfig(timeout_s=300),
+            worker, train_loop_config=settings, backend_config=BackendConfig(),  # process groups are ours
             scaling_config=ScalingConfig(num_workers=max(sizes), resources_per_worker=resources,
                                          use_gpu=bool(elastic.gpus_per_worker)),
-            # Ray's own bookkeeping: never a checkpoint, so a folder on the driver's machine will do.
-            run_config=RunConfig(name=name, storage_path=storage_path))
+            run_config=run_config)
         self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
         self._controller: Any = None
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
-        config = self.train_run_context.scaling_config
-        scaling = ElasticScaling(config, self._elastic, self._sizes, self._coordinator)
-        budget = FailureBudget(max_failures=self._elastic.max_failures)
-        controller_init_kwargs["scaling_policy"] = scaling
-        controller_init_kwargs["failure_policy"] = RunFailures(FailureConfig(), budget, scaling, self._coordinator)
-        with _environment(TRAIN_ENVIRONMENT):
-            return super()._initialize_and_run_controller(**controller_init_kwargs)
-
-    def _register_sigint_handler(self, controller: Any) -> None:
-        self._controller = controller  # no handler: KeyboardInterrupt reaches `run`, and its caller
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        actor: Any = ray.remote(ElasticController)
+        actor = actor.options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": environment})
+        self._controller = actor.remote(elastic=self._elastic, sizes=self._sizes, coordinator=self._coordinator,
+                                         **controller_init_kwargs)
+        ray.get(self._controller.run.remote())
+        return ray.get(self._controller.get_result.remote())
 
     def run(self) -> Any:
         """Train to the end; what rank 0's worker returned.

@@ -1,7 +1,7 @@
-"""What `ray_adapter` needs of Ray's internals, and a check that the installed Ray has it.
+"""What `ray_adapter` and `ray_workers` need of Ray's internals, and a check that the installed Ray has it.
 
 Upstream changes these names without notice; here that becomes one clear message instead of a fault in the middle of
-a run. Kept apart from the adapter, whose very import fails when a name is gone.
+a run. Kept apart from them, whose imports fail when a name is gone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ _INTERNAL = "ray.train.v2._internal"
 CONTRACT: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer._initialize_and_run_controller",
      ("self", "controller_init_kwargs")),
-    ("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer._register_sigint_handler", ("self", "controller")),
     (f"{_INTERNAL}.execution.controller.controller", "TrainController.__init__",
      ("self", "train_fn_ref", "train_run_context", "scaling_policy", "failure_policy", "callbacks",
       "validation_config")),
     (f"{_INTERNAL}.execution.controller.controller", "TrainController.abort", ("self",)),
+    (f"{_INTERNAL}.execution.controller.controller", "TrainController.worker_group_cls", None),
+    (f"{_INTERNAL}.execution.controller", "TrainController.run", ("self",)),
+    (f"{_INTERNAL}.execution.controller", "TrainController.get_result", ("self",)),
+    (f"{_INTERNAL}.callbacks.placement_group_callback", "PlacementGroupCleanerCallback", None),
     (f"{_INTERNAL}.execution.scaling_policy", "ScalingPolicy.__init__", ("self", "scaling_config")),
     (f"{_INTERNAL}.execution.scaling_policy", "ScalingPolicy.make_decision_for_non_running_worker_group", ("self",)),
     (f"{_INTERNAL}.execution.scaling_policy", "ScalingPolicy.make_decision_for_running_worker_group",
@@ -38,8 +41,36 @@ CONTRACT: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     (f"{_INTERNAL}.execution.failure_handling", "FailurePolicy.make_decision", ("self", "training_failed_error")),
     (f"{_INTERNAL}.execution.failure_handling", "FailureDecision.RETRY", None),
     (f"{_INTERNAL}.execution.failure_handling", "FailureDecision.RAISE", None),
-    (f"{_INTERNAL}.execution.worker_group", "WorkerGroupState.num_workers", None),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup.__init__",
+     ("self", "train_run_context", "worker_group_context", "callbacks")),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup._start", ("self",)),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup._create_placement_group",
+     ("self", "scaling_config", "worker_group_context")),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup._create_workers",
+     ("self", "num_workers", "placement_group", "resources_per_worker")),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup._assign_worker_ranks",
+     ("workers", "starting_world_rank", "world_size")),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup._init_train_context", ("self", "workers", "sync_actor")),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup._get_worker_runtime_env", ("custom_runtime_env",)),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup._poll_workers_and_collect_errors", ("self", "timeout")),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup.get_worker_group_state", ("self",)),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup.shutdown", ("self",)),
+    (f"{_INTERNAL}.execution.worker_group", "WorkerGroup.abort", ("self",)),
+    (f"{_INTERNAL}.execution.worker_group.placement_group_handle", "PlacementGroupHandle.placement_group", None),
+    (f"{_INTERNAL}.execution.worker_group.placement_group_handle", "PlacementGroupHandle.wait",
+     ("self", "timeout_seconds")),
+    (f"{_INTERNAL}.execution.worker_group.poll", "WorkerStatus.__init__",
+     ("self", "running", "error", "training_report", "return_value")),
+    (f"{_INTERNAL}.execution.worker_group.worker", "RayTrainWorker.__init__", ("self",)),
+    (f"{_INTERNAL}.execution.worker_group.worker", "RayTrainWorker.run_train_fn", ("self", "train_fn_ref")),
+    (f"{_INTERNAL}.execution.worker_group.worker", "RayTrainWorker.poll_status", ("self",)),
+    (f"{_INTERNAL}.execution.worker_group.worker", "RayTrainWorker.get_metadata", ("self",)),
+    (f"{_INTERNAL}.execution.worker_group.worker", "Worker.__init__", ("self", "actor", "metadata", "resources")),
     (f"{_INTERNAL}.execution.worker_group.worker", "ActorMetadata.__init__", ("self", "hostname", "node_id")),
+    (f"{_INTERNAL}.execution.checkpoint.report_handler", "ReportCallbackHandler.set_required_ranks", ("self", "ranks")),
+    (f"{_INTERNAL}.execution.checkpoint.report_handler", "ReportCallbackHandler.after_worker_group_start",
+     ("self", "worker_group")),
+    (f"{_INTERNAL}.util", "bundle_to_remote_args", ("bundle",)),
     (f"{_INTERNAL}.exceptions", "UserExceptionWithTraceback.__init__", ("self", "exc", "traceback_str")),
     (f"{_INTERNAL}.exceptions", "WorkerGroupStartupTimeoutError", None),
     (f"{_INTERNAL}.exceptions", "WorkerHealthCheckFailedError", None),
@@ -48,7 +79,7 @@ CONTRACT: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("ray.train.v2.api.exceptions", "ControllerError.__init__", ("self", "controller_failure")),
     ("ray.train.v2.api.exceptions", "WorkerGroupError.__init__", ("self", "error_message", "worker_failures")),
     (f"{_INTERNAL}.constants", "HEALTH_CHECK_INTERVAL_S_ENV_VAR", None),
-    (f"{_INTERNAL}.constants", "WORKER_GROUP_START_TIMEOUT_S_ENV_VAR", None),
+    (f"{_INTERNAL}.constants", "get_env_vars_to_propagate", ()),
     (f"{_INTERNAL}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR", None),
     ("ray._private.state", "GlobalState.get_draining_nodes", ("self",)),
     ("ray._private.state", "GlobalState.get_max_resources_from_cluster_config", ("self",)),

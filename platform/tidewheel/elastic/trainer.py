@@ -76,7 +76,7 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
     storage.store(config.run_uri).check()
     bookkeeping = tempfile.mkdtemp(prefix="tidewheel-train-")
     try:
-        with _coordinator(config.run_uri) as (name, coordinator), _reporting(coordinator, on_progress):
+        with _coordinator(config, sizes) as (name, coordinator), _reporting(coordinator, on_progress):
             trainer = ElasticTrainer(
                 worker, {"config": config.canonical(), "coordinator": name}, elastic=config.elastic, sizes=sizes,
                 coordinator=coordinator, name=config.run.id, storage_path=bookkeeping)
@@ -111,6 +111,9 @@ class LocalControl:
         self.log, self._on_progress = log, on_progress
 
     def poll(self) -> bool:
+        return False
+
+    def save_wanted(self) -> bool:
         return False
 
     def hold(self, step: int) -> None:
@@ -165,26 +168,30 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _coordinator(run_uri: str) -> Iterator[tuple[str, Any]]:
+def _coordinator(config: TrainConfig, sizes: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """The run's coordinator on the driver's node; it ends with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from tidewheel.elastic.coordinator import NAMESPACE, Coordinator, actor_name
+    from tidewheel.elastic.coordinator import Coordinator, actor_name
+    from tidewheel.elastic.nodes import NAMESPACE
 
-    name = actor_name(run_uri)
+    run_uri, name = config.run_uri, actor_name(config.run_uri)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(Coordinator)
     until, actor = time.monotonic() + TAKEN_SECONDS, None
     while actor is None:
         try:
             actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
-                                   scheduling_strategy=here).remote(run_uri)
+                                   scheduling_strategy=here).remote(
+                                          run_uri, config.elastic, sizes,
+                                          memory_tier=bool(config.checkpoint.memory.every_steps))
         except ValueError:  # the name is taken
             if time.monotonic() > until:
                 raise ClusterError("another driver is training this run on this cluster", where=run_uri,
                                    mend="wait for it or stop it, or choose another run.id") from None
             time.sleep(0.5)
+    actor.start.remote(ray.util.get_node_ip_address())
     try:
         yield name, actor
     finally:

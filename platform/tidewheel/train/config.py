@@ -130,9 +130,18 @@ class ElasticConfig(Config):
     resize_interval_seconds: float = Field(default=10.0, gt=0)
     """Ask at most this often whether to grow."""
     hold_seconds: float = Field(default=60.0, gt=0)
-    """After a planned save, wait so long to be replaced before going on as before."""
+    """A planned change is called off when the workers have not saved and made way after so long."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """Fail when so few workers can be placed for this long."""
+    recovery: Literal["in_place", "kept", "plain"] = "in_place"
+    """What is tried first after a failure; if that does not help, the next: the processes that are left go on by
+    themselves; Ray Train restarts its workers in the processes that still answer; it restarts them in new ones."""
+    standby_workers: int = Field(default=0, ge=0)
+    """Workers beyond max_workers that are kept warm, where there is room, to take the place of a lost one at once."""
+    heartbeat_seconds: float = Field(default=3.0, gt=0)
+    """A worker that gives no sign of life for this long, while the others wait for it, is cut off."""
+    leave_seconds: float = Field(default=5.0, gt=0)
+    """A worker that does not let go of a broken generation for this long is cut off."""
 
     @pydantic.model_validator(mode="after")
     def _ordered(self) -> ElasticConfig:

@@ -44,7 +44,7 @@ from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
 from tidewheel.train.reproducible.kernels import deterministic_kernels
-from tidewheel.train.runtime import Control, Runtime
+from tidewheel.train.runtime import Control, MadeWay, Runtime
 from tidewheel.train.save_schedule import SaveSchedule
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
 from tidewheel.train.timeline import Category, Timeline
@@ -57,6 +57,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
         ConfigError, ShardError, CheckpointError, StorageError: something a user can mend.
         HangError, RuntimeError: a collective failed because another rank stands still or is gone; start again with the
             ranks that are left.
+        MadeWay: the cluster asked for the ranks to be changed, and everything is saved.
     """
     began, place = time.time(), storage.store(config.run_uri)
     finished = read_result(place)
@@ -82,6 +83,9 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
             timeline.spent("restart")
             loop.run()
             return loop.finish()
+        except MadeWay:
+            timeline.spent("restart")
+            raise
         except BaseException as error:
             found = watch.explained(error)
             timeline.spent("detection")  # since the last whole step: most of it is waiting for a rank that is gone
@@ -284,7 +288,8 @@ class Loop:
     def _ask(self, step: int) -> int:
         """Rank 0: what all ranks shall do after this step."""
         save = self.schedule is not None and self.schedule.due(step, self.runtime.checkpoints.saves())
-        return STOP * self.runtime.control.poll() | SAVE * save
+        control = self.runtime.control
+        return STOP * control.poll() | SAVE * (save or control.save_wanted())
 
     def _guard(self, step: int, result: StepResult, digest: str | None) -> None:
         """Record what the guard has to say; ConfigError when it ends the run."""
@@ -423,7 +428,7 @@ class Loop:
             "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None, **self.constant}
 
     def _make_way(self, step: int) -> None:
-        """A planned resize or drain: commit, say so, and wait to be replaced."""
+        """A planned resize or drain: commit, and end this generation."""
         self.watch.mark(step, "hold")
         self.runtime.checkpoints.wait()
         self.timeline.spent("save_stall")

@@ -60,14 +60,21 @@ class Checkpointer(Protocol):
         """How saving goes; asked on rank 0."""
 
 
+class MadeWay(Exception):
+    """This generation has ended at a step boundary, with everything saved: call `train` again with the next one."""
+
+
 class Control(Protocol):
     """What the cluster may ask of the loop. Called on rank 0 only, except `hold`."""
 
     def poll(self) -> bool:
         """Without blocking: True = save now, then `hold` (a resize or a drain is wanted)."""
 
+    def save_wanted(self) -> bool:
+        """Without blocking: True = save in storage now, whatever the interval."""
+
     def hold(self, step: int) -> None:
-        """The save of `step` is committed: wait to be replaced; returns if the resize was called off."""
+        """The save of `step` is committed: raises `MadeWay`, or returns if the resize was called off."""
 
     def event(self, kind: str, **detail: Any) -> None:
         """Record an event of the run."""
@@ -111,6 +118,9 @@ class NoControl:
     """A `Control` that asks for nothing and records nothing."""
 
     def poll(self) -> bool:
+        return False
+
+    def save_wanted(self) -> bool:
         return False
 
     def hold(self, step: int) -> None:

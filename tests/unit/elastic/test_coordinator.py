@@ -1,53 +1,12 @@
+from queue import SimpleQueue
+from threading import Event
+
 import pytest
 
 from tidewheel import jsonlog
-from tidewheel.elastic.coordinator import Coordinator, RunState, actor_name
-from tidewheel.elastic.policy import HoldState
+from tidewheel.elastic.channel import Client
+from tidewheel.elastic.coordinator import Coordinator, actor_name
 from tidewheel.storage import store
-
-
-def test_question_and_answer():
-    run = RunState()
-    generation = run.begin(2)
-    assert not run.wanted(generation)
-    run.ask(generation)
-    assert run.wanted(generation)
-    run.held(generation, 40)
-    assert run.snapshot().hold is HoldState.HELD
-    assert run.snapshot().held_step == 40
-    assert run.holding(generation)  # until the worker is replaced ...
-    run.release(generation)
-    assert not run.holding(generation)  # ... or the change is called off
-    assert run.snapshot().held_step is None
-
-
-def test_what_an_older_generation_says_changes_nothing():
-    run = RunState()
-    old, new = run.begin(2), run.begin(1)
-    run.ask(old)
-    run.held(old, 3)
-    run.step(old, {"step": 99})
-    assert not run.wanted(old)
-    assert run.snapshot().hold is HoldState.NONE
-    assert run.snapshot().furthest_step == 0
-    assert run.holding(old)  # it is about to be ended: it must not go on training
-    run.step(new, {"step": 1})
-    assert run.snapshot().stepped
-
-
-def test_a_hold_that_nobody_asked_for_is_not_one():
-    run = RunState()
-    generation = run.begin(1)
-    run.held(generation, 5)
-    assert run.snapshot().hold is HoldState.NONE
-
-
-def test_the_furthest_step_outlives_generations():
-    run = RunState()
-    run.step(run.begin(2), {"step": 12})
-    run.step(run.begin(1), {"step": 10})
-    assert run.snapshot().furthest_step == 12
-    assert run.snapshot().progress["step"] == 10
 
 
 @pytest.fixture
@@ -57,15 +16,64 @@ def quiet(monkeypatch):
 
 def test_a_new_driver_goes_on_counting(tmp_path, quiet):
     first = Coordinator(str(tmp_path))
-    first.event("resume", {"generation": first.begin(2), "step": 0})
-    first.event("failure", {"generation": first.begin(1)})
+    first.event("resume", {"generation": 0, "step": 0})
+    first.event("failure", {"generation": 1})
     first.end()
     (tmp_path / "batches.jsonl").write_text('{"step": 7}\n{"step": 8}\n')
     second = Coordinator(str(tmp_path))
-    assert second.begin(2) == 2
-    assert second.snapshot().furthest_step == 8
+    second.start("127.0.0.1")
+    place = second.place()
+    assert not place["runs"]
+    second.expect({"a": "n"}, True)
+    heard = SimpleQueue()
+    client = Client(tuple(place["address"]), {"name": "a", "node": "n", "token": place["token"]}, heard.put, print)
+    order = heard.get(timeout=10)
+    assert (order["do"], order["generation"], order["rank"], order["world_size"]) == ("join", 2, 0, 1)
+    assert second.snapshot().generation == 2
+    client.send({"say": "step", "generation": 2, "progress": {"step": 9, "steps": 10, "loss": 1.0}})
+    client.send({"say": "left", "generation": 2, "how": "finished", "text": ""})
+    assert heard.get(timeout=10)["do"] == "over"
+    assert second.snapshot().progress["step"] == 9
+    client.close()
+    second.end()
     kinds = [event["kind"] for event in jsonlog.read(store(tmp_path), "events.jsonl")]
     assert kinds == ["driver_start", "resume", "failure", "driver_start"]
+
+
+def test_a_stranger_is_not_heard(tmp_path, quiet):
+    coordinator = Coordinator(str(tmp_path))
+    coordinator.start("127.0.0.1")
+    place, closed = coordinator.place(), Event()
+    coordinator.expect({"a": "n"}, True)
+    Client(tuple(place["address"]), {"name": "a", "node": "n", "token": "guessed"}, print, closed.set)
+    assert closed.wait(10)
+    assert coordinator.snapshot().generation == -1
+    coordinator.end()
+
+
+def test_ray_says_one_is_dead_that_is_still_connected(tmp_path, quiet):
+    """Its raylet was killed, it was not: it is cut off, and ends itself."""
+    coordinator = Coordinator(str(tmp_path))
+    coordinator.start("127.0.0.1")
+    place, closed, heard = coordinator.place(), Event(), SimpleQueue()
+    coordinator.expect({"a": "n"}, True)
+    Client(tuple(place["address"]), {"name": "a", "node": "n", "token": place["token"]}, heard.put, closed.set)
+    assert heard.get(timeout=10)["do"] == "join"
+    assert coordinator.dead(["a", "unknown"], "its actor died") == ["a"]
+    assert closed.wait(10)
+    assert coordinator.fenced() == {"a"}
+    coordinator.end()
+
+
+def test_each_failure_is_recorded_and_charged_once(tmp_path, quiet):
+    coordinator = Coordinator(str(tmp_path))
+    coordinator.start("127.0.0.1")
+    assert coordinator.failed("lost", [0], True, False) == "kept"
+    assert coordinator.failed("no place", [], True, True) == "kept"
+    assert coordinator.failed("ours", [0], False, False) == "none"
+    coordinator.end()
+    found = [event["detail"] for event in jsonlog.read(store(tmp_path), "events.jsonl") if event["kind"] == "failure"]
+    assert [one["error"] for one in found] == ["lost"]
 
 
 def test_names_differ_by_run():

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from tidewheel.elastic.policy import FailureBudget, HoldState, Move, Resizer, View
+from tidewheel.elastic.policy import FailureBudget, Move, Recovery, Resizer, View, pays
 
-CALM = View(time=100.0, size=2, slots=2, leaving=0, hold=HoldState.NONE, stepped=True)
+CALM = View(time=100.0, size=2, slots=2, leaving=0, asked=False, stepped=True)
 
 
 @pytest.fixture
@@ -45,37 +45,60 @@ def test_a_drain_does_not_wait(resizer):
     assert (decision.move, decision.size, decision.reason) == (Move.ASK, 1, "drain")
 
 
-def test_a_drained_worker_moves_to_a_spare_node(resizer):
-    assert resizer.decide(at(CALM, 0, slots=2, leaving=1)).move is Move.ASK
-    decision = resizer.decide(at(CALM, 1, slots=2, leaving=1, hold=HoldState.HELD))
-    assert (decision.move, decision.size) == (Move.RESIZE, 2)
+def test_a_drained_worker_moves_to_one_that_stands_by(resizer):
+    decision = resizer.decide(at(CALM, 0, slots=2, leaving=1))
+    assert (decision.move, decision.size) == (Move.ASK, 2)
+    assert resizer.decide(at(CALM, 1, slots=2, leaving=1, asked=True)).move is Move.NOTHING
 
 
-def test_the_group_is_replaced_only_when_the_hold_is_confirmed(resizer):
+def test_called_off_when_the_new_workers_are_gone_or_nobody_answers(resizer):
     resizer.decide(at(CALM, 0, slots=4))
     assert resizer.decide(at(CALM, 6, slots=4)).move is Move.ASK
-    assert resizer.decide(at(CALM, 7, slots=4, hold=HoldState.ASKED)).move is Move.NOTHING
-    decision = resizer.decide(at(CALM, 8, slots=4, hold=HoldState.HELD))
-    assert (decision.move, decision.size) == (Move.RESIZE, 4)
+    assert resizer.decide(at(CALM, 8, asked=True)).move is Move.CALL_OFF
+    assert resizer.decide(at(CALM, 60, slots=4, asked=True)).move is Move.NOTHING
+    assert resizer.decide(at(CALM, 67, slots=4, asked=True)).move is Move.CALL_OFF
 
 
-def test_called_off_when_the_new_node_is_gone_or_nobody_answers(resizer):
-    resizer.decide(at(CALM, 0, slots=4))
-    assert resizer.decide(at(CALM, 6, slots=4)).move is Move.ASK
-    assert resizer.decide(at(CALM, 8, hold=HoldState.HELD)).move is Move.CALL_OFF
-    assert resizer.decide(at(CALM, 67, slots=4, hold=HoldState.ASKED)).move is Move.CALL_OFF
+def test_growth_must_pay_for_its_pause():
+    assert pays(2, 4, pause_seconds=2, horizon_seconds=5)  # 4 x 3 s of work against 2 x 5
+    assert not pays(2, 4, pause_seconds=2, horizon_seconds=4)
+    assert not pays(4, 5, pause_seconds=2, horizon_seconds=9)
+    assert pays(4, 5, pause_seconds=2, horizon_seconds=11)
+    assert pays(1, 2, pause_seconds=1e9, horizon_seconds=float("inf"))
 
 
-def test_failures_without_progress_end_the_run():
-    budget = FailureBudget(max_without_progress=2)
-    assert [budget.charge(step) for step in (10, 20, 20, 20)] == [True, True, True, False]
+def test_a_run_that_is_nearly_over_does_not_grow(resizer):
+    late = at(CALM, 0, slots=4, remaining_seconds=3.0)
+    assert all(resizer.decide(at(late, second)).move is Move.NOTHING for second in range(60))
+    assert resizer.decide(at(late, 60, remaining_seconds=60)).move is Move.ASK
 
 
-def test_failures_with_progress_never_do():
+def test_where_workers_are_lost_every_few_seconds_growth_waits(resizer):
+    resizer.decide(CALM)
+    for _ in range(10):
+        resizer.shrunk()
+    late = at(CALM, 30, slots=4)
+    assert all(resizer.decide(at(late, second)).move is Move.NOTHING for second in (0, 6))  # every 3 s, pause 2 s
+    assert resizer.decide(at(late, 60)).move is Move.ASK  # it has become calmer
+
+
+def test_each_way_to_recover_is_tried_once():
+    budget = FailureBudget(max_without_progress=3)
+    found = [budget.charge(step) for step in (10, 10, 10, 10, 20)]
+    assert found == [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN, Recovery.NONE, Recovery.IN_PLACE]
+
+
+def test_the_first_way_can_be_chosen():
+    assert FailureBudget(first=Recovery.KEPT).charge(1) is Recovery.KEPT
+    budget = FailureBudget(first=Recovery.PLAIN)
+    assert [budget.charge(1) for _ in range(4)] == [*[Recovery.PLAIN] * 3, Recovery.NONE]
+
+
+def test_failures_with_progress_never_end_the_run():
     budget = FailureBudget()
-    assert all(budget.charge(step) for step in range(100))
+    assert all(budget.charge(step) is Recovery.IN_PLACE for step in range(100))
 
 
 def test_the_total_can_be_bounded():
     budget = FailureBudget(max_failures=2)
-    assert [budget.charge(step) for step in range(3)] == [True, True, False]
+    assert [budget.charge(step) for step in range(3)] == [Recovery.IN_PLACE, Recovery.IN_PLACE, Recovery.NONE]

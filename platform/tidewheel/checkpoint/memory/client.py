@@ -128,6 +128,12 @@ class MemoryTier:
         except OSError as error:
             self._lose(error)
 
+    def break_off(self) -> None:
+        """From any thread: a `snapshot` that waits for the agent waits no longer, and the tier is given up."""
+        connection = self._connection
+        if connection is not None:
+            connection.close()
+
     def close(self) -> None:
         """Let go of the slots; the agent holds what is in them."""
         if self._connection is not None:

@@ -1,0 +1,168 @@
+"""The process group of one generation, made and broken without the help of the other ranks.
+
+Its store is kept by the coordinator, outside every rank. A collective that waits for a rank which stands still cannot
+be cancelled in gloo; closing the connections underneath makes it fail at once, so those are remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+START_SECONDS = 300.0
+"""Time limit of collectives until the guards set theirs."""
+
+
+def serve_store(host: str) -> dist.TCPStore:
+    """The store at which the ranks of all generations meet, in this process; see its `port`."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+class Connections:
+    """TCP connections that this process opened while groups were being made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before: set[int] | None = None  # while a group is being made
+        self._found: dict[int, int] = {}  # descriptor: inode
+        self._broken = False
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """What is opened in the block belongs to a group. Other threads open connections too, seldom: breaking one of
+        those costs its owner a reconnect.
+
+        Raises:
+            RuntimeError: `shut_down` was called.
+        """
+        with self._lock:
+            if self._broken:
+                raise RuntimeError("the generation has ended")
+            outermost = self._before is None
+            if outermost:
+                self._before = set(_sockets())
+        try:
+            yield
+        finally:
+            with self._lock:
+                if outermost:
+                    self._take()
+                    self._before = None
+
+    def shut_down(self) -> None:
+        """Whatever waits for one of them fails; so does making another. From any thread."""
+        with self._lock:
+            self._broken = True
+            self._take()
+            now = _sockets()
+            for descriptor, inode in self._found.items():
+                if now.get(descriptor) == inode:  # not closed since, and taken by something else
+                    _shut_down(descriptor)
+
+    def _take(self) -> None:
+        if self._before is not None:
+            self._found |= {fd: inode for fd, inode in _sockets().items() if fd not in self._before}
+
+
+class GenerationGroup:
+    """torch.distributed's default group for one generation, and every group made from it.
+
+    `break_off` may be called from any thread and at any time, also before `open`.
+    """
+
+    def __init__(self) -> None:
+        self._connections = Connections()
+        self._store: Any = None
+        self._restore: Callable[[], None] | None = None
+        self._also: list[Callable[[], None]] = []
+        self.broken = False
+
+    def open(self, store: tuple[str, int], generation: int, rank: int, world_size: int, *, cuda: bool) -> None:
+        """Meet the other ranks; nothing to do for one alone.
+
+        Raises:
+            RuntimeError: another rank is not there, or `break_off` was called.
+        """
+        if world_size == 1:
+            return
+        self._restore = _recording(self._connections)
+        with self._connections.recorded():
+            client = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=START_SECONDS))
+            self._store = dist.PrefixStore(f"generation/{generation}", client)
+        dist.init_process_group("nccl" if cuda else "gloo", store=self._store, rank=rank, world_size=world_size,
+                                timeout=timedelta(seconds=START_SECONDS))
+
+    def also_break(self, function: Callable[[], None]) -> None:
+        """Called when the group is broken off, for what else could wait for other ranks."""
+        self._also.append(function)
+        if self.broken:
+            function()
+
+    def break_off(self) -> None:
+        """Make every collective of this rank fail, those under way and those to come."""
+        self.broken = True
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            with contextlib.suppress(RuntimeError, ValueError):  # it is being torn down already
+                distributed_c10d._abort_process_group()
+        self._connections.shut_down()
+        for function in list(self._also):
+            function()
+
+    def close(self) -> None:
+        """Tear down; the same process may open the next generation's."""
+        if self._restore is not None:
+            self._restore()
+        if dist.is_initialized():
+            if self.broken:
+                self._connections.shut_down()
+            dist.destroy_process_group()
+        self._store = None
+
+
+def _recording(connections: Connections) -> Callable[[], None]:
+    """Record what every group made from now on opens; the function returned ends that."""
+    module: Any = distributed_c10d
+    original = module._new_process_group_helper
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        with connections.recorded():
+            return original(*arguments, **named)
+
+    def restore() -> None:
+        module._new_process_group_helper = original
+
+    module._new_process_group_helper = recorded
+    return restore
+
+
+def _sockets() -> dict[int, int]:
+    """Descriptor and inode of every socket of this process. Linux; elsewhere none is found, and time limits decide."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _shut_down(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        connection = socket.socket(fileno=os.dup(descriptor))
+        with connection:
+            internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            # gloo ends the process when its listening socket is taken away
+            if internet and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,49 @@
+"""Make a process ready to take a rank at once: what is slow the first time is done before anybody waits for it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+_done: list[bool] = []
+
+
+def warm_up(config: Any, *, deeply: bool) -> None:
+    """Import everything a generation needs. `deeply`: a few steps of a tiny sharded model too, half a second to a
+    second of work that the first generation of a run does by itself."""
+    import torch
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    import tidewheel.checkpoint.tiers
+    import tidewheel.train.loop  # noqa: F401
+
+    if deeply and not _done:
+        _done.append(True)
+        torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
+        _steps()
+    gc.collect()
+    gc.freeze()  # what is imported stays: later collections pass over it
+
+
+def _steps() -> None:
+    """Two optimizer steps of a sharded layer, in a group of this process alone."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if dist.is_initialized():
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
