@@ -35,6 +35,7 @@ class Mesh:
         wide = {name: size for name, size in sizes.items() if size > 1}
         grid = None
         if wide:
+            forget_meshes()
             kind = torch.device(runtime.device).type
             grid = init_device_mesh(kind, tuple(wide.values()), mesh_dim_names=tuple(wide))
         return cls(sizes, runtime.rank, grid)
@@ -101,6 +102,23 @@ class Mesh:
     def leads(self) -> bool:
         """Whether this is the first rank of its data rank: of all that read the same rows, one counts them."""
         return self.coordinate("pipeline", "context", "tensor") == 0
+
+
+def forget_meshes() -> None:
+    """Make torch forget the meshes that this process had before; to be called once their groups are gone.
+
+    Two DeviceMeshes are equal to torch when their shapes are, whatever the rank of the process that made them and
+    whichever groups they stand for. So its caches of DTensor operations would answer with the mesh of before: in a
+    process that has got another rank, parameters would be taken for another rank's shard without any error.
+
+    The caches are those of the calling thread, which on CPU runs the backward pass too. On CUDA the threads of autograd
+    keep theirs; only DTensor operations in a backward pass (tensor parallel) would notice.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
