@@ -47,9 +47,9 @@ SMALL: dict[str, Any] = {"dim": 192, "num_layers": 6, "num_heads": 3, "num_kv_he
 """3.05 M parameters."""
 COSTS: dict[str, dict[str, Any]] = {
     "zero2, once per step": {"parallel": {"data": "zero2"}},
-    "zero2, 4 virtual ranks per worker": {"parallel": {"data": "zero2"}, "batch": {"virtual_ranks": 16}},
-    "zero3, each of 4 micro-batches": {"parallel": {"data": "zero3", "reduce": "micro_batch"},
-                                       "batch": {"virtual_ranks": 16}},
+    "zero2, 2 virtual ranks per worker": {"parallel": {"data": "zero2"}, "batch": {"virtual_ranks": 8}},
+    "zero3, each of 2 micro-batches": {"parallel": {"data": "zero3", "reduce": "micro_batch"},
+                                       "batch": {"virtual_ranks": 8}},
     "ddp": {"parallel": {"data": "ddp"}},
     "HSDP 2 x 2": {"parallel": {"data": "zero3", "replicate": 2}}}
 
@@ -122,8 +122,9 @@ def deviation(reproducible: bool, changes: dict[str, Any], steps: int, file: str
     with torch.no_grad():
         whole = [parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                  for parameter in trainer.model.parameters()]
+        parameters = torch.cat([value.flatten() for value in whole])
     if dist.get_rank() == 0:
-        np.savez(file, losses=losses, parameters=torch.cat([value.flatten() for value in whole]).numpy())
+        np.savez(file, losses=losses, parameters=parameters.numpy())
 
 
 def costs(folder: Path, pairs: int, only: str) -> list[dict[str, Any]]:

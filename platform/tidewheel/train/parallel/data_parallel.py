@@ -60,6 +60,9 @@ class Alone:
         """The forward and backward pass of micro-batch `number` of `count` follows; after the last one gradients may be
         reduced."""
 
+    def done(self, number: int, count: int) -> None:
+        """That backward pass is over. In a pipeline `begin` is never called, `done` for each micro-batch in turn."""
+
     def finish(self) -> None:
         """All backward passes of the step are done: gradients are summed when this returns."""
         complete_gradients(self.part.parameters())
@@ -96,17 +99,11 @@ class Replicated(Alone):
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
 
     def begin(self, number: int, count: int) -> None:
-        if self._order is not None:
-            if number:
-                self._add()
-                self.part.zero_grad(set_to_none=True)
-            self._order.begin(number, count)
-            return
         self._armed, self._missing = number == count - 1, [len(bucket) for bucket in self._buckets]
 
     def _ready(self, number: int) -> None:
         """One more gradient of bucket `number` is whole. Buckets leave in order: the same order on every rank."""
-        if self._armed:
+        if self._armed and self._order is None:
             self._missing[number] -= 1
             while len(self._flying) < len(self._buckets) and self._missing[len(self._flying)] == 0:
                 self._send()
@@ -118,17 +115,20 @@ class Replicated(Alone):
     def _flat(self, bucket: list[nn.Parameter]) -> torch.Tensor:
         return torch.cat([local(_gradient(p)).reshape(-1) for p in bucket]).float()
 
-    def _add(self) -> None:
-        """In reproducible mode the gradients of every micro-batch are added in the canonical order, not by autograd."""
+    def done(self, number: int, count: int) -> None:
+        if self._order is None:
+            return
+        # autograd would add the gradients of micro-batches in the order of their computation
+        self._order.begin(number, count)
         complete_gradients(self.part.parameters())
         for bucket, total in zip(self._buckets, self._sums):
             total.add(self._flat(bucket))
+        if not self._order.last:
+            self.part.zero_grad(set_to_none=True)
 
     def _reduced(self) -> Iterator[torch.Tensor]:
         """The summed gradients of each bucket, flat."""
-        if self._order is not None:
-            self._add()
-            yield from (total.whole() for total in self._sums)
+        yield from (total.whole() for total in self._sums)
         while self._order is None and len(self._flying) < len(self._buckets):
             self._send()
         for flat, work in self._flying:

@@ -100,7 +100,7 @@ class ParallelModel:
         """
         micro_batches = [self._share(micro) for micro in micro_batches]
         if self.pipeline is not None:
-            losses = self.pipeline.forward_backward(micro_batches, context, scale)
+            losses = self.pipeline.forward_backward(micro_batches, context, scale, self.data)
         else:
             losses = self._one_after_the_other(micro_batches, context, scale)
         for data in self.data:
@@ -117,6 +117,7 @@ class ParallelModel:
             with context:
                 loss = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
             (loss if scale is None else loss * scale).backward()
+            data.done(number, len(micro_batches))
             losses.append(loss.detach())
         return torch.stack(losses)
 
@@ -195,18 +196,18 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     if config.parameters == "bf16":
         whole.to(torch.bfloat16)
     number = sum(parameter.numel() for parameter in whole.parameters())
+    order = None
+    if config.reproducible:
+        order = Order.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, number))
     if wanted.pipeline == 1:
-        order = None
-        if config.reproducible:
-            order = Order.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, number))
         data = spread(whole, config, mesh, device, number, order)
         return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, number, order=order)
     cuts = stages(config.model.num_layers, wanted.pipeline, wanted.pipeline_schedule, wanted.stages_per_rank)
     parts = [cut(copy.deepcopy(whole), stage) for stage in cuts if stage.rank == mesh.coordinate("pipeline")]
-    spreads = [spread(part, config, mesh, device, number) for part in parts]
+    spreads = [spread(part, config, mesh, device, number, order) for part in parts]
     pipeline = Pipeline(parts, cuts, wanted.pipeline_schedule, group=mesh.group("pipeline"), device=device,
                         sequence_parts=wanted.tensor, dtype=whole.weight.dtype)
-    return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline)
+    return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline, order)
 
 
 def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,

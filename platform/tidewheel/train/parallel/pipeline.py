@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from tidewheel.models.decoder import Decoder
-from tidewheel.train.parallel.data_parallel import local
+from tidewheel.train.parallel.data_parallel import Alone, local
 from tidewheel.train.parallel.stages import ScheduleName, Stage
 
 if TYPE_CHECKING:
@@ -88,13 +88,14 @@ class Pipeline:
             self._tied.lend()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
-                         scale: torch.Tensor | float | None = None) -> torch.Tensor:
+                         scale: torch.Tensor | float | None = None, data: Sequence[Alone] = ()) -> torch.Tensor:
         """Forward and backward passes of one step in the order of the schedule. Call `finish` after it.
 
         Args:
             micro_batches: as many as the schedule takes, all of one shape.
             context: entered around each forward pass.
             scale: the backward pass is of loss x scale.
+            data: the data parallelism of each stage; told of each backward pass that is over.
 
         Returns:
             [len(micro_batches)] fp32 losses, without `scale`; zeros on ranks without the last stage. FSDP2 has summed
@@ -102,8 +103,8 @@ class Pipeline:
         """
         plan = self._plan(len(micro_batches), micro_batches[0].tokens)
         plan.loss.begin(scale)
-        for stage in plan.stages:
-            stage.begin(micro_batches, context)
+        for number, stage in enumerate(plan.stages):
+            stage.begin(micro_batches, context, data[number] if data else None)
         plan.schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)  # stages have their targets
         for stage in plan.stages:
             stage.begin((), nullcontext())
@@ -179,10 +180,18 @@ class _RowStage(PipelineStage):
 
     _micro_batches: Sequence[MicroBatch] = ()
     _context: AbstractContextManager[None] = nullcontext()
+    _data: Alone | None = None
 
-    def begin(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None]) -> None:
-        """The rows of the next run of the schedule, and what each forward pass runs in."""
-        self._micro_batches, self._context = micro_batches, context
+    def begin(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
+              data: Alone | None = None) -> None:
+        """The rows of the next run of the schedule, what each forward pass runs in, and who is told of each backward
+        pass."""
+        self._micro_batches, self._context, self._data = micro_batches, context, data
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self._data is not None:  # reproducible mode refuses schedules whose gradients come in two passes
+            self._data.done(bwd_chunk_id, len(self._micro_batches))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._micro = self._micro_batches[fwd_chunk_id]

@@ -80,6 +80,8 @@ class OrderedSum:
     def add(self, flat: torch.Tensor) -> None:
         """This rank's gradient of the micro-batch under way, [n]; n must be a multiple of the ranks of `near`. The
         tensor is used up."""
+        if self._order.number == 0:  # a step that failed may have left something
+            self._tree, self._open = TreeSum(), {}
         if self._order.streams:
             received = self._swap(flat)
             for members, part in zip(self._near.members, received.unbind()):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
+    from tidewheel.train.parallel.config import ParallelConfig
 
 OPTIMIZERS = {
     "adamw8bit": "keeps its moments in blocks, whose bounds follow the shards",
@@ -23,8 +24,16 @@ def reason_against(config: TrainConfig) -> str | None:
         return (f"reproducible, but optimizer.kind {config.optimizer.kind} {why}; nearest that is legal: adamw")
     if config.precision == "fp8":
         return "reproducible, but nobody has shown it of torchao's fp8 layers; nearest that is legal: precision bf16"
-    if config.parallel.pipeline > 1:
-        return (f"reproducible, but with parallel.pipeline {config.parallel.pipeline} a stage adds up the gradients of "
-                "its micro-batches as they come back, in an order that follows their number on each worker; nearest "
-                f"that is legal: parallel.tensor {config.parallel.pipeline}, pipeline 1")
+    return _pipeline(config.parallel)
+
+
+def _pipeline(parallel: ParallelConfig) -> str | None:
+    if parallel.pipeline == 1:
+        return None
+    if parallel.fully_sharded:
+        return (f"reproducible with parallel.pipeline {parallel.pipeline}, but FSDP2 (data {parallel.data}) adds up a "
+                "stage's micro-batches itself; nearest that is legal: data zero1")
+    if "zero_bubble" in parallel.pipeline_schedule:
+        return (f"reproducible, but pipeline_schedule {parallel.pipeline_schedule} takes a micro-batch's gradients in "
+                "two passes, between which others come; nearest that is legal: interleaved_1f1b")
     return None

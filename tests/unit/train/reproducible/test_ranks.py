@@ -55,6 +55,7 @@ STEP, STREAM = {"data": "zero3", "reduce": "step"}, {"data": "zero3", "reduce": 
 HALF = {"precision": "bf16", "memory": {"activation_checkpointing": "full"}}
 MASTER = {"precision": "bf16", "parameters": "bf16"}
 LION = {"optimizer": {"kind": "lion", "clip_norm": 0.5}, "loss": {"chunk_tokens": 5, "z_loss": 1e-3}}
+FLOW = {"batch": {**FEW, "global_sequences": 16}}
 TENSOR, CONTEXT = {"batch": FEW, "loss": {"chunk_tokens": 8}}, {"batch": FEW}
 CASES = [
     Case(1, "fp32", {"data": "zero2"}),
@@ -67,9 +68,11 @@ CASES = [
     Case(1, "masters", {}, MASTER), Case(2, "masters", {"data": "zero1"}, MASTER), Case(4, "masters", STEP, MASTER),
     Case(1, "lion", {}, LION), Case(3, "lion", STREAM, LION),
     Case(2, "tensor", {"tensor": 2}, TENSOR), Case(4, "tensor", {"tensor": 2, **STEP}, TENSOR),
-    Case(4, "tensor", {"tensor": 2, **STREAM}, TENSOR), Case(4, "tensor", {"tensor": 2, "data": "zero1"}, TENSOR),
-    Case(2, "context", {"context": 2, "data": "ddp"}, CONTEXT), Case(2, "context", {"context": 2, **STREAM}, CONTEXT),
-    Case(4, "context", {"context": 2, **STEP}, CONTEXT), Case(4, "context", {"context": 2, **STREAM}, CONTEXT),
+    Case(4, "tensor", {"tensor": 2, "data": "zero1"}, TENSOR),
+    Case(2, "context", {"context": 2, "data": "ddp"}, CONTEXT), Case(4, "context", {"context": 2, **STEP}, CONTEXT),
+    Case(4, "context", {"context": 2, **STREAM}, CONTEXT),
+    *(Case(ranks, "pipeline", {"pipeline": 2, "data": "zero1"}, FLOW) for ranks in (2, 4)),
+    Case(4, "pipeline", {"pipeline": 2, "data": "ddp"}, FLOW),
     Case(1, "fast", {}, reproducible=False), Case(2, "fast", STEP, reproducible=False),
     Case(4, "fast", STEP, reproducible=False)]
 
@@ -153,7 +156,7 @@ def test_every_number_of_ranks_has_the_same_bits(results: dict[str, dict[str, An
 
 def test_recipes_differ(results: dict[str, dict[str, Any]]):
     digests = {case.recipe: results[case.name]["digest"] for case in CASES if case.reproducible}
-    assert len(set(digests.values())) == len(digests) == 6
+    assert len(set(digests.values())) == len(digests) == 7
 
 
 def test_in_fast_mode_the_bits_depend_on_the_number_of_ranks(results: dict[str, dict[str, Any]]):
