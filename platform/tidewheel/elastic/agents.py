@@ -79,10 +79,10 @@ class Agents:
 
         for node_id, actor in self._actors.items():
             if node_id in self._found:
-                with contextlib.suppress(OSError):  # it is gone already
+                with contextlib.suppress(OSError):  # it is gone already, or goes as it shall
                     connection = connect(self._found[node_id], self._token)
                     connection.ask({"op": "stop"})
-                    connection.close()
+                    connection.receive()  # nothing comes: it closes when it has deleted everything
             ray.kill(actor)
         self._actors, self._found = {}, {}
         sweep()  # of nodes that were killed, where several are on one machine

@@ -118,9 +118,9 @@ class Agent:
         with contextlib.suppress(OSError):  # wakes the thread that accepts
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for connection in connections:
-            connection.close()
         self._folder.remove()
+        for connection in connections:  # last: to who asked for it, this is the sign that all is deleted
+            connection.close()
         if self._on_stop is not None:
             self._on_stop()
 
@@ -184,7 +184,7 @@ class Agent:
                 connection.send({})
             elif kind == "stop":
                 connection.send({})
-                threading.Thread(target=self.stop, daemon=True).start()
+                self.stop()
             else:
                 raise ValueError(f"{kind!r} is not known")
         except CheckpointError as error:

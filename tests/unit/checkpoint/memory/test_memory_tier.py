@@ -31,6 +31,13 @@ def agents() -> Iterator[list[Agent]]:
         agent.stop()
 
 
+@pytest.fixture(scope="module")
+def one_agent() -> Iterator[Agent]:
+    agent = Agent("127.0.0.1", TOKEN, "one")
+    yield agent
+    agent.stop()
+
+
 def tier(agents: list[Agent], rank: int = 0, world_size: int = 1, **options) -> MemoryTier:
     mine = agents[rank]
     buddy = buddies([agent.address for agent in agents])[mine.address]
@@ -200,6 +207,18 @@ def test_without_an_agent_or_room_the_training_goes_on(agents, monkeypatch):
     full.stop()
 
 
+def test_an_agent_that_is_told_to_stop_has_deleted_everything_when_it_hangs_up(agents):
+    worker = tier(agents)
+    worker.snapshot(1, state(1), {})
+    worker.flush()
+    connection = connect(agents[0].address, TOKEN)
+    connection.ask({"op": "stop"})
+    with pytest.raises(ConnectionError, match="closed"):
+        connection.receive()
+    assert not agents[0]._folder.path.exists()
+    worker.close()
+
+
 def test_an_agent_that_nobody_needs_ends():
     ended = threading.Event()
     agent = Agent("127.0.0.1", TOKEN, "test", linger_seconds=0.3, on_stop=ended.set)
@@ -213,8 +232,8 @@ def test_an_agent_that_nobody_needs_ends():
 
 @given(st.binary(max_size=200))
 @settings(max_examples=8)
-def test_nonsense_ends_its_connection_and_nothing_else(data):
-    agent = SHARED.setdefault("agent", Agent("127.0.0.1", TOKEN, "nonsense"))
+def test_nonsense_ends_its_connection_and_nothing_else(one_agent, data):
+    agent = one_agent
     with socket.create_connection(agent.address, timeout=5) as stranger:
         stranger.sendall(data)
     connection = connect(agent.address, TOKEN)
@@ -226,16 +245,6 @@ def test_nonsense_ends_its_connection_and_nothing_else(data):
             connection.ask(message)
     assert connection.ask({"op": "inventory"}) == {"parts": [], "workers": 0}
     connection.close()
-
-
-SHARED: dict[str, Agent] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _stop_shared() -> Iterator[None]:
-    yield
-    for agent in SHARED.values():
-        agent.stop()
 
 
 def test_buddies_are_on_other_hosts_where_there_are_any():
