@@ -192,6 +192,8 @@ AROUND: list[Row] = [
      "correct the name"),
     ("a budget for no pod", "PodDisruptionBudget/tidewheel-head", [
         put("/spec/selector/matchLabels/tidewheel.io~1role", "haed")], "spec.selector", "labels of the pods"),
+    ("a budget that cannot be computed", "PodDisruptionBudget/tidewheel-head", [
+        drop("/spec/minAvailable"), put("/spec/maxUnavailable", 0)], "spec.maxUnavailable", "minAvailable"),
     ("a port that is not measured", "PodMonitor/tidewheel-workers", [put("/spec/podMetricsEndpoints/0/port", "metric")],
      "spec.podMetricsEndpoints[0].port", "metrics"),
     ("a spread of other pods", JOB, [put(f"{POD}/topologySpreadConstraints/0/labelSelector/matchLabels", {"a": "b"})],

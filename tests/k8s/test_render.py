@@ -130,6 +130,8 @@ def test_what_cannot_be_rendered_is_told(request_: Request, words: str) -> None:
     ("resources: [a.yaml]\n", "'a.yaml' is not there"),
     ("patches: [{target: {kind: A}, patch: 'spec: {}'}]\n", "strategic-merge"),
     ("namespace: a\nnamespace: b\n", "twice"),
+    ("resources: [../outside.yaml]\n", "outside of the folder"),
+    ("configMapGenerator: [{name: a, files: [b=/etc/hostname]}]\n", "outside of the folder"),
 ])
 def test_what_our_reading_cannot_do_is_told(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "kustomization.yaml").write_text(text)

@@ -100,6 +100,7 @@ def _accumulate(folder: Path, state: _State) -> None:
     if unknown := sorted(set(spec) - KNOWN):
         raise ConfigError(f"{', '.join(unknown)} needs the real kustomize, which is not here", where=str(path),
                           mend=f"install it: {WHERE_TO_GET}")
+    _stay_inside(folder, spec)
     for name in spec.get("configurations", []):
         for reference in read((folder / name).read_text(), str(folder / name))[0].get("nameReference", []):
             state.references += [(reference["kind"], fields["kind"], fields["path"])
@@ -137,6 +138,17 @@ def _accumulate(folder: Path, state: _State) -> None:
     names = [(manifest["apiVersion"], name_of(manifest)) for manifest in state.objects]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice[1]} is there twice", where=str(path), mend="name each resource once")
+
+
+def _stay_inside(folder: Path, spec: dict[str, Any]) -> None:
+    """Files are in the folder or below it, as kustomize wants them; folders may be anywhere."""
+    names = [*spec.get("configurations", []), *spec.get("resources", [])]
+    names += [entry.rpartition("=")[2] for generator in spec.get("configMapGenerator", [])
+              for entry in generator.get("files", [])]
+    for name in names:
+        if not (folder / name).is_dir() and not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"the file {name!r} is outside of the folder", where=str(folder / "kustomization.yaml"),
+                              mend="move it here, or make a kustomization of its folder and name that")
 
 
 def _generate(folder: Path, spec: dict[str, Any], state: _State) -> None:

@@ -65,6 +65,8 @@ def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         if path and not any(selects(get(manifest, *path, default={}), each) for each in labels) \
                 and not ("submitter" not in roles and _only_submitters(get(manifest, *path, default={}))):
             yield at(manifest, path, "selects no pod that comes with it", "the labels of the pods it is for")
+        if manifest["kind"] == "PodDisruptionBudget":
+            yield from _budget(manifest)
         if manifest["kind"] == "PodMonitor":
             ports = {port.get("name") for pod, each in zip(pods, labels)
                      if selects(get(manifest, "spec", "selector", default={}), each)
@@ -82,6 +84,15 @@ def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             if where and where[-1] == "labelSelector" and not selects(value, pod.labels):
                 yield at(pod.manifest, (*pod.path, "spec", "topologySpreadConstraints", *where),
                          "does not select the pod's own kind, so it spreads nothing", "the labels of this template")
+
+
+def _budget(manifest: Manifest) -> Iterator[Problem]:
+    """Ray's pods belong to no controller that can be scaled: what is left is an absolute minAvailable."""
+    if get(manifest, "spec", "maxUnavailable") is not None:
+        yield at(manifest, ("spec", "maxUnavailable"), "not for pods without a controller that can be scaled",
+                 "minAvailable, a whole number")
+    elif not isinstance(get(manifest, "spec", "minAvailable"), int):
+        yield at(manifest, ("spec", "minAvailable"), f"{get(manifest, 'spec', 'minAvailable')!r}", "a whole number")
 
 
 def _only_submitters(selector: dict[str, Any]) -> bool:
