@@ -691,22 +691,44 @@ def audit(run: Annotated[str, Parameter(help="URI of a run.")]) -> int:
 @app.command
 def doctor(
     *,
-    storage: Annotated[str | None, Parameter(help="Also test reading and writing at this URI.")] = None,
+    storage: Annotated[str | None, Parameter(help="Also try this URI: put, list, conditional put, multipart, delete, "
+                                                  "with the speed.")] = None,
+    address: Annotated[str | None, Parameter(help="Examine every node of this Ray cluster: auto, host:port.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Check this machine: what is missing or wrong, and how to mend it. Exit code 2 on a failure."""
+    """Check this machine or every node of a cluster: what is missing or wrong, and how to mend it.
+
+    Exit code 2 on a failure.
+    """
     from tidewheel.cluster.doctor import diagnose
 
-    checks = diagnose(storage)
-    if as_json:
-        print(json.dumps([vars(check) for check in checks], indent=2))
+    if address is None:
+        checks = diagnose(storage)
+        rows: list[dict[str, str]] = [vars(check) for check in checks]
+        _show_checks(rows) if not as_json else print(json.dumps(rows, indent=2))
     else:
-        marks = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "failure": "[red]failure[/]"}
-        for check in checks:
-            console.print(f"{marks[check.status]} {check.name:<22} {check.detail}", soft_wrap=True)
-            if check.mend and check.status != "ok":
-                console.print(f"        [dim]mend: {check.mend}[/]")
-    return 2 if any(check.status == "failure" for check in checks) else 0
+        from tidewheel.cluster.session import session
+
+        with session(address):
+            from tidewheel.cluster.doctor.nodes import diagnose_cluster, flat
+
+            nodes = diagnose_cluster(storage)
+        rows = flat(nodes)
+        for node in nodes if not as_json else ():
+            console.print(f"[bold]{node.name}[/]")
+            _show_checks([vars(check) for check in node.checks])
+        if as_json:
+            print(json.dumps(rows, indent=2))
+    return 2 if any(row["status"] == "failure" for row in rows) else 0
+
+
+def _show_checks(rows: Sequence[dict[str, str]]) -> None:
+    marks = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "failure": "[red]failure[/]"}
+    for row in rows:
+        console.print(f"{marks[row['status']]} {row['name']:<23} ", end="")
+        console.print(row["detail"], markup=False, soft_wrap=True)
+        if row["mend"] and row["status"] != "ok":
+            console.print(f"        mend: {row['mend']}", style="dim", markup=False)
 
 
 @app.command

@@ -94,6 +94,16 @@ class S3Store(Store):
             upload.abort()
             raise
 
+    def create(self, key: str, data: bytes) -> bool:
+        with self._explained(key):
+            try:
+                self.call("put_object", key, Body=data, IfNoneMatch="*")
+            except OSError as error:
+                if _code(error) in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
+                    return False
+                raise
+        return True
+
     def exists(self, key: str) -> bool:
         try:
             self.size(key)

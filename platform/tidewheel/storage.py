@@ -150,6 +150,13 @@ class Store:
         """
         raise NotImplementedError
 
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object unless there is one; True if this call made it.
+
+        Atomic on local folders, and on object stores that honour If-None-Match; some ignore it and overwrite.
+        """
+        raise NotImplementedError
+
     # -- built on the above --------------------------------------------------------------------
     def child(self, *parts: str) -> Store:
         """The store one or more folders down."""
@@ -309,6 +316,20 @@ class LocalStore(Store):
                 _fsync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+        with _writable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            finally:
+                temporary.unlink(missing_ok=True)
+        return True
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()

@@ -1,0 +1,24 @@
+"""One machine: every examination, in order."""
+
+from __future__ import annotations
+
+from tidewheel.cluster.doctor import gpu, machine, network, software
+from tidewheel.cluster.doctor.check import Check
+from tidewheel.cluster.doctor.storage import storage as examine_storage
+
+
+def diagnose(storage: str | None = None, *, in_cluster: bool = False) -> list[Check]:
+    """Examine this machine, and with `storage` also writing, reading, listing and deleting at that URI.
+
+    Never raises for what it examines: a problem is a `Check` with status "failure".
+
+    Args:
+        in_cluster: this is a node of a running Ray cluster: its ports are in use, and its address is known.
+    """
+    probes = {name: software.start(code) for name, code in (("torch", software.TORCH), ("ray", software.RAY))}
+    checks = [software.python(), *software.packages(), machine.cpus(), machine.memory(), machine.shared_memory(),
+              *machine.limits(), *machine.disks(), *gpu.gpus(), network.loopback(), *network.proxy()]
+    if not in_cluster:
+        checks += [*network.ports(), *network.ray_address(), network.token()]
+    checks += [software.torch(probes["torch"]), software.ray(probes["ray"])]
+    return checks + (examine_storage(storage) if storage else [])

@@ -1,0 +1,107 @@
+"""GPUs, the links between them, and whether torch's CUDA fits the driver: what `nvidia-smi` says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from tidewheel.cluster.doctor.check import Check
+
+FIELDS = ("name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total",
+          "temperature.gpu")
+SMI_SECONDS = 30.0
+BUSY_MIB = 2048
+HOT_CELSIUS = 85
+"""NVIDIA's data-centre GPUs slow down at 85 to 90 degrees."""
+
+
+def gpus() -> Iterator[Check]:
+    """The GPUs of this machine; nothing when it has no NVIDIA driver."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    rows, problem = _smi(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
+    found = [[cell.strip() for cell in row.split(",")] for row in rows if row.count(",") == len(FIELDS) - 1]
+    if not found:
+        yield Check("GPUs", "failure", problem or "nvidia-smi lists none",
+                    "see `nvidia-smi` and `dmesg | grep -i nvidia`; in a container start it with --gpus all")
+        return
+    kinds = Counter(row[0] for row in found)
+    detail = ", ".join(f"{count} x {name}" for name, count in kinds.items()) + f", driver {found[0][1]}"
+    if len(kinds) > 1:
+        yield Check("GPUs", "warning", f"{detail}: of different kinds", "the slowest sets the pace: give them to "
+                    "different groups of workers (labels)")
+    else:
+        yield Check("GPUs", "ok", f"{detail}, {found[0][2]} MiB each")
+    yield from _each("GPU errors", found, 4, lambda value: value > 0, "failure", "uncorrected memory errors",
+                     "drain the node and reset the GPU, or have it replaced")
+    yield from _each("GPU memory", found, 3, lambda value: value > BUSY_MIB, "warning", "MiB in use by somebody else",
+                     "`nvidia-smi` lists the processes")
+    yield from _each("GPU heat", found, 5, lambda value: value >= HOT_CELSIUS, "warning", "degrees",
+                     "check the cooling: GPUs this hot lower their clocks")
+    if len(found) > 1:
+        yield _links(len(found))
+
+
+def _each(name: str, found: Sequence[Sequence[str]], column: int, bad: Callable[[int], bool],
+          status: Literal["warning", "failure"], unit: str, mend: str) -> Iterator[Check]:
+    """A finding if a column of numbers is bad for one GPU or more; what is not supported is not a number."""
+    values = {index: int(row[column]) for index, row in enumerate(found) if row[column].isdigit()}
+    wrong = {index: value for index, value in values.items() if bad(value)}
+    if wrong:
+        yield Check(name, status, ", ".join(f"GPU {index}: {value} {unit}" for index, value in wrong.items()), mend)
+
+
+def _links(number: int) -> Check:
+    """NVLink between all pairs, by `nvidia-smi topo -m`."""
+    rows, problem = _smi("topo", "-m")
+    links: dict[tuple[int, int], str] = {}
+    for row in rows:
+        # colours of a terminal are in it even when it goes to a pipe
+        cells = re.sub(r"\x1b\[[0-9;]*m", "", row).split()
+        if cells and (match := re.fullmatch(r"GPU(\d+)", cells[0])) and len(cells) > number:
+            links |= {(int(match[1]), other): cells[1 + other] for other in range(number)}
+    pairs = {pair: link for pair, link in links.items() if pair[0] < pair[1]}
+    if not pairs:
+        return Check("NVLink", "warning", problem or "the links between the GPUs cannot be told", "see "
+                     "`nvidia-smi topo -m`")
+    without = [f"{one}-{other} ({link})" for (one, other), link in pairs.items() if not link.startswith("NV")]
+    if not without:
+        return Check("NVLink", "ok", f"between all {number} GPUs: {', '.join(sorted(set(pairs.values())))}")
+    if len(without) == len(pairs):
+        return Check("NVLink", "warning", f"none between the {number} GPUs ({', '.join(sorted(set(pairs.values())))})",
+                     "leave parallel.tensor at 1; if there should be NVLink, see `nvidia-smi nvlink --status` and the "
+                     "fabric manager")
+    return Check("NVLink", "warning", f"not between GPUs {', '.join(without)}",
+                 "keep parallel.tensor inside the groups that have it; see `nvidia-smi nvlink --status`")
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA that the driver can run, such as "12.4"; None without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    rows, _ = _smi()
+    match = re.search(r"CUDA Version:\s*(\d+\.\d+)", "\n".join(rows))
+    return match[1] if match else None
+
+
+def fits(built_for: str, driver: str) -> bool:
+    """Whether a driver runs programs built for a CUDA version: any of its major version (minor version compatibility,
+    CUDA 11 and later) or an older one."""
+    return int(built_for.partition(".")[0]) <= int(driver.partition(".")[0])
+
+
+def _smi(*arguments: str) -> tuple[list[str], str]:
+    """Lines of `nvidia-smi`, or why there are none."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi: {error}"[:200]
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"code {done.returncode}").splitlines()[0]
+        return [], f"nvidia-smi: {said}"[:200]
+    return lines, ""

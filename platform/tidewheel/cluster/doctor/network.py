@@ -1,0 +1,116 @@
+"""Ports of this machine, proxies, and the address and the token of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from tidewheel.cluster.doctor.check import Check
+
+RAY_PORTS = {6379: "GCS", 8265: "dashboard and job server", 10001: "client server"}
+"""Of a head that `ray start --head` starts."""
+LEAST_PORTS = 5_000
+"""For the sockets of a large job: gloo and NCCL open one or more to every peer."""
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+def loopback() -> Check:
+    try:
+        with socket.socket() as server, socket.socket() as client:
+            server.bind(("127.0.0.1", 0))
+            server.listen(1)
+            client.settimeout(2)
+            client.connect(server.getsockname())
+    except OSError as error:
+        return Check("loopback", "failure", f"cannot open a port on 127.0.0.1 ({error.strerror})",
+                     "allow loopback connections: Ray's processes talk over them")
+    return Check("loopback", "ok", "ports can be opened on 127.0.0.1")
+
+
+def proxy() -> Iterator[Check]:
+    names = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)]
+    if names:
+        spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        if not {"127.0.0.1", "localhost", "*"} & {part.strip() for part in spared.split(",")}:
+            yield Check("proxy", "warning", f"{names[0]} is set and NO_PROXY does not spare this machine",
+                        "export NO_PROXY=127.0.0.1,localhost")
+
+
+def ray_address() -> Iterator[Check]:
+    """A RAY_ADDRESS that nothing answers at is the most common reason why Ray does not start."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address or address == "local":
+        yield Check("RAY_ADDRESS", "ok", "not set: a private cluster is started when one is needed")
+    elif address == "auto":
+        yield Check("RAY_ADDRESS", "ok", "auto: joins the cluster that runs on this machine")
+    elif _answers(address):
+        yield Check("RAY_ADDRESS", "ok", f"{address} answers: commands run on that cluster")
+    else:
+        yield Check("RAY_ADDRESS", "failure", f"nothing answers at {address}",
+                    "unset RAY_ADDRESS, or start the cluster it names")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.partition("://")[2].partition("/")[0].rpartition(":") if "://" in address else (
+        address.rpartition(":"))
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def ports() -> Iterator[Check]:
+    """Whether a head could be started here with Ray's usual ports, and how many are left for everything else."""
+    busy = [f"{port} ({what})" for port, what in RAY_PORTS.items() if _in_use(port)]
+    if busy and not os.environ.get("RAY_ADDRESS"):
+        yield Check("ports", "warning", f"in use: {', '.join(busy)}: a Ray head, or another program",
+                    "join that cluster with --address auto; or `ray start --head --port=PORT --dashboard-port=PORT`")
+    else:
+        yield Check("ports", "ok", f"in use: {', '.join(busy)}" if busy else
+                    f"{', '.join(map(str, RAY_PORTS))} are free")
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        return  # not Linux: nothing to read it from
+    if last - first < LEAST_PORTS:
+        yield Check("local ports", "warning", f"{first} to {last}", "sysctl net.ipv4.ip_local_port_range='32768 60999'")
+
+
+def _in_use(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def token() -> Check:
+    """How this machine's Ray clients prove themselves. The token itself is never shown."""
+    mode, address = os.environ.get("RAY_AUTH_MODE", ""), os.environ.get("RAY_ADDRESS", "")
+    source = _token_source()
+    if mode.lower() == "token" and source is None:
+        return Check("Ray token", "failure", "RAY_AUTH_MODE is token, but there is none",
+                     "export RAY_AUTH_TOKEN_PATH=FILE with the cluster's token, or `ray get-auth-token --generate`")
+    if isinstance(source, Path) and source.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        return Check("Ray token", "warning", f"others may read {source}", f"chmod 600 {source}")
+    if mode.lower() != "token" and address and address != "auto" and not _is_local(address):
+        return Check("Ray token", "warning", f"none is asked for at {address}: who reaches it can run anything there",
+                     "start the cluster with RAY_AUTH_MODE=token, and set it here too")
+    shown = f"from {source}" if source else "none"
+    return Check("Ray token", "ok", f"mode {mode or 'not set'}, token {shown}")
+
+
+def _token_source() -> Path | str | None:
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path if path.is_file() and path.stat().st_size else None
+
+
+def _is_local(address: str) -> bool:
+    host = address.rpartition("://")[2].rpartition(":")[0]
+    return host in LOCAL or host.startswith("127.")

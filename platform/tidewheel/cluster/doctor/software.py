@@ -1,0 +1,141 @@
+"""Python, installed packages, torch and Ray.
+
+torch and Ray are asked in processes of their own, side by side: a broken CUDA driver or a half-installed
+wheel can hang or crash an import, and that is a finding, not an end of the examination.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tidewheel.cluster.doctor.check import Check
+from tidewheel.cluster.doctor.gpu import driver_cuda, fits
+
+PROBE_SECONDS = 60.0
+
+TORCH = """
+import json, torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if names and torch.distributed.is_nccl_available() else ""
+apart = [i for i in range(1, len(names)) if not torch.cuda.can_device_access_peer(0, i)]
+print(json.dumps({"version": torch.__version__, "built_for": torch.version.cuda, "gpus": names, "nccl": nccl,
+                  "apart": apart, "threads": torch.get_num_threads(),
+                  "gloo": torch.distributed.is_gloo_available()}))
+"""
+RAY = """
+import json
+from tidewheel.errors import TidewheelError
+from tidewheel.elastic.ray_contract import check_ray
+import ray
+problem = mend = ""
+try:
+    check_ray()
+except TidewheelError as error:
+    problem, mend = error.what, error.mend
+print(json.dumps({"version": ray.__version__, "problem": problem, "mend": mend}))
+"""
+
+
+def python() -> Check:
+    return Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def packages() -> Iterator[Check]:
+    """Installed versions against what our own package asks for."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(line) for line in metadata.requires("tidewheel") or []]
+    except metadata.PackageNotFoundError:
+        yield Check("packages", "warning", "tidewheel itself is not installed, only on the path",
+                    "pip install -e . in the repository, so that its requirements can be checked")
+        return
+    wrong, good = [], 0
+    for need in wanted:
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(need.name)
+        if version is None or not need.specifier.contains(version, prereleases=True):
+            wrong.append((f"{need.name} {version or 'missing'} (needs {need.specifier or 'any'})", str(need)))
+        else:
+            good += 1
+    if wrong:
+        yield Check("packages", "failure", "; ".join(text for text, _ in wrong),
+                    "pip install " + " ".join(f"'{need}'" for _, need in wrong))
+    else:
+        yield Check("packages", "ok", f"{good} requirements met")
+    moto = _version("moto")
+    yield Check("s3 server", "ok", f"moto {moto}") if moto else Check(
+        "s3 server", "warning", "moto is missing: `tidewheel demo --storage s3` cannot run",
+        "pip install 'tidewheel[demo]' if you want it")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    here = str(Path(__file__).parents[2])  # so that the child finds this very package
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "PYTHONPATH": path})
+
+
+def _answer(probe: subprocess.Popen[str]) -> tuple[dict, str]:
+    """What the probe printed, or {} and why it printed nothing."""
+    try:
+        out, err = probe.communicate(timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        probe.communicate()
+        return {}, f"the import did not end within {PROBE_SECONDS:.0f} s"
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if probe.returncode == 0 and lines:
+        return json.loads(lines[-1]), ""
+    said = [line for line in err.splitlines() if line.strip()]
+    return {}, said[-1].strip()[:200] if said else f"the import ended with signal or code {probe.returncode}"
+
+
+def torch(probe: subprocess.Popen[str]) -> Check:
+    found, problem = _answer(probe)
+    if not found:
+        return Check("torch", "failure", problem, "pip install --force-reinstall torch, for this Python and driver")
+    built = f"built for CUDA {found['built_for']}" if found["built_for"] else "built for CPU"
+    devices = ", ".join(found["gpus"]) or "no GPU"
+    nccl = f", NCCL {found['nccl']}" if found["nccl"] else ""
+    detail = f"{found['version']}, {built}, {devices}{nccl}, {found['threads']} threads"
+    if not found["gloo"]:
+        return Check("torch", "failure", f"{detail}, without gloo", "install a torch build with distributed support")
+    driver = driver_cuda()
+    if driver and found["built_for"] and not fits(found["built_for"], driver):
+        return Check("torch", "failure", f"{detail}, but the driver runs CUDA {driver} at most",
+                     f"install a torch build for CUDA {driver.partition('.')[0]}, or a newer driver")
+    if shutil.which("nvidia-smi") and not found["gpus"]:
+        return Check("torch", "warning", f"{detail}, though this machine has an NVIDIA driver",
+                     "install the CUDA build of torch that fits the driver (nvidia-smi shows it)")
+    if found["gpus"] and not found["nccl"]:
+        return Check("torch", "failure", f"{detail}, without NCCL", "install a torch build with NCCL")
+    if found["apart"]:
+        return Check("torch", "warning", f"{detail}; GPU 0 cannot reach the memory of GPU "
+                     f"{', '.join(map(str, found['apart']))}", "check PCIe access control (ACS) and the IOMMU")
+    return Check("torch", "ok", detail)
+
+
+def ray(probe: subprocess.Popen[str]) -> Check:
+    found, problem = _answer(probe)
+    if not found:
+        return Check("ray", "failure", problem, "pip install 'ray[default,data,train]' as pinned in constraints.txt")
+    if found["problem"]:
+        return Check("ray", "failure", found["problem"], found["mend"])
+    return Check("ray", "ok", f"{found['version']}, supported by the elastic adapter")

@@ -1,0 +1,137 @@
+"""What a run asks of the place it writes to: put, read, list, conditional put, multipart, delete; with the speed."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from tidewheel.cluster.doctor.check import Check
+from tidewheel.errors import TidewheelError
+from tidewheel.storage import CHUNK_BYTES, Store, is_remote, store
+
+SMALL_BYTES = 4 << 10
+LARGE_BYTES = 40 << 20
+"""More than two parts of a multipart upload (`s3.PART_BYTES`): enough to see a bandwidth, little enough to wait for."""
+SKEW_WARNING, SKEW_FAILURE = 60.0, 840.0
+"""Seconds; stores refuse requests whose signature is 15 minutes off (RequestTimeTooSkewed)."""
+MEND = "check the URI, the AWS_* variables and the store's own health"
+
+
+@dataclass
+class _Probe:
+    """One folder below the URI in which things are tried, each told as a line of its own."""
+
+    uri: str
+    place: Store
+    folder: str
+    found: list[Check] = field(default_factory=list)
+
+    def key(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    def attempt(self, what: str, work: Callable[[], tuple[bool, str]], mend: str,
+                status: Any = "failure") -> bool:
+        """Do `work`; it returns whether all is well, and what to say. `status` is that of a "no"."""
+        name = f"storage {what}"
+        try:
+            well, detail = work()
+        except TidewheelError as error:
+            self.found.append(Check(name, "failure", f"{error.where or self.uri}: {error.what}", error.mend))
+            return False
+        except Exception as error:
+            self.found.append(Check(name, "failure", f"{type(error).__name__}: {error}"[:300], MEND))
+            return False
+        self.found.append(Check(name, "ok" if well else status, detail, "" if well else mend))
+        return well
+
+
+def storage(uri: str) -> list[Check]:
+    """Try everything below `uri`, and leave nothing there."""
+    try:
+        place = store(uri)
+        place.check()
+    except TidewheelError as error:
+        return [Check("storage", "failure", f"{uri} cannot be reached: {error.what}", error.mend)]
+    except Exception as error:
+        return [Check("storage", "failure", f"{uri} cannot be reached: {type(error).__name__}: {error}"[:300], MEND)]
+    probe = _Probe(uri, place, f".tidewheel-doctor-{uuid.uuid4().hex}")
+    try:
+        if probe.attempt("put", lambda: _put(probe), MEND):
+            probe.attempt("list", lambda: _list(probe), "use a store whose listing shows at once what was written")
+            probe.attempt("conditional put", lambda: _conditional(probe), "two drivers of one workflow could run the "
+                          "same step: start one only, or use a store with If-None-Match", "warning")
+            probe.attempt("multipart" if is_remote(uri) else "write", lambda: _large(probe),
+                          "use a store with read-after-write consistency")
+            if is_remote(uri):
+                probe.attempt("clock", lambda: _clock(probe), "synchronise this machine's clock (chrony, ntp): "
+                              "requests signed 15 minutes off are refused", "warning")
+    finally:
+        probe.attempt("delete", lambda: _delete(probe), f"remove {place.uri}/{probe.folder} by hand, and allow "
+                      "deletion: old checkpoints are deleted")
+    return probe.found
+
+
+def _put(probe: _Probe) -> tuple[bool, str]:
+    data = os.urandom(SMALL_BYTES)
+    began = time.monotonic()
+    probe.place.write(probe.key("small"), data)
+    wrote = time.monotonic()
+    same = probe.place.read(probe.key("small")) == data
+    took = f"{1000 * (wrote - began):.0f} ms to write 4 KiB, {1000 * (time.monotonic() - wrote):.0f} ms to read them"
+    return same, f"{probe.uri}: {took}" if same else f"{probe.uri} does not return what was written to it"
+
+
+def _list(probe: _Probe) -> tuple[bool, str]:
+    began = time.monotonic()
+    listed = [entry.key for entry in probe.place.list(probe.folder)]
+    if probe.key("small") not in listed:
+        return False, "an object that was just written is not listed"
+    return True, f"{1000 * (time.monotonic() - began):.0f} ms"
+
+
+def _conditional(probe: _Probe) -> tuple[bool, str]:
+    """Two writers of one key: the second must be told no, and change nothing."""
+    first, second = (probe.place.create(probe.key("once"), data) for data in (b"first", b"second"))
+    if first and not second and probe.place.read(probe.key("once")) == b"first":
+        return True, "the second writer of a key is refused"
+    return False, "the second writer of a key is let through: the store ignores If-None-Match"
+
+
+def _large(probe: _Probe) -> tuple[bool, str]:
+    chunk = os.urandom(CHUNK_BYTES)
+    began = time.monotonic()
+    with probe.place.writer(probe.key("large")) as sink:
+        for _ in range(LARGE_BYTES // CHUNK_BYTES):
+            sink.write(chunk)
+    wrote = time.monotonic()
+    data = probe.place.read(probe.key("large"))
+    read = time.monotonic()
+    if data != chunk * (LARGE_BYTES // CHUNK_BYTES):
+        return False, f"{LARGE_BYTES >> 20} MiB came back changed"
+    return True, (f"{LARGE_BYTES >> 20} MiB, one stream: write {LARGE_BYTES / (wrote - began) / 1e6:.0f} MB/s, "
+                  f"read {LARGE_BYTES / (read - wrote) / 1e6:.0f} MB/s")
+
+
+def _clock(probe: _Probe) -> tuple[bool, str]:
+    """This machine's clock against the Date of an answer, which is in whole seconds."""
+    answer = probe.place.call("head_object", probe.key("small"))  # type: ignore[attr-defined]
+    stamp = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    if not stamp:
+        return True, "the store does not tell the time"
+    off = (datetime.now(UTC) - parsedate_to_datetime(stamp)).total_seconds()
+    if abs(off) > SKEW_FAILURE:
+        raise TidewheelError(f"{off:+.0f} s off the store's clock", where=probe.uri,
+                             mend="synchronise this machine's clock (chrony, ntp)")
+    return abs(off) < SKEW_WARNING, f"{off:+.0f} s off the store's clock" if abs(off) > 1 else "agrees with the store's"
+
+
+def _delete(probe: _Probe) -> tuple[bool, str]:
+    probe.place.delete_tree(probe.folder)
+    left = probe.place.list(probe.folder)
+    return not left, f"{len(left)} objects are left" if left else "nothing is left"
