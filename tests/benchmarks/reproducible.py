@@ -171,8 +171,9 @@ def main() -> int:
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidewheel-reproducible-") as folder:
         found = costs(Path(folder), chosen.pairs, chosen.only)
-        print_table([{key: line[key] for key in line if key != "ratio"} for line in found],
-                    title=f"{RANKS} workers, 3.05 M parameters, gloo: medians of {chosen.pairs} pairs of steps")
+        if found:
+            print_table([{key: line[key] for key in line if key != "ratio"} for line in found],
+                        title=f"{RANKS} workers, 3.05 M parameters, gloo: medians of {chosen.pairs} pairs of steps")
         if chosen.steps:
             print_table(deviations(Path(folder), chosen.steps),
                         title=f"largest differences between 1, 2 and {RANKS} workers after {chosen.steps} steps")
