@@ -47,13 +47,17 @@ def leaving_on_sigterm(run_uri: str, *, save_seconds: float = SAVE_SECONDS) -> I
 
     def on_signal(number: int, frame: Any) -> None:
         if asked.is_set():
-            raise Stopped(saved[0] if saved else None)
+            raise KeyboardInterrupt  # the only exception that ends a `ray.get`
         asked.set()
         threading.Thread(target=save_then_leave, name="save and leave", daemon=True).start()
 
     before = signal.signal(signal.SIGTERM, on_signal)
     try:
         yield
+    except KeyboardInterrupt:
+        if not asked.is_set():
+            raise
+        raise Stopped(saved[0] if saved else None) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
