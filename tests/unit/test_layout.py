@@ -24,7 +24,9 @@ LEVELS = [
     ("checkpoint", "cluster"),
     ("elastic",),
     ("report",),
+    ("plan", "kubernetes"),
     ("workflow", "demo"),
+    ("commands",),
     ("cli",),
 ]
 LEVEL_OF = {room: depth for depth, rooms in enumerate(LEVELS) for room in rooms}

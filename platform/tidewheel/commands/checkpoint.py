@@ -1,0 +1,108 @@
+"""`tidewheel checkpoint`: list, verify, compare, export and import."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+from tidewheel.commands.options import AsJson
+from tidewheel.console import print_table
+
+app = cyclopts.App(name="checkpoint", help="List the checkpoints of a run and check them.")
+
+
+@app.command(name="list")
+def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_json: AsJson = False) -> int:
+    """The checkpoints of a run, oldest first; partial ones are marked."""
+    from tidewheel.checkpoint.verify import list_checkpoints
+    from tidewheel.storage import store
+
+    rows = [{"checkpoint": found.name, "step": found.step, "state": "complete" if found.complete else "partial",
+             "MB": round(found.bytes / 1e6, 2), "world size": found.world_size}
+            for found in list_checkpoints(store(run).child("checkpoints"))]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print_table(rows, title=f"checkpoints of {run}")
+    return 0
+
+
+@app.command(name="verify")
+def checkpoint_verify(
+    run: Annotated[str, Parameter(help="URI of a run.")],
+    *,
+    name: Annotated[str | None, Parameter(help="One checkpoint, such as step_00000100; all by default.")] = None,
+) -> int:
+    """Read every file of the checkpoints and compare hashes. Exit code 2 if one is damaged."""
+    from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
+    from tidewheel.errors import CheckpointError
+    from tidewheel.storage import store
+
+    place = store(run).child("checkpoints")
+    names = [name] if name else [found.name for found in list_checkpoints(place)]
+    if not names:
+        raise CheckpointError("no checkpoints", where=run, mend="give the URI of a run, as in --set run.uri=...")
+    problems = {each: verify_checkpoint(place, each) for each in names}
+    print("\n".join(f"{each}: {'; '.join(found) or 'intact'}" for each, found in problems.items()))
+    if damaged := sum(map(bool, problems.values())):
+        raise CheckpointError(f"{damaged} of {len(names)} checkpoints are damaged", where=run,
+                              mend="training passes over damaged ones and resumes from the newest intact one")
+    return 0
+
+
+@app.command(name="digest")
+def checkpoint_digest(
+    source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
+                                          "RUN/checkpoints/step_00000100.")],
+    *,
+    as_json: AsJson = False,
+) -> int:
+    """SHA-256 of a checkpoint's tensors, the same for the same bits whatever layout and number of workers wrote it."""
+    from dataclasses import asdict
+
+    from tidewheel.checkpoint.digest import digest
+
+    found = digest(source)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return 0
+    print(f"{found.checkpoint}: step {found.step}")
+    for name, value in {**found.groups, "state": found.state}.items():
+        print(f"{name:<10} {value}")
+    return 0
+
+
+@app.command(name="export")
+def checkpoint_export(
+    source: Annotated[str, Parameter(help="URI of a run (its newest intact checkpoint), or of one checkpoint, "
+                                          "RUN/checkpoints/step_00000100.")],
+    out: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write.")],
+    *,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(help="Of the weights written.")] = "float32",
+    tokenizer: Annotated[str, Parameter(help="A tokenizer.json; by default that of the run's shard set.")] = "",
+) -> int:
+    """Write a checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained loads."""
+    from tidewheel.checkpoint.exchange import export
+
+    done = export(source, out, dtype=dtype, tokenizer=tokenizer)
+    beside = "with its tokenizer" if done.tokenizer else "without a tokenizer: give one with --tokenizer"
+    print(f"{done.place}: {done.parameters:,} parameters, vocabulary {done.vocabulary_size:,}, {beside}")
+    return 0
+
+
+@app.command(name="import")
+def checkpoint_import(
+    folder: Annotated[str, Parameter(help="A Llama or Qwen 3 model as save_pretrained writes it, in safetensors.")],
+    uri: Annotated[str, Parameter(help="Where the checkpoint goes, a new folder or s3://bucket/prefix.")],
+    *,
+    vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to so many tokens, that of the shard "
+                                                          "set to train on.")] = None,
+) -> int:
+    """Turn a Hugging Face model into a checkpoint that training can start from, and print the settings for it."""
+    from tidewheel.checkpoint.exchange import import_
+
+    print(import_(folder, uri, vocabulary_size=vocabulary_size).settings(), end="")
+    return 0

@@ -1,0 +1,138 @@
+"""`tidewheel data`: run a pipeline, train a tokenizer or a classifier."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+
+from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
+from tidewheel.console import print_table
+from tidewheel.errors import ConfigError
+
+app = cyclopts.App(name="data", help="Clean, deduplicate, tokenize and pack documents into shards.")
+
+
+@app.command(name="run")
+def data_run(
+    config: Annotated[str, Parameter(help="Pipeline definition, a YAML file; pipelines/ has examples.")],
+    *,
+    input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
+                                         "below.")] = ".",
+    output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write shards, verdicts, quarantine and "
+                                          "the report to. Run again with the same one to resume.")],
+    set_: Overrides = None,
+    address: Address = None,
+    fail_above: Annotated[float | None, Parameter(help="Fail when a larger share of the documents than this contains "
+                                                       "evaluation items; instead of the recipe's own.")] = None,
+    dry_run: DryRun = False,
+) -> int:
+    """Run a data pipeline: documents in, packed shards out.
+
+    What is published and intact from an earlier run is not computed again; a killed run is resumed by giving the
+    same command again, and ends with the same bytes.
+    """
+    from tidewheel.config import load
+    from tidewheel.data.config import PipelineConfig
+
+    settings = load(PipelineConfig, config, set_ or ())  # a wrong key is told at once, before the heavy imports
+    from tidewheel.data import pipeline
+
+    if fail_above is not None and not 0 <= fail_above <= 1:
+        raise ConfigError(f"a share is from 0 to 1, got {fail_above:g}", where="--fail-above", mend="0.001 for 0.1 %")
+    if fail_above is not None and settings.step("decontaminate") is None:
+        raise ConfigError("the pipeline has no decontaminate step", where="--fail-above",
+                          mend="add the step to the recipe, with the evals to look for")
+    if dry_run:
+        print_table(pipeline.plan(settings, input=input, output=output).rows(), title="what would run")
+        return 0
+    pipeline.check(settings, input=input, output=output)  # before a cluster is started for it
+    from tidewheel.cluster.session import session
+    from tidewheel.data.progress import stage_bars
+    from tidewheel.report.pipeline import write_pipeline_report
+
+    with session(address), stage_bars() as on_progress:
+        summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
+                               fail_above=fail_above)
+    print_table(summary.rows(), title="what each stage kept")
+    print(f"shards: {output}/shards")
+    print(f"report: {write_pipeline_report(output)}")
+    return 0
+
+
+@app.command(name="train-classifier")
+def data_train_classifier(
+    positive: Annotated[str, Parameter(help="Documents as they are wanted: a file or a quoted pattern.")],
+    negative: Annotated[str, Parameter(help="Documents as they come: a file or a quoted pattern.")],
+    *,
+    output: Annotated[str, Parameter(help="Where the model goes, a .bin file in fastText's format.")],
+    text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
+    keep: Annotated[float, Parameter(help="Share of documents like the second set that the threshold lets in.")] = 0.1,
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train a quality classifier from two sets of documents and test it on a part of them that it has not seen.
+
+    --set changes how it is trained: epochs, learning_rate, word_ngrams, dimension, buckets, min_count, held_out, seed.
+    The same documents give the same bytes, in whatever files and order they come.
+    """
+    from dataclasses import asdict
+
+    from tidewheel.config import build
+    from tidewheel.data.filters.classifier_training import LABEL, TrainClassifier, read_texts
+    from tidewheel.data.filters.classifier_training import train as train_classifier
+    from tidewheel.storage import absolute, split
+
+    settings = build(TrainClassifier, {"keep": keep}, set_ or (), where="train-classifier")
+    place, name = split(output)
+    sets = [read_texts(pattern, field=text) for pattern in (positive, negative)]
+    trained = train_classifier(sets[0][0], sets[1][0], settings)
+    place.write(name, trained.model)
+    found = {"documents": [len(texts) for texts, _ in sets], "unusable": [bad for _, bad in sets],
+             "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality), "label": LABEL,
+             "output": output}
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for key, value in found.items():
+        if key != "output":
+            print(f"{key.replace('_', ' '):<16}{f'{value:.6f}' if isinstance(value, float) else value}")
+    print(f"model: {output}")
+    print(f"use it: - filter: {{classifier: {{file: {absolute(output)}, min_score: {trained.quality.threshold:.6f}}}}}")
+    return 0
+
+
+@app.command(name="train-tokenizer")
+def data_train_tokenizer(
+    inputs: Annotated[list[str], Parameter(help="Files of documents, or quoted patterns; s3://bucket/... too.")],
+    *,
+    vocabulary_size: Annotated[int, Parameter(help="Tokens, the 256 bytes and the special tokens included.")],
+    output: Annotated[str, Parameter(help="Where the tokenizer.json goes.")],
+    sample_bytes: Annotated[int, Parameter(help="Text to train on: documents in order of their content's hash, until "
+                                                "so many bytes are there.")] = 100_000_000,
+    text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
+    special_token: Annotated[list[str] | None, Parameter(
+        negative="", consume_multiple=False, help="A further special token, for chat templates. May be given "
+                                                  "again.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train a byte-level BPE tokenizer on a sample of documents.
+
+    The same documents give the same bytes, in whatever files and order they come.
+    """
+    from tidewheel.data.tokenize.tokenizer_training import train_tokenizer
+    from tidewheel.storage import split
+
+    place, name = split(output)
+    made = train_tokenizer(inputs, field=text, vocabulary_size=vocabulary_size, sample_bytes=sample_bytes,
+                           special_tokens=special_token or ())
+    place.write(name, made.tokenizer)
+    found = {**made.figures(), "output": output}
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print_table([{"what": key.replace("_", " "), "": f"{value:,}" if isinstance(value, int) else str(value)}
+                 for key, value in found.items()], title="tokenizer trained")
+    return 0

@@ -1,0 +1,115 @@
+"""`tidewheel k8s`: manifests put together and checked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+from tidewheel.commands.options import AsJson, Overrides
+from tidewheel.errors import ConfigError
+
+app = cyclopts.App(name="k8s", help="Kubernetes manifests of a cluster or a job: put together and checked.")
+
+Overlay = Annotated[str, Parameter(help="A folder of k8s/overlays: kind, gpu or gpu-spot.")]
+Job = Annotated[Literal["train", "pipeline", "workflow"] | None, Parameter(
+    help="A job with a cluster of its own; without it, a standing cluster.")]
+JobConfig = Annotated[str | None, Parameter(
+    name="--config", help="Configuration of the training run or the pipeline; goes into the manifests, with --set.")]
+Component = Annotated[list[str] | None, Parameter(
+    negative="", consume_multiple=False, help="A folder of k8s/components, such as kueue. May be given again.")]
+JobArgument = Annotated[list[str] | None, Parameter(
+    negative="", consume_multiple=False, help="A further argument of the job: --argument=--output=s3://bucket/clean. "
+                                              "May be given again.")]
+Image = Annotated[list[str] | None, Parameter(
+    negative="", consume_multiple=False, help="An image: tidewheel=registry/tidewheel:1.0, and tidewheel-cuda=... for "
+                                              "the GPU groups.")]
+Accounts = Annotated[list[str] | None, Parameter(
+    negative="", consume_multiple=False, help="KEY=VALUE of the pods' service accounts: the cloud's role for them.")]
+Tree = Annotated[str, Parameter(help="The folder k8s of the repository, or a copy of it.")]
+
+
+@app.command(name="render")
+def k8s_render(
+    overlay: Overlay,
+    *,
+    job: Job = None,
+    config: JobConfig = None,
+    set_: Overrides = None,
+    component: Component = None,
+    argument: JobArgument = None,
+    namespace: Annotated[str, Parameter(help="Instead of tidewheel.")] = "",
+    image: Image = None,
+    annotate_service_accounts: Accounts = None,
+    tree: Tree = "k8s",
+    output: Annotated[str, Parameter(help="Write into this file rather than to the standard output.")] = "",
+) -> int:
+    """Put an overlay, components and a job together through kustomize, with the run's configuration in them.
+
+    The pods that train are as many as the run may use: `elastic` divided by the workers that fit into one pod.
+    """
+    from tidewheel.kubernetes import commands
+
+    request = commands.request(overlay, job=job, config=config, overrides=set_, components=component,
+                               arguments=argument, namespace=namespace, images=image,
+                               accounts=annotate_service_accounts, tree=tree)
+    text = commands.render_text(request)
+    if output:
+        from tidewheel.storage import split
+
+        place, name = split(output)
+        place.write(name, text.encode())
+        print(f"manifests: {output}")
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+@app.command(name="lint")
+def k8s_lint(
+    overlay: Annotated[str | None, Parameter(help="A folder of k8s/overlays, rendered first; or give --file.")] = None,
+    *,
+    file: Annotated[str | None, Parameter(help="A YAML file of manifests to check instead, or - for standard "
+                                               "input.")] = None,
+    job: Job = None,
+    config: JobConfig = None,
+    set_: Overrides = None,
+    component: Component = None,
+    argument: JobArgument = None,
+    namespace: Annotated[str, Parameter(help="Instead of tidewheel.")] = "",
+    image: Image = None,
+    annotate_service_accounts: Accounts = None,
+    tree: Tree = "k8s",
+    as_json: AsJson = False,
+) -> int:
+    """Check manifests before they are applied. Exit code 2 if anything is wrong.
+
+    Schemas (closed: nothing unknown passes), what the KubeRay operator refuses, restricted Pod Security, network and
+    rights, names that lead nowhere, metrics that nobody measures; and with --config the pods against the run's workers,
+    batch and layout.
+    """
+    from tidewheel.kubernetes import commands
+
+    if (overlay is None) == (file is None):
+        raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", mend="tidewheel k8s lint gpu")
+    if file is not None:
+        found, checked = commands.lint_file(file, job=job, config=config, overrides=set_)
+    else:
+        found, checked = commands.lint_rendered(commands.request(
+            str(overlay), job=job, config=config, overrides=set_, components=component, arguments=argument,
+            namespace=namespace, images=image, accounts=annotate_service_accounts, tree=tree))
+    if as_json:
+        from dataclasses import asdict
+
+        print(json.dumps([asdict(problem) for problem in found], indent=2))
+        return 2 if found else 0
+    for problem in found:
+        print(problem)
+    if found:
+        raise ConfigError(f"{len(found)} problem(s), listed above", where=file or str(overlay),
+                          mend="correct the fields named there")
+    print(f"{checked} objects: nothing is wrong")
+    return 0

@@ -1,0 +1,103 @@
+"""`tidewheel plan`: layouts for a cluster, and what failures cost."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+
+from tidewheel.commands.options import AsJson, Overrides
+from tidewheel.console import print_table
+
+app = cyclopts.App(name="plan", help="What a run would cost before it is started.")
+
+
+@app.default
+def plan_layouts(
+    config: Annotated[str, Parameter(help="Training configuration, a YAML file; jobs/configs/ has examples.")],
+    *,
+    gpus: Annotated[int, Parameter(help="GPUs, one worker on each.")],
+    gpu: Annotated[str, Parameter(help="h100, h200, a100, b200 or l40s.")] = "h100",
+    nodes_of: Annotated[int, Parameter(help="GPUs of a node.")] = 8,
+    sequence_length: Annotated[int | None, Parameter(help="Tokens of a sequence; by default the shard set's.")] = None,
+    vocabulary_size: Annotated[int | None, Parameter(help="By default the configuration's or the shard set's.")] = None,
+    set_: Overrides = None,
+    assume: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Change what is assumed of "
+                      "the cluster, such as network_gbytes=25, price_per_gpu_hour=2.5 or failures.rate=llama3; "
+                      "docs/planning.md lists them. May be given again.")] = None,
+    top: Annotated[int, Parameter(help="Layouts to show.")] = 16,
+    as_json: AsJson = False,
+) -> int:
+    """Layouts of a model on a cluster, ranked by the time of a step: memory, MFU, communication; goodput and cost.
+
+    Nothing is started and no GPU is needed: docs/planning.md has the formulas. Exit code 2 when nothing fits.
+    """
+    from tidewheel.config import build, load
+    from tidewheel.plan.hardware import ClusterConfig
+    from tidewheel.train.config import TrainConfig
+
+    settings = load(TrainConfig, config, set_ or ())
+    cluster = build(ClusterConfig, {"gpus": gpus, "gpu": gpu, "nodes_of": nodes_of}, assume or (), where="--assume")
+    from tidewheel.plan import tables
+    from tidewheel.plan.layouts import rank
+    from tidewheel.plan.summary import summary
+
+    job, notes = tables.job_of(settings, vocabulary_size, sequence_length)
+    found = rank(job, cluster)
+    first = found.fitting[0] if found.fitting else None
+    whole = summary(job, first, cluster) if first else None
+    if as_json:
+        print(json.dumps(tables.as_json(job, cluster, found, whole), indent=2))
+    else:
+        tables.show(job, cluster, found, whole, notes=notes, top=top)
+    return 0 if first else 2
+
+
+@app.command(name="goodput")
+def plan_goodput(
+    config: Annotated[str | None, Parameter(help="A YAML file with the sizes, intervals and constants; the defaults "
+                                                 "without it.")] = None,
+    *,
+    set_: Overrides = None,
+    plot: Annotated[str, Parameter(help="Also draw it into this SVG file.")] = "",
+    run: Annotated[list[str] | None, Parameter(name="--run", negative="", consume_multiple=False, help="URI of a real "
+                   "run with failures; given twice or more, each is predicted with the others' constants.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Share of the time that is not lost to failures, by size of the run, interval of checkpoints, way to recover.
+
+    A simulation of the failures and recoveries of long runs; docs/goodput.md says what it assumes. With --run: how
+    near its prediction comes to real runs.
+    """
+    from dataclasses import asdict
+
+    from tidewheel.config import build, load
+    from tidewheel.plan.config import GoodputConfig
+
+    settings = load(GoodputConfig, config, set_ or ()) if config else build(GoodputConfig, {}, set_ or ())
+    if run:
+        from tidewheel.plan.validation import predicted_beside_measured
+
+        lines = predicted_beside_measured(run)
+        print(json.dumps(lines, indent=2)) if as_json else print_table(lines, title="goodput of real runs")
+        return 0
+    from tidewheel.plan import recovery
+
+    rows = recovery.table(settings)
+    if plot:
+        from tidewheel.plan.plots import lost_figure
+        from tidewheel.storage import split
+
+        place, name = split(plot)
+        place.write(name, lost_figure(rows).encode())
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return 0
+    print_table([{
+        "GPUs": f"{row.gpus:,}", "failure every": f"{row.mtbf_seconds / 3600:.1f} h", "recovery": row.tier,
+        "best interval": f"{row.interval_seconds / 60:g} min", "goodput": f"{100 * row.goodput:.2f} %",
+        **{name.replace("_", " "): f"{100 * share:.2f} %" for name, share in row.parts.items()}}
+        for row in recovery.best(rows)], title=f"the best interval of each, {settings.days:g} days")
+    return 0

@@ -1,0 +1,82 @@
+"""`tidewheel shards`: look into packed shards, check them, follow a token."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+
+from tidewheel.commands.options import AsJson
+from tidewheel.errors import ShardError
+
+app = cyclopts.App(name="shards", help="Look into packed shards and check them.")
+
+
+@app.command
+def inspect(
+    uri: Annotated[str, Parameter(help="A shard set: the folder that holds manifest.json.")],
+    *,
+    row: Annotated[int | None, Parameter(help="Show this row of the set: its documents and segments.")] = None,
+) -> int:
+    """What a shard set holds, as JSON."""
+    from tidewheel.shards.verify import inspect as look
+
+    print(json.dumps(look(uri, row=row), indent=2))
+    return 0
+
+
+@app.command
+def verify(uri: Annotated[str, Parameter(help="A shard set: the folder that holds manifest.json.")]) -> int:
+    """Check every hash, row and segment of a shard set. Exit code 2 if anything is wrong."""
+    from tidewheel.shards.verify import verify as check
+
+    problems = check(uri)
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise ShardError(f"{len(problems)} problem(s), listed above", where=uri,
+                         mend="run the pipeline again with the same output: what is damaged is written anew")
+    print(f"{uri}: intact")
+    return 0
+
+
+@app.command
+def trace(
+    uri: Annotated[str | None, Parameter(help="A shard set; with --run, where the run's set is now.")] = None,
+    *,
+    row: Annotated[int | None, Parameter(help="Row of the set, from 0; with --token.")] = None,
+    token: Annotated[int | None, Parameter(help="Token of the row, from 0: where it came from.")] = None,
+    document: Annotated[str | None, Parameter(help="Id of a document: rows that hold it, or why it was dropped; "
+                                                   "with --run also the steps that used it.")] = None,
+    run: Annotated[str | None, Parameter(help="URI of a run.")] = None,
+    step: Annotated[int | None, Parameter(help="Step of the run, from 1: what it read.")] = None,
+    batch_row: Annotated[int | None, Parameter(help="Sequence of the step's global batch, from 0.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Lineage both ways: from a token or a step to documents and files, from a document to rows and steps."""
+    from tidewheel.shards import trace as of_set
+    from tidewheel.train import trace as of_run
+
+    options = {"uri": uri, "row": row, "token": token, "document": document, "run": run, "step": step,
+               "batch_row": batch_row}
+    given = {name for name, value in options.items() if value is not None}
+    if run is not None and step is not None and given <= {"uri", "run", "step", "batch_row", "token"}:
+        found = of_run.trace_step(run, step, batch_row=batch_row, token=token, uri=uri)
+        lines = of_run.step_lines(found)
+    elif run is not None and document is not None and given <= {"uri", "run", "document"}:
+        found = of_run.trace_document_steps(run, document, uri=uri)
+        lines = of_run.document_step_lines(found)
+    elif uri is not None and document is not None and given == {"uri", "document"}:
+        found = of_set.trace_document(uri, document)
+        lines = of_set.document_lines(found)
+    elif uri is not None and row is not None and token is not None and given == {"uri", "row", "token"}:
+        found = of_set.trace_token(uri, row, token)
+        lines = of_set.token_lines(found)
+    else:
+        raise ShardError("these options do not say what to trace", where="tidewheel shards trace",
+                         mend="give SET --row N --token N, SET --document ID, --run RUN --step N [--batch-row N "
+                              "[--token N]], or --run RUN --document ID")
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    return 0
