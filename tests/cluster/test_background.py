@@ -121,7 +121,7 @@ def test_a_job_is_followed_through_lost_connections(cluster, environment):
         [sys.executable, "-m", "tidewheel.cli", "submit", "--address", f"http://127.0.0.1:{proxy.port}", "--id", "one",
          "--working-dir", "jobs", "--", "python", "-c", JOB], env={**environment, **shown}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    log = Path(cluster.folder, "session_latest/logs/job-driver-one.log")
+    log = Path(cluster.folder, "ray/session_latest/logs/job-driver-one.log")
     for line in (5, 20):
         until = time.monotonic() + 60
         while not (log.exists() and f"line {line}\n" in log.read_text()):

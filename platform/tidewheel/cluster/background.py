@@ -254,7 +254,7 @@ def main() -> None:
 
     folder = sys.argv[1]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    keeper = BackgroundKeeper(folder)
+    keeper = BackgroundKeeper(f"{folder}/ray")  # Ray opens its folder to everyone; ours stays closed
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(f"{folder}/keeper.sock")  # nobody else gets through the folder, whose mode is 0700

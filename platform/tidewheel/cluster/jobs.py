@@ -117,6 +117,8 @@ class JobServer:
 
         self._away = (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout)
         refused = (RuntimeError, ray.exceptions.AuthenticationError)
+        named = os.environ.get("RAY_API_SERVER_ADDRESS")
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray takes it before the address that it is given
         try:
             self._client: Any = JobSubmissionClient(self.address)
         except (*self._away, *refused) as error:
@@ -125,6 +127,9 @@ class JobServer:
                                                  "or start a cluster: `tidewheel cluster up`")
             raise ClusterError(f"no job server answers ({str(error).splitlines()[0]})", where=self.address,
                                mend=mend) from None
+        finally:
+            os.environ.pop("RAY_API_SERVER_ADDRESS")
+            os.environ.update({} if named is None else {"RAY_API_SERVER_ADDRESS": named})
 
     def submit(self, submission: Submission) -> str:
         """Upload and start; the job's id. Safe against a lost answer: the same id is not started twice.
