@@ -26,9 +26,8 @@ from tidewheel.train.step import train_step
 # zero2 places everything as zero3 does
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"data": "ddp"}, "zero1": {"data": "zero1"}, "hsdp": {"data": "zero3", "replicate": 2},
-    "zero3": {"data": "zero3", "offload": True}, "tensor zero1": {"data": "zero1", "tensor": 2},
+    "zero3": {"data": "zero3", "offload": True},
     "tensor context": {"tensor": 2, "context": 2},
-    "pipeline x zero3": {"data": "zero3", "pipeline": 2, "pipeline_schedule": "gpipe"},
     "pipeline x zero1": {"data": "zero1", "pipeline": 2, "pipeline_schedule": "zbv_zero_bubble"}}
 
 

@@ -18,6 +18,7 @@ from tidewheel.train.runtime import Runtime
 
 def generations(folder: Path) -> None:
     process = dist.get_rank()
+    dist.barrier()  # who leaves before the others are connected breaks their connections
     dist.destroy_process_group()
     for number, rank in enumerate((process, 1 - process, 1 - process, process)):
         dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=2)
@@ -26,6 +27,7 @@ def generations(folder: Path) -> None:
         for tensor in some_steps(Mesh.build(ParallelConfig(), Runtime(rank, 2))):
             assert tensor.device_mesh.get_coordinate() == (rank,), f"generation {number}"
             assert torch.equal(tensor.full_tensor()[4 * rank:4 * rank + 4], tensor.to_local())
+        dist.barrier()
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `on_ranks` ends one
 
