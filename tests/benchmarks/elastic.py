@@ -3,7 +3,8 @@
     python -m tests.benchmarks.elastic [--only EVENT ...] [--ours-only] [--step-seconds 0.1]
 
 Events: worker (SIGKILL), node (SIGKILL), frozen (node, SIGSTOP), drain (notice of 30 s), join (a fresh node), and of
-ours only: standby (a worker dies beside one that stands by), kept and plain (the two fallbacks, a node SIGKILLed).
+ours only: standby (a worker dies beside one that stands by, on a third node), kept and plain (the fallbacks, a node
+SIGKILLed).
 Real raylets on this machine, one worker each. `seconds` is the longest time without a step from the event on,
 less a step; `redone` counts steps. Ray Train's side is its TorchTrainer with ScalingConfig(num_workers=(1, 2)) around
 our training loop and our asynchronous checkpoints: what differs is only who deals with the event. It takes up to two
@@ -15,14 +16,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ import ray
 from tests.chaos.world import prepare, settings
 from tidewheel import jsonlog
 from tidewheel.cluster.faults import drain_node
-from tidewheel.cluster.local import LocalCluster
+from tidewheel.cluster.local import LocalCluster, NodeHandle
 from tidewheel.console import print_table
 from tidewheel.elastic.trainer import run_workers
 from tidewheel.storage import store
@@ -43,6 +46,7 @@ LIMITS = {"worker": 1.5, "node": 3.0, "frozen": 5.0, "drain": 2.0, "join": 2.0, 
 REDONE = {"worker": 1, "node": 1, "frozen": 1, "standby": 1, "kept": 1}
 PEERS = ("worker", "node", "frozen", "drain", "join")
 MOST_SECONDS = 150.0
+MARK = "cost: "
 
 
 @dataclass(frozen=True)
@@ -116,11 +120,13 @@ def peer(config: TrainConfig, seconds: float, done: Path) -> None:
     trainer.fit()
 
 
-def disturb(event: str, cluster: LocalCluster) -> Callable[[], None]:
-    """What happens."""
-    victim = cluster.nodes[-1]
+def disturb(event: str, cluster: LocalCluster, config: TrainConfig) -> Callable[[], None]:
+    """What happens, to the last rank that trains."""
+    records = jsonlog.read(store(config.run_uri), "ledger.jsonl")
+    last = max(records, key=lambda record: (record["generation"], record["rank"]))["node"]
+    victim = next((node for node in cluster.nodes if node.node_id.startswith(last)), cluster.nodes[-1])
     if event in ("worker", "standby"):
-        return lambda: os.kill(_worker_of(cluster, -1), signal.SIGKILL)
+        return lambda: os.kill(_worker_of(cluster, victim), signal.SIGKILL)
     if event in ("node", "kept", "plain"):
         return lambda: _ignored(cluster.kill_node(victim))
     if event == "frozen":
@@ -139,8 +145,8 @@ def _ignored(value: Any) -> None:
     del value
 
 
-def _worker_of(cluster: LocalCluster, index: int) -> int:
-    for pid in cluster.processes(cluster.nodes[index]):
+def _worker_of(cluster: LocalCluster, node: NodeHandle) -> int:
+    for pid in cluster.processes(node):
         with contextlib.suppress(OSError):
             if "RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_text():
                 return pid
@@ -174,7 +180,7 @@ def cost(event: str, side: Callable[[TrainConfig, float, Path], None], step_seco
         watch.until(lambda: watch.step() >= AT_STEP)
         if event == "standby":
             time.sleep(10)  # it warms meanwhile
-        action, sizes, last = disturb(event, cluster), watch.sizes(), watch.step()
+        action, sizes, last = disturb(event, cluster, config), watch.sizes(), watch.step()
         at = time.time()
         threading.Thread(target=action, daemon=True).start()
         if event == "standby":
@@ -232,8 +238,6 @@ class _Steps:
 
 @contextlib.contextmanager
 def _cluster(nodes: int) -> Iterator[LocalCluster]:
-    root = str(Path(__file__).parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([root, *os.environ.get("PYTHONPATH", "").split(":")]))
     with LocalCluster(nodes=nodes, cpus_per_node=1) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
@@ -248,12 +252,18 @@ def main() -> int:
     arguments.add_argument("--only", nargs="+", choices=[*LIMITS, "plain"], default=[*LIMITS, "plain"])
     arguments.add_argument("--ours-only", action="store_true")
     arguments.add_argument("--step-seconds", type=float, default=0.1)
+    arguments.add_argument("--one", nargs=2, metavar=("EVENT", "SIDE"), help=argparse.SUPPRESS)
     chosen = arguments.parse_args()
+    if chosen.one:
+        event, side = chosen.one
+        found = cost(event, {"ours": ours, "peer": peer}[side], chosen.step_seconds)
+        print(MARK + json.dumps(asdict(found)), flush=True)
+        os._exit(0)  # the run is left in the middle
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
     for event in chosen.only:
-        theirs = _tried(event, peer, chosen.step_seconds) if event in PEERS and not chosen.ours_only else None
-        mine = _tried(event, ours, chosen.step_seconds)
+        theirs = _tried(event, "peer", chosen.step_seconds) if event in PEERS and not chosen.ours_only else None
+        mine = _tried(event, "ours", chosen.step_seconds)
         limit = LIMITS.get(event)
         late = not _within(event, mine)
         missed += [event] * late
@@ -272,11 +282,20 @@ def _within(event: str, found: Cost | str) -> bool:
     return found.seconds <= LIMITS[event] and found.redone <= REDONE.get(event, 0)
 
 
-def _tried(event: str, side: Callable[[TrainConfig, float, Path], None], seconds: float) -> Cost | str:
-    try:
-        return cost(event, side, seconds)
-    except (TimeoutError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"[:60]
+def _tried(event: str, side: str, seconds: float) -> Cost | str:
+    """In a process of its own: Ray connects once in each."""
+    command = [sys.executable, "-m", "tests.benchmarks.elastic", "--one", event, side, "--step-seconds", str(seconds)]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _path()})
+    found = [line for line in run.stdout.splitlines() if line.startswith(MARK)]
+    if found:
+        values = json.loads(found[-1].removeprefix(MARK))
+        return Cost(values["seconds"], values["redone"], tuple(values["sizes"]))
+    return (run.stderr.strip().splitlines() or ["nothing"])[-1][:60]
+
+
+def _path() -> str:
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
 def _cells(side: str, found: Cost | str | None) -> dict[str, str]:

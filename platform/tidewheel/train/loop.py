@@ -40,6 +40,7 @@ from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.parallel import ParallelModel, legal
+from tidewheel.train.parallel.mesh import check_current
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
@@ -183,7 +184,9 @@ class Loop:
         """Take model, optimizer and position from the newest intact checkpoint, or start at step 0."""
         progress = self.progress
         self.watch.mark(0, "load")
-        extra = self.runtime.checkpoints.load_latest(training_state(self.model, self.optimizer))
+        state = training_state(self.model, self.optimizer)
+        check_current(tensor for group in state.values() for tensor in group.values())
+        extra = self.runtime.checkpoints.load_latest(state)
         self._pass_over(self._windows())
         if extra is None:
             self._set_weights()

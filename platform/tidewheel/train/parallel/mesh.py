@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.runtime import Runtime
@@ -114,11 +117,26 @@ def forget_meshes() -> None:
     The caches are those of the calling thread, which on CPU runs the backward pass too. On CUDA the threads of autograd
     keep theirs; only DTensor operations in a backward pass (tensor parallel) would notice.
     """
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    _clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+    debug._clear_sharding_prop_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    if hasattr(_redistribute, "_gen_transform_infos"):  # newer torch
+        _redistribute._gen_transform_infos.cache_clear()
+
+
+def check_current(tensors: Iterable[torch.Tensor]) -> None:
+    """That the sharded ones among `tensors` know this process by the rank it has now.
+
+    Raises:
+        RuntimeError: one is of an earlier generation of this process: only a new process can go on.
+    """
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    for mesh in meshes.values():
+        place = (mesh.mesh == dist.get_rank()).nonzero()
+        if place.tolist() != [list(mesh.get_coordinate() or [])]:
+            raise RuntimeError(f"a tensor is sharded for another rank than {dist.get_rank()}: its mesh is "
+                               f"{mesh.mesh.tolist()}, its place there {mesh.get_coordinate()}")
 
 
 def mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:

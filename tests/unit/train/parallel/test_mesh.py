@@ -2,18 +2,21 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.ranks import on_ranks
 from tidewheel.models.config import ModelConfig
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.data_parallel import _place, _shares
-from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh
+from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, check_current
 from tidewheel.train.parallel.model import ParallelModel
 from tidewheel.train.runtime import Runtime
 
@@ -94,3 +97,16 @@ def everything_about_meshes() -> None:
 
 def test_meshes_of_four_ranks():
     on_ranks(4, everything_about_meshes)
+
+
+def _sharded_for_another_rank() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = [distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(2)]
+    check_current(tensors)
+    with mock.patch.object(dist, "get_rank", return_value=1 - dist.get_rank()), \
+            pytest.raises(RuntimeError, match="sharded for another rank"):
+        check_current(tensors)
+
+
+def test_a_tensor_of_an_earlier_generation_is_refused():
+    on_ranks(2, _sharded_for_another_rank)
