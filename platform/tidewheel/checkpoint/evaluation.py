@@ -12,7 +12,7 @@ import torch
 
 from tidewheel import jsonlog, storage
 from tidewheel.checkpoint import exchange
-from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.manager import CheckpointManager, OnEvent
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_name
 from tidewheel.checkpoint.verify import list_checkpoints, locate
 from tidewheel.config import build
@@ -114,33 +114,42 @@ def _fits(each: ValidationSet, vocabulary_size: int) -> None:
                           mend="give a set that was packed with the model's tokenizer")
 
 
-def watch(run_uri: str, *, every_steps: int, ended: threading.Event, device: str = "",
+def watch(run_uri: str, *, every_steps: int, ended: threading.Event, on_event: OnEvent, device: str = "",
           seconds: float = 2.0) -> None:
     """Evaluate a run's checkpoints as they are committed, into its metrics.jsonl, until `ended`.
 
-    A checkpoint is due when it is the first at or after a multiple of `every_steps` that has no evaluation yet; of
-    several the newest is taken, so that a slow evaluation never lags behind. One that is gone or damaged is passed
-    over: the training has more to say about that.
+    A checkpoint is due when it is the newest and `every_steps` have passed since the last evaluation, so that a slow
+    evaluation never lags behind. What cannot be evaluated is told once for each reason, and looked at again.
 
     Args:
         run_uri: the run's folder; it need not exist yet.
+        on_event: called with ("evaluation_failed", {"reason": text}).
         seconds: time between two looks.
     """
     run = storage.store(run_uri)
     log = JsonLog(run, "metrics.jsonl")
-    done = max((int(line["step"]) for line in jsonlog.read(run, "metrics.jsonl") if "validation_loss" in line),
-               default=0)
+    done: int | None = None
     evaluator: Evaluator | None = None
+    told = ""
     while not ended.wait(seconds):
-        steps = [info.step for info in list_checkpoints(run.child("checkpoints")) if info.complete]
-        step = max(steps, default=0)
-        if step // every_steps <= done // every_steps:
-            continue
         try:
+            if done is None:
+                done = _last_evaluation(run)
+            step = max((info.step for info in list_checkpoints(run.child("checkpoints")) if info.complete), default=0)
+            if step // every_steps <= done // every_steps:
+                continue
             evaluator = evaluator or Evaluator(run_uri, device=device)
             found = evaluator.evaluate(run.at(f"checkpoints/{step_name(step)}"))
-        except TidewheelError:
-            continue  # retired meanwhile, or refused: the next one will do
-        done = found.step
-        log.append({"time": time.time(), "step": found.step, **evaluation.record(found.scores)})
-        log.flush()
+            done = found.step
+            log.append({"time": time.time(), "step": found.step, **evaluation.record(found.scores)})
+            log.flush()
+        except TidewheelError as error:  # retired meanwhile, damaged, or the store is away: the next one may do
+            if str(error) != told:
+                told = str(error)
+                on_event("evaluation_failed", {"reason": told[:300]})
+
+
+def _last_evaluation(run: Store) -> int:
+    """Step of the newest evaluation that the run's metrics hold, 0 when there is none."""
+    return max((int(line["step"]) for line in jsonlog.read(run, "metrics.jsonl") if "validation_loss" in line),
+               default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,18 @@ class EvaluationActor:
     """The actor: `checkpoint.evaluation.watch` on a thread."""
 
     def __init__(self, run_uri: str, every_steps: int, device: str) -> None:
+        from tidewheel import storage
         from tidewheel.checkpoint.evaluation import watch
+        from tidewheel.jsonlog import JsonLog
 
-        self._ended = threading.Event()
+        log, ended = JsonLog(storage.store(run_uri), "events.jsonl", flush_seconds=0), threading.Event()
+
+        def on_event(kind: str, detail: dict[str, Any]) -> None:
+            log.append({"time": time.time(), "kind": kind, "detail": detail})
+
         threading.Thread(target=watch, args=(run_uri,), name="evaluation", daemon=True,
-                         kwargs={"every_steps": every_steps, "ended": self._ended, "device": device}).start()
+                         kwargs={"every_steps": every_steps, "ended": ended, "device": device,
+                                 "on_event": on_event}).start()
 
 
 @contextlib.contextmanager

@@ -39,13 +39,17 @@ def leaving_on_sigterm(run_uri: str, *, save_seconds: float = SAVE_SECONDS) -> I
         yield
         return
     saved: list[int | None] = []
-    asked = threading.Event()
+    asked, over, ending = threading.Event(), threading.Event(), threading.Lock()
 
     def save_then_leave() -> None:
         saved.append(save_now(run_uri, save_seconds))
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # the second one, see on_signal
+        with ending:
+            if not over.is_set():  # else our handler may be gone, and the signal would end the process
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # the second one, see on_signal
 
     def on_signal(number: int, frame: Any) -> None:
+        if over.is_set():
+            return
         if asked.is_set():
             raise KeyboardInterrupt  # the only exception that ends a `ray.get`
         asked.set()
@@ -59,7 +63,9 @@ def leaving_on_sigterm(run_uri: str, *, save_seconds: float = SAVE_SECONDS) -> I
             raise
         raise Stopped(saved[0] if saved else None) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        over.set()
+        with ending:
+            signal.signal(signal.SIGTERM, before)
 
 
 def save_now(run_uri: str, seconds: float = SAVE_SECONDS) -> int | None:

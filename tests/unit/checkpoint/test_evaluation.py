@@ -59,12 +59,13 @@ def test_the_command_takes_other_sets(run: TrainConfig, capsys: pytest.CaptureFi
 
 def test_checkpoints_are_evaluated_as_they_come(run: TrainConfig, tmp_path: Path):
     """A damaged one is passed over, one that was evaluated is not evaluated again."""
-    uri, ended = run.run_uri, threading.Event()
+    uri, ended, events = run.run_uri, threading.Event(), list[tuple[str, dict]]()
     copy = store(tmp_path / "run")
     for key in ("run.json", *(entry.key for entry in store(uri).list("checkpoints/step_00000003"))):
         copy.write(key, store(uri).read(key))
     thread = threading.Thread(target=watch, args=(copy.uri,), daemon=True,
-                              kwargs={"every_steps": 3, "ended": ended, "device": "cpu", "seconds": 0.05})
+                              kwargs={"every_steps": 3, "ended": ended, "device": "cpu", "seconds": 0.05,
+                                      "on_event": lambda kind, detail: events.append((kind, detail))})
     thread.start()
 
     def told(step: int) -> list[dict]:
@@ -77,9 +78,14 @@ def test_checkpoints_are_evaluated_as_they_come(run: TrainConfig, tmp_path: Path
     for entry in sorted(files, key=lambda entry: entry.key.endswith("manifest.json")):
         content = store(uri).read(entry.key)
         copy.write(entry.key, content if entry.key.endswith(".json") else content[:-1] + bytes([content[-1] ^ 1]))
-    time.sleep(0.5)
+    while not events and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.3)
     assert thread.is_alive()
     assert not told(6)
+    [(kind, detail)] = events  # told once, however often it is looked at
+    assert kind == "evaluation_failed"
+    assert "hash" in detail["reason"]
     for entry in files:
         copy.write(entry.key, store(uri).read(entry.key))
     while not told(6) and time.monotonic() < until:
