@@ -15,8 +15,7 @@ import cyclopts
 from cyclopts import Parameter
 
 import tidewheel
-from tidewheel.cluster import commands as clusters
-from tidewheel.commands import checkpoint, data, k8s, plan, shards
+from tidewheel.commands import checkpoint, cluster, data, k8s, plan, shards
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
@@ -28,9 +27,9 @@ app = cyclopts.App(
     help_epilogue="First time here? `tidewheel demo` shows everything on this machine in a few minutes, "
                   "`tidewheel doctor` checks it first.",
 )
-for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, clusters.cluster_app, clusters.job_app):
+for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.cluster_app, cluster.job_app):
     app.command(sub)
-app.command(clusters.submit)
+app.command(cluster.submit)
 
 
 @app.command

@@ -311,6 +311,8 @@ class Membership:
         elif not generation.lost and How.FAILED not in ways.values() and generation.planned == "end":
             self.phase = Phase.STOPPED
         elif not generation.lost and How.FAILED not in ways.values():
+            if generation.planned == "drain":
+                self._resizer.shrunk()
             self.phase, self._gathering_since = Phase.GATHERING, now
             self._end_generation()
             self._gather(now)
@@ -326,6 +328,7 @@ class Membership:
 
     def charge(self) -> Recovery:
         """One more failure; what it leads to."""
+        self._resizer.shrunk()
         self.recovery = self._budget.charge(self._furthest)
         return self.recovery
 

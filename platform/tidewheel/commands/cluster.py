@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from tidewheel.cluster import background
 from tidewheel.cluster.background import DEFAULT_NAME, State
+from tidewheel.commands.options import AsJson
 from tidewheel.console import console, print_table
 from tidewheel.errors import ClusterError, ConfigError
 
@@ -19,7 +20,6 @@ cluster_app = cyclopts.App(name="cluster", help="A Ray cluster of several nodes 
 job_app = cyclopts.App(name="job", help="Jobs on a Ray cluster's job server: list, follow, stop.")
 
 Name = Annotated[str, Parameter(help="Name of the cluster; several may be up.")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON instead of a table.")]
 Server = Annotated[str | None, Parameter(
     name="--address", help="URL of the job server, http://head:8265. Without it RAY_API_SERVER_ADDRESS counts, then "
                            "the cluster of `tidewheel cluster up`.")]
