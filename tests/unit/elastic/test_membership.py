@@ -295,3 +295,21 @@ def test_too_few_workers_for_too_long():
     assert not world.told("raise")
     world.wait(2, "a")
     assert world.told("raise") == ["a"]
+
+
+@pytest.mark.parametrize(("before_the_loss", "grows"), [(2.0, False), (60.0, True)])
+def test_growing_must_pay_before_the_next_loss_is_expected(before_the_loss, grows):
+    """One worker was lost; the two that come back would cost a pause of 40 seconds."""
+    world = World()
+    world.it._resizer.pause_seconds = 40
+    world.start("a", "b", "c", "d")
+    world.run(1)
+    world.wait(before_the_loss, "a", "b", "c", "d")
+    world.lose("b")
+    world.leave("a", "c", "d")
+    assert len(world.members) == 2
+    world.run(2)
+    world.come("e")
+    world.told("stop")
+    world.wait(30, *world.it.workers)
+    assert bool(world.told("stop")) is grows
