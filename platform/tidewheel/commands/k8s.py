@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
@@ -12,39 +13,57 @@ from cyclopts import Parameter
 from tidewheel.commands.options import AsJson, Overrides
 from tidewheel.errors import ConfigError
 
+if TYPE_CHECKING:
+    from tidewheel.kubernetes.render import Request
+
 app = cyclopts.App(name="k8s", help="Kubernetes manifests of a cluster or a job: put together and checked.")
 
 Overlay = Annotated[str, Parameter(help="A folder of k8s/overlays: kind, gpu or gpu-spot.")]
-Job = Annotated[Literal["train", "pipeline", "workflow"] | None, Parameter(
-    help="A job with a cluster of its own; without it, a standing cluster.")]
-JobConfig = Annotated[str | None, Parameter(
-    name="--config", help="Configuration of the training run or the pipeline; goes into the manifests, with --set.")]
-Component = Annotated[list[str] | None, Parameter(
-    negative="", consume_multiple=False, help="A folder of k8s/components, such as kueue. May be given again.")]
-JobArgument = Annotated[list[str] | None, Parameter(
-    negative="", consume_multiple=False, help="A further argument of the job: --argument=--output=s3://bucket/clean. "
-                                              "May be given again.")]
-Image = Annotated[list[str] | None, Parameter(
-    negative="", consume_multiple=False, help="An image: tidewheel=registry/tidewheel:1.0, and tidewheel-cuda=... for "
-                                              "the GPU groups.")]
-Accounts = Annotated[list[str] | None, Parameter(
-    negative="", consume_multiple=False, help="KEY=VALUE of the pods' service accounts: the cloud's role for them.")]
-Tree = Annotated[str, Parameter(help="The folder k8s of the repository, or a copy of it.")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Rendering:
+    """What an overlay is rendered with; the options of `render` and `lint`."""
+
+    job: Annotated[Literal["train", "pipeline", "workflow"] | None, Parameter(
+        help="A job with a cluster of its own; without it, a standing cluster.")] = None
+    config: Annotated[str | None, Parameter(
+        help="Configuration of the training run or the pipeline; goes into the manifests, with --set.")] = None
+    set_: Overrides = None
+    component: Annotated[list[str] | None, Parameter(
+        negative="", consume_multiple=False, help="A folder of k8s/components, such as kueue. May be given "
+                                                  "again.")] = None
+    argument: Annotated[list[str] | None, Parameter(
+        negative="", consume_multiple=False, help="A further argument of the job: --argument=--output=s3://bucket/"
+                                                  "clean. May be given again.")] = None
+    namespace: Annotated[str, Parameter(help="Instead of tidewheel.")] = ""
+    image: Annotated[list[str] | None, Parameter(
+        negative="", consume_multiple=False, help="An image: tidewheel=registry/tidewheel:1.0, and tidewheel-cuda=... "
+                                                  "for the GPU groups.")] = None
+    annotate_service_accounts: Annotated[list[str] | None, Parameter(
+        negative="", consume_multiple=False, help="KEY=VALUE of the pods' service accounts: the cloud's role for "
+                                                  "them.")] = None
+    tree: Annotated[str, Parameter(help="The folder k8s of the repository, or a copy of it.")] = "k8s"
+
+    def request(self, overlay: str) -> Request:
+        """What `kubernetes.render` is asked for."""
+        from tidewheel.kubernetes import commands
+
+        return commands.request(
+            overlay, job=self.job, config=self.config, overrides=self.set_, components=self.component,
+            arguments=self.argument, namespace=self.namespace, images=self.image,
+            accounts=self.annotate_service_accounts, tree=self.tree)
+
+
+AS_IT_IS = Rendering()
 
 
 @app.command(name="render")
 def k8s_render(
     overlay: Overlay,
     *,
-    job: Job = None,
-    config: JobConfig = None,
-    set_: Overrides = None,
-    component: Component = None,
-    argument: JobArgument = None,
-    namespace: Annotated[str, Parameter(help="Instead of tidewheel.")] = "",
-    image: Image = None,
-    annotate_service_accounts: Accounts = None,
-    tree: Tree = "k8s",
+    of: Rendering = AS_IT_IS,
     output: Annotated[str, Parameter(help="Write into this file rather than to the standard output.")] = "",
 ) -> int:
     """Put an overlay, components and a job together through kustomize, with the run's configuration in them.
@@ -53,10 +72,7 @@ def k8s_render(
     """
     from tidewheel.kubernetes import commands
 
-    request = commands.request(overlay, job=job, config=config, overrides=set_, components=component,
-                               arguments=argument, namespace=namespace, images=image,
-                               accounts=annotate_service_accounts, tree=tree)
-    text = commands.render_text(request)
+    text = commands.render_text(of.request(overlay))
     if output:
         from tidewheel.storage import split
 
@@ -74,15 +90,7 @@ def k8s_lint(
     *,
     file: Annotated[str | None, Parameter(help="A YAML file of manifests to check instead, or - for standard "
                                                "input.")] = None,
-    job: Job = None,
-    config: JobConfig = None,
-    set_: Overrides = None,
-    component: Component = None,
-    argument: JobArgument = None,
-    namespace: Annotated[str, Parameter(help="Instead of tidewheel.")] = "",
-    image: Image = None,
-    annotate_service_accounts: Accounts = None,
-    tree: Tree = "k8s",
+    of: Rendering = AS_IT_IS,
     as_json: AsJson = False,
 ) -> int:
     """Check manifests before they are applied. Exit code 2 if anything is wrong.
@@ -96,14 +104,10 @@ def k8s_lint(
     if (overlay is None) == (file is None):
         raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", mend="tidewheel k8s lint gpu")
     if file is not None:
-        found, checked = commands.lint_file(file, job=job, config=config, overrides=set_)
+        found, checked = commands.lint_file(file, job=of.job, config=of.config, overrides=of.set_)
     else:
-        found, checked = commands.lint_rendered(commands.request(
-            str(overlay), job=job, config=config, overrides=set_, components=component, arguments=argument,
-            namespace=namespace, images=image, accounts=annotate_service_accounts, tree=tree))
+        found, checked = commands.lint_rendered(of.request(str(overlay)))
     if as_json:
-        from dataclasses import asdict
-
         print(json.dumps([asdict(problem) for problem in found], indent=2))
         return 2 if found else 0
     for problem in found:
