@@ -8,7 +8,7 @@ from typing import Any
 from tidewheel.cluster.local import LocalCluster
 from tidewheel.console import console
 
-KILL_AT, JOIN_AT = 0.4, 0.7
+KILL_AT, JOIN_AT = 0.4, 0.65  # the node is up some seconds later
 
 
 class Disturbance:
