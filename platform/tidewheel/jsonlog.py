@@ -3,7 +3,8 @@
 On a local folder a log is one file, appended to. Objects cannot be appended to, so on an object
 store the log `metrics.jsonl` is a folder of immutable parts, `metrics.jsonl/<time>-<writer>.jsonl`, one per
 flush; their names sort by time. `read` gives the same lines either way. A line that a killed writer left
-half-written is left out.
+half-written is left out, and one that was written twice is read once: whoever takes over from a writer that is gone
+appends what it may not have written (`JsonLog.unwritten`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,7 +48,9 @@ class JsonLog:
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one line. Local logs are written at once, remote ones soon, by a thread: nobody waits for the store."""
-        line = json.dumps(record, separators=(",", ":"), default=_plain).encode() + b"\n"
+        self._append(json.dumps(record, separators=(",", ":"), default=_plain).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
         with self._lock:
             if self._path is not None:
                 with self._path.open("ab", buffering=0) as sink:  # one write call: lines never interleave
@@ -56,6 +60,17 @@ class JsonLog:
             due = time.monotonic() - self._last_flush >= self._flush_seconds
         if due:
             self.flush_soon()
+
+    def unwritten(self) -> list[str]:
+        """Lines that are in this process only."""
+        with self._lock:
+            lines = [*(self._part[1] if self._part is not None else ()), *self._lines]
+        return [line.decode() for line in lines]
+
+    def restore(self, lines: Sequence[str]) -> None:
+        """Append the `unwritten` lines of another writer, which may have written some of them since."""
+        for line in lines:
+            self._append(line.encode())
 
     def flush_soon(self) -> None:
         """Begin to write out what has been collected, and do not wait. While the store fails, lines are kept."""
@@ -109,7 +124,7 @@ def read(store: Store, key: str) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(8) as pool:  # a request each: latency is what counts
             raw = b"".join(pool.map(lambda entry: store.read(entry.key), store.list(key)))
     records = []
-    for line in raw.split(b"\n"):
+    for line in dict.fromkeys(raw.split(b"\n")):
         try:
             record = json.loads(line)
         except ValueError:  # empty, or torn by a kill; the audit of a run notices a record that is missing

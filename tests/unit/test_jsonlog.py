@@ -129,3 +129,18 @@ def test_numbers_of_numpy_stay_numbers(place: Store) -> None:
     record = jsonlog.read(place, "m.jsonl")[0]
     assert (record["a"], record["b"], record["c"], record["path"]) == (3, 0.5, 7, "x")
     assert record["nan"] != record["nan"]
+
+
+def test_lines_of_a_writer_that_is_gone_are_appended_and_read_once(place: Store) -> None:
+    first, second = JsonLog(place, "m.jsonl", flush_seconds=3600), JsonLog(place, "m.jsonl")
+    first.append({"step": 1})
+    first.flush()
+    first.append({"step": 2})
+    unwritten = first.unwritten()
+    assert unwritten == ([] if place.local_path("m.jsonl") is not None else ['{"step":2}\n'])
+    first.flush()  # it came to write them after all
+    assert first.unwritten() == []
+    second.restore(unwritten)
+    second.append({"step": 3})
+    second.flush()
+    assert [line["step"] for line in jsonlog.read(place, "m.jsonl")] == [1, 2, 3]

@@ -197,6 +197,8 @@ class Loop:
             checks.continues(extra["identity"], self.config, self.source)
             checks.same_history(extra, self.positions, self.config)
             self._take_up(extra)
+            if self.runtime.rank == 0:
+                self.record.restore(extra.get("unwritten", {}))
             if self.runtime.checkpoints.keeps(progress.step):
                 self._keep(progress.step)  # until then a part of a lost node has one copy only
         progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
@@ -205,6 +207,10 @@ class Loop:
         self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,
                     redo=max(0, progress.recorded - progress.step),
                     **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
+        if extra is not None and extra["validation_loss"] is None and self._evaluates_at(progress.step):
+            done = self.runtime.rank == 0 and self.record.evaluated(progress.step)
+            if not self.collectives.from_first(int(done)):  # whoever was about to is gone
+                self._evaluate()
 
     def _set_weights(self) -> None:
         """Initial values, or those of `model.init_from`."""
@@ -349,9 +355,7 @@ class Loop:
     def _after(self, step: int, asked: int) -> None:
         """What a step boundary may bring: a save, an evaluation (while the save is written), a planned stop."""
         config, stop = self.config, bool(asked & STOP)
-        wanted = config.evaluation
-        evaluate = bool(wanted.every_steps) and step % wanted.every_steps == 0 and step < config.steps
-        evaluate = evaluate and not (wanted.separate and self.runtime.evaluated_beside)
+        wanted, evaluate = config.evaluation, self._evaluates_at(step)
         if self.runtime.checkpoints.keeps(step):
             self._keep(step)
         if evaluate and config.checkpoint.keep_best:  # the checkpoint says how good it is
@@ -364,6 +368,12 @@ class Loop:
             self._sample()
         if stop and step < config.steps:
             self._make_way(step)
+
+    def _evaluates_at(self, step: int) -> bool:
+        """Whether the training itself evaluates the model of this step, the last one's apart."""
+        wanted = self.config.evaluation
+        return (bool(wanted.every_steps) and step % wanted.every_steps == 0 and 0 < step < self.config.steps
+                and not (wanted.separate and self.runtime.evaluated_beside))
 
     def _evaluate(self) -> None:
         if not self.validation:
@@ -428,7 +438,8 @@ class Loop:
             "loss": progress.loss, "guard": self.guard.state(),
             "validation_loss": progress.validation_loss if progress.validated == step else None,
             "passed_over": [list(window) for window in self.positions.windows],
-            "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None, **self.constant}
+            "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None, **self.constant,
+            "unwritten": self.record.unwritten()}
 
     def _make_way(self, step: int) -> None:
         """A planned resize or drain: commit, and end this generation."""

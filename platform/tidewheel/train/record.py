@@ -56,6 +56,23 @@ class RunRecord:
         self.metrics.flush()
         self.batches.flush()
 
+    def unwritten(self) -> dict[str, list[str]]:
+        """What only this process knows, by log; a checkpoint takes it along, for `restore`."""
+        logs = {"metrics": self.metrics.unwritten(), "batches": self.batches.unwritten()}
+        return {name: lines for name, lines in logs.items() if lines}
+
+    def restore(self, unwritten: Mapping[str, Sequence[str]]) -> None:
+        """Write what the process that took the checkpoint may not have come to write."""
+        self.metrics.restore(unwritten.get("metrics", ()))
+        self.batches.restore(unwritten.get("batches", ()))
+        self.metrics.flush_soon()
+        self.batches.flush_soon()
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the model of this step has been evaluated."""
+        return any(line.get("step") == step and "validation_loss" in line
+                   for line in jsonlog.read(self.store, "metrics.jsonl"))
+
     def write_run(self, config: TrainConfig, source: Source, validation: Mapping[str, Manifest], *, parameters: int,
                   vocabulary_size: int) -> None:
         """Write run.json unless it is there."""

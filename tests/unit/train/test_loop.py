@@ -12,7 +12,9 @@ import torch
 
 from tests.unit.train.helpers import LENGTH, FileCheckpoints, Replaced, Script, config, two_processes, write_shards
 from tidewheel import jsonlog, storage
+from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import ConfigError, ShardError
+from tidewheel.jsonlog import JsonLog
 from tidewheel.models.decoder import IGNORED
 from tidewheel.shards.manifest import write_manifest
 from tidewheel.shards.reader import ShardSet
@@ -116,6 +118,30 @@ def test_a_killed_run_resumes_and_says_what_was_done_again(reference: Path):
     assert seen.ok, seen.summary()
     assert (seen.redone, seen.steps, seen.records, seen.generations) == (2, 8, 10, 2)
     assert "redone" in {line["category"] for line in log(reference, "killed", "ledger.jsonl")}
+
+
+def test_a_worker_that_dies_before_its_lines_are_written_loses_none(reference: Path, monkeypatch: pytest.MonkeyPatch):
+    """On an object store lines are collected; the checkpoint that the next worker starts from has them, too."""
+    checkpoints = FileCheckpoints(reference / "unwritten.npz")
+    with S3Server() as server:
+        server.create_bucket("runs")
+        settings = config(reference, "unwritten", "run.uri=s3://runs")
+        place = storage.store(settings.run_uri)
+        with monkeypatch.context() as patch:
+            patch.setattr(JsonLog, "flush", lambda log: None)
+            with pytest.raises(Replaced):
+                train(settings, Runtime(checkpoints=checkpoints, control=Script(die=3)))
+            assert not place.list("batches.jsonl")
+            with pytest.raises(Replaced):
+                train(settings, Runtime(checkpoints=checkpoints, control=Script(die=5), generation=1))
+            assert not place.list("batches.jsonl")
+        train(settings, Runtime(checkpoints=checkpoints, generation=2))
+        seen = audit(settings.run_uri)
+        assert seen.ok, seen.summary()
+        assert (seen.steps, seen.redone, seen.generations) == (8, 0, 2)  # steps 4 and 5 of generation 1 left no trace
+        metrics = jsonlog.read(place, "metrics.jsonl")
+        assert [line["step"] for line in metrics if "loss" in line] == list(range(1, 9))
+        assert [line["step"] for line in metrics if "validation_loss" in line] == [3, 6, 8]
 
 
 def test_two_processes_leave_as_planned_and_one_goes_on(reference: Path):

@@ -11,7 +11,7 @@ from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.metrics.meter import Meter
 from tidewheel.train.metrics.profile import Profiler
-from tidewheel.train.metrics.sinks import Background, JsonSink, Sink
+from tidewheel.train.metrics.sinks import Background, Sink
 from tidewheel.train.metrics.straggler import Stragglers
 from tidewheel.train.record import RunRecord, without_secrets
 
@@ -43,9 +43,8 @@ class Reporter:
     def open(self, *, step: int, recorded: int) -> None:
         """The run goes on after `step`; steps up to `recorded` have been told of before."""
         if self._rank == 0:
-            sinks = [JsonSink(self._record.metrics), *_sinks(self._config, self._record.store, step, recorded,
-                                                             self._generation), *self._extra]
-            self._sinks = Background(sinks, self._failed)
+            sinks = _sinks(self._config, self._record.store, step, recorded, self._generation)
+            self._sinks = Background([*sinks, *self._extra], self._failed)
 
     def begin(self, step: int) -> None:
         """`step` is about to start."""
@@ -64,8 +63,8 @@ class Reporter:
         events = self._stragglers.step(waited)
         line = self._meter.step(step, tokens=tokens, seconds=seconds, waited=waited)
         if self._sinks is not None and line is not None:
-            self._sinks.write({"step": step, "generation": self._generation, "world_size": self._world_size,
-                               **figures, **line, **self._own_seconds()})
+            self._write({"step": step, "generation": self._generation, "world_size": self._world_size,
+                         **figures, **line, **self._own_seconds()})
         for kind, detail in events:
             self._on_event(kind, step=step, **detail)
         if self._profiler is not None and (written := self._profiler.end(step)):
@@ -74,7 +73,7 @@ class Reporter:
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         """A record of its own: an evaluation, a sample."""
         if self._sinks is not None:
-            self._sinks.write({"time": time.time(), "step": step, **values})
+            self._write({"time": time.time(), "step": step, **values})
 
     def restart(self, step: int) -> None:
         """The run went back and goes on after `step`."""
@@ -93,6 +92,11 @@ class Reporter:
         if self._profiler is not None:
             self._profiler.close()
         self._stragglers.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._sinks is not None
+        self._record.metrics.append(record)  # at once: a checkpoint takes along what of it is not written yet
+        self._sinks.write(record)
 
     def _failed(self, sink: str, reason: str) -> None:
         self._on_event("sink_failed", sink=sink, reason=reason)

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tidewheel.jsonlog import JsonLog
-
 Record = Mapping[str, Any]
 """A line of metrics.jsonl: "step" and "time", numbers by name, "validation" {domain: {name: number}}, "sample" text."""
 WAITING = 10_000
@@ -32,27 +30,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """The last call."""
-
-
-class JsonSink:
-    """metrics.jsonl."""
-
-    name = "jsonl"
-
-    def __init__(self, log: JsonLog) -> None:
-        self._log = log
-
-    def write(self, record: Record) -> None:
-        self._log.append(dict(record))
-
-    def restart(self, step: int) -> None:
-        """Lines stay; whoever reads them takes the last one of a step."""
-
-    def flush(self) -> None:
-        self._log.flush()
-
-    def close(self) -> None:
-        self._log.flush()
 
 
 class Background:
