@@ -40,7 +40,8 @@ class Blocks:
 
 def without_ray(seed: int = 0) -> Any:
     """A context in which `map_units` and `shuffle_units` do their work here."""
-    def results(tasks: Sequence[execute.Task], chain: Callable[[Any], Blocks]) -> Iterator[Published]:
+    def results(tasks: Sequence[execute.Task], chain: Callable[[Any], Blocks],
+                partitions: int = 1) -> Iterator[Published]:
         tasks = list(tasks)
         random.Random(seed).shuffle(tasks)
         dataset = Blocks([pa.table({"task": [execute._encode(task)]}) for task in tasks], seed)

@@ -258,7 +258,7 @@ class PlainDataset:
         return PlainDataset(outputs())
 
 
-def _plain_results(tasks: Sequence[Any], chain: Callable[[Any], Any]) -> Iterator[Any]:
+def _plain_results(tasks: Sequence[Any], chain: Callable[[Any], Any], partitions: int = 1) -> Iterator[Any]:
     from tidewheel.data.stage import Published
     from tidewheel.data.stages import execute
 

@@ -1,22 +1,25 @@
 """From 1x to 16x the corpus: documents a second by stage, memory by process, and what Ray costs.
 
-    python -m tests.benchmarks.scale [--up-to 16] [--megabytes 16] [--plot scale.svg] [--partitions N]
+    python -m tests.benchmarks.scale [--sizes 1 2 4 8 16] [--megabytes 127] [--plot scale.svg] [--partitions N]
         [--folder F [--prepare]]
 
-The corpus is replicated with edits (`driver.corpus`), a file for each copy; each size runs on one CPU, to which all
-processes are pinned: once on Ray, once without, the same functions one after the other in one process. Overhead is
-told by CPU time of all processes (Ray's own included; robust on a busy machine) and by wall time, and as a fixed part
-and one that grows. Exit code 1 when a worker takes more memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow,
-or when Ray costs more than `OVERHEAD` CPU time at the largest size. `--partitions 1` makes partitions as large as the
-corpus, to see what memory they take.
+The corpus is replicated with edits (`driver.corpus`), a file for each copy. Each size runs once on a Ray cluster of
+all CPUs of this machine, and once without Ray: the same functions one after the other in a process that is pinned to a
+CPU; as many of these run at a time as there are CPUs, so that they disturb each other as Ray's workers do. Overhead is
+told by CPU time of all processes, Ray's own included, and as a fixed part and one that grows. Exit code 1 when a worker
+takes more memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow, or when Ray costs more than `OVERHEAD` CPU
+time at the largest size. `--partitions 1` makes partitions as large as the corpus, to see what memory they take.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import shutil
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,27 +63,57 @@ class Row:
         memory = [self.ray.partition_bytes / 1e6, self.ray.peaks.get("worker", 0), self.bound(),
                   self.ray.peaks.get("driver", 0), self.plain.peaks.get("driver", 0)]
         return [f"{self.copies}x", *(f"{number:,.0f}" for number in (self.documents, *self.rates().values(), *memory)),
-                _against(self.ray.seconds, self.plain.seconds), _against(self.ray.cpu_seconds, self.plain.cpu_seconds)]
+                f"{self.ray.seconds:.0f} s, {self.plain.seconds:.0f} s",
+                f"{self.ray.cpu_seconds:.1f} s, {self.plain.cpu_seconds:.1f} s, {self.overhead():+.0%}"]
 
 
 HEAD = ("size", "documents", *(f"{name}, docs/s" for name in (*FLAT, "whole run")), "largest partition, MB",
-        "worker MB", "at most", "driver MB", "without Ray MB", "wall: Ray, plain, overhead",
+        "worker MB", "at most", "driver MB", "without Ray MB", "wall: Ray, plain on one CPU",
         "CPU: Ray, plain, overhead")
 
 
-def measure(root: Path, everything: Path, documents: int, copies: int, partitions: int | str) -> Row:
-    """One size: the first `copies` files of `everything`."""
-    place = root / f"{copies}"
-    (place / "in").mkdir(parents=True)
-    for path in sorted(everything.iterdir())[:copies]:
-        (place / "in" / path.name).hardlink_to(path)
-    recipe = {**RECIPE, "partitions": partitions}
-    on_ray = Driver(recipe, str(place / "in"), str(place / "ray"), "--cpus", "1").watch()
-    plain = Driver(recipe, str(place / "in"), str(place / "plain"), "--plain").watch()
-    if set_hashes(str(place / "ray")) != set_hashes(str(place / "plain")):
-        raise SystemExit("with and without Ray gave other bytes")
-    shutil.rmtree(place)
-    return Row(copies, documents, on_ray, plain)
+@dataclass(frozen=True)
+class Sweep:
+    """The first files of `everything`, size by size, under `root`."""
+
+    root: Path
+    everything: Path
+    partitions: int | str
+
+    def run(self, copies: int, name: str, *arguments: str) -> Cost:
+        """One pipeline over the first `copies` files."""
+        source = self.root / f"{copies}-in"
+        source.mkdir(exist_ok=True)
+        for path in sorted(self.everything.iterdir())[:copies]:
+            if not (source / path.name).exists():
+                (source / path.name).hardlink_to(path)
+        recipe = {**RECIPE, "partitions": self.partitions}
+        return Driver(recipe, str(source), str(self.root / f"{copies}-{name}"), *arguments).watch()
+
+    def plain(self, sizes: Sequence[int]) -> dict[int, Future[Cost]]:
+        """Without Ray, the largest first, one at a time on each CPU; all of them."""
+        cpus: queue.Queue[int] = queue.Queue()
+        for cpu in os.sched_getaffinity(0):
+            cpus.put(cpu)
+
+        def one(copies: int) -> Cost:
+            cpu = cpus.get()
+            os.sched_setaffinity(0, {cpu})  # this thread, and the process it starts
+            try:
+                return self.run(copies, "plain", "--plain")
+            finally:
+                cpus.put(cpu)
+
+        with ThreadPoolExecutor(cpus.qsize()) as pool:
+            return {copies: pool.submit(one, copies) for copies in sorted(sizes, reverse=True)}
+
+    def compare(self, copies: int) -> None:
+        """The outputs must be the same; they are removed."""
+        places = [self.root / f"{copies}-{name}" for name in ("ray", "plain")]
+        if set_hashes(str(places[0])) != set_hashes(str(places[1])):
+            raise SystemExit("with and without Ray gave other bytes")
+        for place in places:
+            shutil.rmtree(place)
 
 
 def fit(rows: list[Row]) -> tuple[float, float]:
@@ -121,16 +154,15 @@ def plot(path: str, sizes: list[int], lines: dict[str, list[float]]) -> None:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--up-to", type=int, default=16)
-    parser.add_argument("--megabytes", type=float, default=16)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--megabytes", type=float, default=127, help="of ../shared/corpus: all of it")
     parser.add_argument("--plot", default="")
     parser.add_argument("--partitions", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keeps the corpus for another run")
     parser.add_argument("--prepare", action="store_true", help="make the corpus in --folder, and no more")
     given = parser.parse_args()
-    sizes = [2 ** power for power in range(given.up_to.bit_length()) if 2 ** power <= given.up_to]
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited by all that is started
-    os.environ["RAYON_NUM_THREADS"] = "1"
+    sizes = sorted(given.sizes)
+    os.environ["RAYON_NUM_THREADS"] = "1"  # a worker has one CPU
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tw-scale-", dir=given.folder) as name:
         everything = (given.folder or Path(name)) / f"corpus-{given.megabytes:g}x{sizes[-1]}"
@@ -139,9 +171,13 @@ def main() -> None:
         documents = [sum(1 for _ in path.open("rb")) for path in sorted(everything.iterdir())]
         if given.prepare:
             return
+        sweep, cpus = Sweep(Path(name), everything, given.partitions or "auto"), len(os.sched_getaffinity(0))
+        on_ray = {copies: sweep.run(copies, "ray", "--cpus", str(cpus)) for copies in sizes}
+        plain = sweep.plain(sizes)
         print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
         for copies in sizes:
-            rows.append(measure(Path(name), everything, sum(documents[:copies]), copies, given.partitions or "auto"))
+            rows.append(Row(copies, sum(documents[:copies]), on_ray[copies], plain[copies].result()))
+            sweep.compare(copies)
             print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
     largest = rows[-1]
     roles = sorted(set(largest.ray.cpu_by_role) | set(largest.plain.cpu_by_role))
@@ -157,10 +193,6 @@ def main() -> None:
     if largest.overhead() > OVERHEAD:
         wrong.append(f"{largest.copies}x: Ray took {largest.overhead():.0%} CPU time on top, more than {OVERHEAD:.0%}")
     raise SystemExit("\n".join(wrong) or 0)
-
-
-def _against(ray: float, plain: float) -> str:
-    return f"{ray:.1f} s, {plain:.1f} s, {ray / plain - 1:+.0%}"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ from tidewheel.storage import Stamp, Store, store
 OnProgress = Callable[[str, int, int, str], None]
 _RESULT = pa.schema([pa.field("published", pa.string())])
 _SILENT = logging.CRITICAL + 1
+SHUFFLE_BYTES, SHUFFLE_MOST, SHUFFLE_MAPS = 64 << 20, 1 << 30, 256
+"""Input that the map side of a shuffle takes at once: 64 MiB, which every CPU gets some of and whose copies reuse
+memory (Ray's default of 1 GiB is one task up to there, and takes twice the CPU time). A partition holds as much, so
+beyond 256 partitions it grows with them: maps x partitions objects are a load of their own."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def shuffle_units(tasks: Sequence[Task], read: Callable[[Task], Iterable[pa.Tabl
             dataset = dataset.map_batches(functools.partial(_reduce, hop), batch_format="pyarrow", batch_size=None)
         return dataset
 
-    yield from _results(tasks, chain)
+    yield from _results(tasks, chain, partitions)
 
 
 def _do(work: Callable[[Task], Published], table: pa.Table) -> pa.Table:
@@ -170,10 +174,10 @@ def _table(units: Sequence[Published]) -> pa.Table:
     return pa.table([pa.array([unit.to_json() for unit in units], pa.string())], schema=_RESULT)
 
 
-def _results(tasks: Sequence[Task], chain: Callable[[Any], Any]) -> Iterator[Published]:
+def _results(tasks: Sequence[Task], chain: Callable[[Any], Any], partitions: int = 1) -> Iterator[Published]:
     import ray.data
 
-    with _quiet():  # from the start: a dataset keeps the settings it was made under
+    with _quiet(partitions):  # from the start: a dataset keeps the settings it was made under
         dataset = chain(ray.data.from_arrow([pa.table({"task": [_encode(task)]}) for task in tasks]))
         try:
             for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
@@ -187,14 +191,16 @@ def _results(tasks: Sequence[Task], chain: Callable[[Any], Any]) -> Iterator[Pub
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(partitions: int) -> Iterator[None]:
     """Ray Data as the pipeline needs it, and silent: progress is ours to show, errors ours to tell."""
     from ray.data import DataContext
     from ray.data.context import ShuffleStrategy
 
     context = DataContext.get_current()
     wanted = {"enable_progress_bars": False, "print_on_execution_start": False,
-              "shuffle_strategy": ShuffleStrategy.SHUFFLE_V2,
+              "shuffle_strategy": ShuffleStrategy.SHUFFLE_V2, "shuffle_compression": "lz4",
+              "shuffle_input_batch_bytes": min(SHUFFLE_MOST, SHUFFLE_BYTES * max(1, partitions // SHUFFLE_MAPS)),
+              "memory_usage_poll_interval_s": None,  # it walks the page tables of every worker each second
               "raise_original_map_exception": True}  # wrapped, ours would lose its parts on the way here
     before = {name: getattr(context, name) for name in wanted}
     logger = logging.getLogger("ray.data")
