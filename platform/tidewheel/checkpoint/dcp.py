@@ -7,10 +7,9 @@ own storage keeps its metadata as a pickle and has no hashes, hence ours.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tidewheel.checkpoint.manifest import DTYPES, KEY, CheckpointManifest, Chunk, TensorEntry
+from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
 from tidewheel.checkpoint.staging import dtype_name
 from tidewheel.errors import CheckpointError
 from tidewheel.storage import Stamp, Store
@@ -96,7 +96,7 @@ class Writer(StorageWriter):
         results: list[WriteResult] = []
         if items:
             tensors = [_contiguous(planner.resolve_data(item)) for item in items]
-            header, starts = _header(items, tensors)
+            header, starts = safetensors_head(map(_described, items, tensors))
             stamp = self._persist(lambda: self._write(header, tensors))
             file = Stamp(self._file, stamp.bytes, stamp.hash)
             results = [WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=Place(file, start))
@@ -184,11 +184,7 @@ class Reader(StorageReader):
         key = f"{self._name}/{self._manifest.files[chunk.file].key}"
         data = self._persist(lambda: self._bytes(key, start, length))
         tensor = data.view(getattr(torch, entry.dtype)).reshape(sizes)
-        for dimension, (offset, size) in enumerate(zip(offsets, item.lengths)):
-            tensor = tensor.narrow(dimension, offset, size)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(tensor)
-        planner.commit_tensor(item, target)
+        put_in_place(planner, item, tensor, offsets)
 
     def _bytes(self, key: str, start: int, length: int) -> torch.Tensor:
         """[length] uint8 of a file."""
@@ -228,6 +224,15 @@ def load_planner() -> DefaultLoadPlanner:
     return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
+def put_in_place(planner: LoadPlanner, item: ReadItem, rows: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Copy what `item` wants, which begins at `offsets` of `rows`, into the tensor that is being loaded."""
+    for dimension, (offset, size) in enumerate(zip(offsets, item.lengths)):
+        rows = rows.narrow(dimension, offset, size)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(rows)
+    planner.commit_tensor(item, target)
+
+
 def _contiguous(value: Any) -> torch.Tensor:
     assert isinstance(value, torch.Tensor)
     return value.detach().contiguous()
@@ -251,23 +256,8 @@ def _file_order(item: WriteItem) -> tuple[Any, ...]:
     return (-DTYPES[dtype][1], item.index.fqn, tuple(item.tensor_data.chunk.offsets))
 
 
-def _header(items: Iterable[WriteItem], tensors: Iterable[torch.Tensor]) -> tuple[bytes, list[int]]:
-    """The head of a safetensors file (length, then JSON, padded to 8 bytes) and where each tensor begins in the file.
-
-    https://github.com/huggingface/safetensors#format. A part of a tensor is named "name@first,indices".
-    """
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, at = [], 0
-    for item, tensor in zip(items, tensors):
-        assert item.tensor_data is not None
-        whole = tensor.shape == item.tensor_data.size
-        place = "" if whole else "@" + ",".join(map(str, item.tensor_data.chunk.offsets))
-        described[item.index.fqn + place] = {
-            "dtype": DTYPES[dtype_name(tensor)][0], "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes]}
-        starts.append(at)
-        at += tensor.nbytes
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, [start + len(head) for start in starts]
+def _described(item: WriteItem, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ...]]:
+    """A part, as `safetensors_head` wants it."""
+    assert item.tensor_data is not None
+    whole, chunk = item.tensor_data.size, item.tensor_data.chunk
+    return part_name(item.index.fqn, whole, chunk.offsets, tensor.shape), dtype_name(tensor), tuple(tensor.shape)

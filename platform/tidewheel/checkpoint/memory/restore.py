@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from tidewheel.checkpoint.dcp import load_planner
+from tidewheel.checkpoint.dcp import load_planner, put_in_place
 from tidewheel.checkpoint.memory.find import (
     MEND,
     Copy,
@@ -165,8 +165,4 @@ def _fill(part: PartReader, window: Sequence[Wanted], planner: Any) -> None:
         box = torch.empty(0, dtype=torch.uint8) if each.end == each.start else torch.frombuffer(
             data, dtype=torch.uint8, count=each.end - each.start, offset=each.start - first)
         tensor = box.view(getattr(torch, piece.dtype)).view(sizes)
-        for dimension, (offset, size) in enumerate(zip(offsets, item.lengths)):
-            tensor = tensor.narrow(dimension, offset, size)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(tensor)
-        planner.commit_tensor(item, target)
+        put_in_place(planner, item, tensor, offsets)

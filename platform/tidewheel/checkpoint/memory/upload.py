@@ -5,15 +5,13 @@ The same files and manifest as `CheckpointManager` writes, so that whoever reads
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import Sequence
 
-from tidewheel.checkpoint.manifest import DTYPES, KEY, CheckpointManifest, Chunk, TensorEntry, step_name
+from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, Chunk, TensorEntry, step_name
 from tidewheel.checkpoint.memory.find import PartReader, Recoverable
 from tidewheel.checkpoint.memory.protocol import Address
-from tidewheel.checkpoint.memory.table import Piece
+from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
 from tidewheel.storage import CHUNK_BYTES, Stamp, Store
 
 
@@ -41,7 +39,8 @@ def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = Non
         if not own:
             continue
         own.sort(key=lambda piece: (-piece.itemsize, piece.name, piece.offsets))
-        header, starts = safetensors_header(own)
+        header, starts = safetensors_head(
+            (part_name(piece.name, piece.shape, piece.offsets, piece.sizes), piece.dtype, piece.sizes) for piece in own)
         key = f"rank_{rank:05d}-{attempt}.safetensors"
         with store.writer(f"{name}/{key}") as sink:
             sink.write(header)
@@ -58,20 +57,3 @@ def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = Non
                                   parts[0].extra)
     store.write(f"{name}/{KEY}", manifest.to_json())
     return manifest
-
-
-def safetensors_header(pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
-    """The head of a safetensors file with these tensors, and where each begins in the file; as `dcp.Writer` names
-    them."""
-    described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    starts, at = [], 0
-    for piece in pieces:
-        place = "" if piece.sizes == piece.shape else "@" + ",".join(map(str, piece.offsets))
-        described[piece.name + place] = {"dtype": DTYPES[piece.dtype][0], "shape": list(piece.sizes),
-                                         "data_offsets": [at, at + piece.bytes]}
-        starts.append(at)
-        at += piece.bytes
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, [start + len(head) for start in starts]
