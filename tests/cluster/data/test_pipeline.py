@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import shutil
 from collections import defaultdict
@@ -16,6 +17,8 @@ import pytest
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
+from tidewheel.data.stage import Unit
+from tidewheel.data.stages import execute
 from tidewheel.errors import InputError, StorageError
 from tidewheel.shards.tokenizer import load as load_tokenizer
 from tidewheel.shards.verify import verify
@@ -422,3 +425,31 @@ def test_an_object_store_gives_the_same_bytes(finished, s3, tmp_path):
     again = pipeline.run(config, input=uri, output=f"{uri}/out")
     assert all(entry["units_reused"] == entry["units"] for entry in again.value["stages"])
     assert again.value["contamination"] == run.value["contamination"]
+
+
+def test_a_shuffle_starts_no_processes_of_its_own(cluster, tmp_path: Path):
+    """Ray gives each side of a shuffle workers of its own, which costs more than most shuffles: see `_same_workers`."""
+    from ray.data._internal.execution.operators import hash_shuffle_v2
+
+    folder, before = tmp_path / "workers", dict(hash_shuffle_v2._SHUFFLE_MAP_RUNTIME_ENV["env_vars"])
+    folder.mkdir()
+    assert before  # else Ray has changed, and `_same_workers` is no longer needed
+
+    def told(side: str) -> None:
+        shuffle = {"RAY_DATA_SHUFFLE_MAP_WORKER", "RAY_DATA_SHUFFLE_REDUCE_WORKER"} & os.environ.keys()
+        (folder / f"{side}-{os.getpid()}-{','.join(sorted(shuffle))}").touch()
+
+    def read(task: execute.Task) -> list[pa.Table]:
+        told("read")
+        return [pa.table({"part": pa.array([0, 1] * 50, pa.int32())})]
+
+    def reduce(number: int, rows: pa.Table) -> None:
+        told("reduce")
+
+    tasks = [execute.Task(str(tmp_path), Unit("test", f"{number}", f"{number}", number)) for number in range(4)]
+    assert not list(execute.shuffle_units(tasks, read, pa.schema([("part", pa.int32())]),
+                                          [execute.Hop("part", reduce)], 2))
+    found = [path.name.split("-") for path in folder.iterdir()]
+    assert {side for side, _, _ in found} == {"read", "reduce"}
+    assert not [each for each in found if each[2]], "in an environment of its own"
+    assert hash_shuffle_v2._SHUFFLE_MAP_RUNTIME_ENV["env_vars"] == before

@@ -209,11 +209,34 @@ def _quiet(partitions: int) -> Iterator[None]:
         setattr(context, name, value)
     logger.setLevel(_SILENT)
     try:
-        yield
+        with _same_workers():
+            yield
     finally:
         logger.setLevel(level)
         for name, value in before.items():
             setattr(context, name, value)
+
+
+@contextlib.contextmanager
+def _same_workers() -> Iterator[None]:
+    """Shuffles in the worker processes that are there.
+
+    Ray gives each side of a shuffle an environment of its own and with it new processes, so that object store pages do
+    not count as memory of other tasks'; starting those takes longer than most shuffles, and on a node without room for
+    idle ones that is at each stage.
+    """
+    from ray.data._internal.execution.operators import hash_shuffle_v2
+    from ray.data._internal.execution.operators.shuffle_operators import shuffle_reduce_operator
+
+    sides = [hash_shuffle_v2._SHUFFLE_MAP_RUNTIME_ENV, shuffle_reduce_operator._SHUFFLE_REDUCE_RUNTIME_ENV]
+    before = [side["env_vars"] for side in sides]
+    for side in sides:
+        side["env_vars"] = {}
+    try:
+        yield
+    finally:
+        for side, variables in zip(sides, before):
+            side["env_vars"] = variables
 
 
 def _encode(task: Task) -> str:
