@@ -47,6 +47,10 @@ class StorageError(TidewheelError):
     """A URI cannot be read or written: missing, refused, or damaged."""
 
 
+class StorageAwayError(StorageError):
+    """The store does not answer, or fails: the same call may succeed later."""
+
+
 class ShardError(TidewheelError):
     """A shard set is damaged, incomplete or does not fit the model."""
 

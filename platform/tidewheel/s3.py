@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from tidewheel.errors import StorageError
+from tidewheel.errors import StorageAwayError, StorageError
 from tidewheel.storage import CHUNK_BYTES, HashingWriter, Stamp, Store, Writer, join, safe_key
 
 PART_BYTES = 16 << 20  # of a multipart upload: 10,000 parts at most, so objects up to 160 GiB
@@ -170,15 +170,16 @@ class S3Store(Store):
                                mend="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role that may read "
                                     "and write this bucket; `tidewheel doctor --storage URI` tests it") from None
         except (bx.EndpointConnectionError, bx.ConnectTimeoutError, bx.ProxyConnectionError) as error:
-            raise StorageError(f"the object store does not answer ({_short(error)})", where=where,
-                               mend="check AWS_ENDPOINT_URL and that the server is up") from None
+            raise StorageAwayError(
+                f"the object store does not answer ({_short(error)})", where=where,
+                mend="check AWS_ENDPOINT_URL and that the server is up") from None
         except bx.ParamValidationError:
             raise StorageError(f"{self.bucket!r} is not a possible bucket name", where=where,
                                mend="3 to 63 small letters, digits, dots and dashes") from None
         except (OSError, bx.BotoCoreError, bx.ClientError, aiohttp.ClientError, ValueError) as error:
-            raise StorageError(f"the object store failed ({_short(error)})", where=where,
-                               mend="try again; if it persists, check AWS_ENDPOINT_URL and the store's health"
-                               ) from error
+            raise StorageAwayError(
+                f"the object store failed ({_short(error)})", where=where,
+                mend="try again; if it persists, check AWS_ENDPOINT_URL and the store's health") from error
 
     def _require_bucket(self) -> None:
         """StorageError when the bucket itself is missing; asked once a process and bucket."""

@@ -35,7 +35,8 @@ AGENT_SECONDS = 10.0
 #: Events that the driver tells people at once; the rest is for the report.
 NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
                         "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "sink_failed",
-                        "guard", "rollback", "hang", "shard_read_again"})
+                        "guard", "rollback", "hang", "shard_read_again", "storage_away", "memory_refused",
+                        "memory_tier_lost"})
 
 
 @dataclass(frozen=True)

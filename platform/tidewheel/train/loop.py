@@ -39,6 +39,7 @@ from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.optim.schedule import learning_rate
+from tidewheel.train.outage import Patience
 from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.parallel.mesh import check_current
 from tidewheel.train.positions import Positions, Window
@@ -60,14 +61,14 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
             ranks that are left.
         MadeWay: the cluster asked for the ranks to be changed, and everything is saved.
     """
-    began, place = time.time(), storage.store(config.run_uri)
-    finished = read_result(place)
+    began, place, patience = time.time(), storage.store(config.run_uri), Patience.of(config, runtime)
+    finished = patience(lambda: read_result(place))
     if finished is not None and finished.steps == config.steps:
         return finished
     legal.check_world(config, runtime.world_size)
     check_precision(torch.device(runtime.device), config.precision)
     weights_and_biases.check(config.metrics.wandb)
-    source, validation = checks.read_data(config)  # before anything is written
+    source, validation = patience(lambda: checks.read_data(config))  # before anything is written
     timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
     with contextlib.ExitStack() as stack:
         stack.callback(timeline.flush)
@@ -77,7 +78,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
                       on_hang=lambda found: runtime.control.event("hang", found=found))
         stack.callback(watch.close)
         try:
-            loop = Loop.open(config, runtime, timeline, source, validation, watch)
+            loop = Loop.open(config, runtime, timeline, source, validation, watch, patience)
             stack.callback(loop.close)
             watch.include(loop.model.mesh.groups())
             loop.resume()
@@ -134,6 +135,7 @@ class Loop:
     positions: Positions
     guard: Guard
     watch: Watch
+    patience: Patience
     constant: dict[str, Any]
     """What every checkpoint says alike: what the run is."""
     schedule: SaveSchedule | None = None
@@ -141,7 +143,7 @@ class Loop:
 
     @classmethod
     def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source,
-             validation: Mapping[str, Manifest], watch: Watch) -> Loop:
+             validation: Mapping[str, Manifest], watch: Watch, patience: Patience) -> Loop:
         """Open the data and build the model; its values are not yet set."""
         device = torch.device(runtime.device)
         if device.type == "cpu":
@@ -166,18 +168,19 @@ class Loop:
         loop = cls(
             config=config, runtime=runtime, timeline=timeline, record=record,
             collectives=collectives, source=source,
-            validation=evaluation.open_sets(config, device), model=model,
+            validation=patience(lambda: evaluation.open_sets(config, device)), model=model,
             optimizer=build_optimizer(model, config.optimizer),
             digest=BatchDigest(source, collectives, model.mesh, model.share, config.batch.micro_sequences),
             progress=Progress(), reader=reader, metrics=metrics, positions=positions,
             loss_scale=LossScale() if config.precision == "fp16" else None,
-            guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch,
+            guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch, patience=patience,
             constant={"recipe_hash": config.recipe_hash(), "identity": checks.identity(config, source),
                       "seed": config.seed, "schedule": {**config.schedule.canonical(), "steps": config.steps}})
         if runtime.rank == 0:
-            record.write_run(config, source, validation, parameters=model.num_parameters,
-                                  vocabulary_size=vocabulary)
-            loop.schedule = SaveSchedule(config.checkpoint, started=record.started(), failures=record.failures())
+            patience(lambda: record.write_run(config, source, validation, parameters=model.num_parameters,
+                                              vocabulary_size=vocabulary))
+            loop.schedule = patience(lambda: SaveSchedule(config.checkpoint, started=record.started(),
+                                                          failures=record.failures()))
         return loop
 
     def resume(self) -> None:
@@ -201,14 +204,15 @@ class Loop:
                 self.record.restore(extra.get("unwritten", {}))
             if self.runtime.checkpoints.keeps(progress.step):
                 self._keep(progress.step)  # until then a part of a lost node has one copy only
-        progress.recorded = self.collectives.from_first(self.record.last_step() if self.runtime.rank == 0 else 0)
+        recorded = self.patience(self.record.last_step) if self.runtime.rank == 0 else 0
+        progress.recorded = self.collectives.from_first(recorded)
         self.metrics.open(step=progress.step, recorded=progress.recorded)
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
         self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,
                     redo=max(0, progress.recorded - progress.step),
                     **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
         if extra is not None and extra["validation_loss"] is None and self._evaluates_at(progress.step):
-            done = self.runtime.rank == 0 and self.record.evaluated(progress.step)
+            done = self.runtime.rank == 0 and self.patience(lambda: self.record.evaluated(progress.step))
             if not self.collectives.from_first(int(done)):  # whoever was about to is gone
                 self._evaluate()
 
@@ -236,7 +240,8 @@ class Loop:
 
     def _windows(self) -> list[Window]:
         """What the run's rollbacks pass over, as rank 0 finds it recorded."""
-        mine = [(line["start"], line["end"]) for line in read_rollbacks(self.record.store)] * (self.runtime.rank == 0)
+        lines = self.patience(lambda: read_rollbacks(self.record.store)) if self.runtime.rank == 0 else []
+        mine = [(line["start"], line["end"]) for line in lines]
         count = self.collectives.from_first(len(mine))
         mine = mine or [(0, 0)] * count
         first = self.collectives.from_first

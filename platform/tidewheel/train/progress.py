@@ -26,6 +26,9 @@ LINES = {
     "rollback": "back from step {step} to {back_to}: {count} sequences from position {position} are passed over",
     "hang": "{found}",
     "shard_read_again": "{shard} was read again: {problem}",
+    "memory_refused": "step {step} in memory is refused: {reason}; trying what is older",
+    "memory_tier_lost": "rank {rank} keeps no copy in memory any more: {reason}",
+    "storage_away": "storage is away ({reason}); waiting for it",
     "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training goes on",
 }
 WIDTH = 200

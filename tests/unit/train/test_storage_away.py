@@ -11,10 +11,13 @@ from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.elastic.trainer import LocalControl
-from tidewheel.errors import StorageError
+from tidewheel.errors import StorageAwayError, StorageError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.storage import LocalStore
+from tidewheel.train import checks, outage
 from tidewheel.train.loop import train
+from tidewheel.train.outage import Patience
+from tidewheel.train.record import RunRecord
 from tidewheel.train.runtime import Runtime
 
 pytestmark = pytest.mark.timeout(120)
@@ -114,3 +117,47 @@ def test_logs_wait_for_nobody():
             assert time.monotonic() - began < 1
         log.flush()
         assert [line["step"] for line in jsonlog.read(place, "metrics.jsonl")] == list(range(200))
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generation: int, monkeypatch):
+    """The first says at once what is wrong: more likely an address than an outage."""
+    settings = config(folder, f"back{generation}", "steps=2", "evaluation.every_steps=0", "evaluation.sample_tokens=0",
+                      "data.validation=''")
+    control = Training(JsonLog(storage.store(settings.run_uri), "events.jsonl"), None)
+    monkeypatch.setattr(outage, "PAUSE_SECONDS", 0.01)
+    calls = {"read_data": 0, "last_step": 0}
+
+    def flaky(name: str, real):
+        def call(*arguments):
+            calls[name] += 1
+            if calls[name] <= 3:
+                raise StorageAwayError("the object store does not answer", where="s3://bucket", mend="wait")
+            return real(*arguments)
+        return call
+
+    monkeypatch.setattr(checks, "read_data", flaky("read_data", checks.read_data))
+    monkeypatch.setattr(RunRecord, "last_step", flaky("last_step", RunRecord.last_step))
+    if generation == 0:
+        with pytest.raises(StorageAwayError):
+            train(settings, Runtime(control=control))
+        assert calls == {"read_data": 1, "last_step": 0}
+        return
+    assert train(settings, Runtime(control=control, generation=generation)).steps == 2
+    assert calls == {"read_data": 4, "last_step": 4}
+    events = jsonlog.read(storage.store(settings.run_uri), "events.jsonl")
+    assert [event["kind"] for event in events].count("storage_away") == 2
+
+
+def test_patience_has_an_end(monkeypatch):
+    monkeypatch.setattr(outage, "PAUSE_SECONDS", 0.01)
+    told, calls = [], []
+
+    def away() -> None:
+        calls.append(1)
+        raise StorageAwayError("the object store does not answer", where="s3://bucket", mend="wait")
+
+    with pytest.raises(StorageAwayError):
+        Patience(0.05, lambda kind, **detail: told.append(kind))(away)
+    assert len(calls) > 2
+    assert told == ["storage_away"]

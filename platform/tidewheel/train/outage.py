@@ -1,0 +1,51 @@
+"""Storage that is away when a later generation of a run begins: it is waited for, as it is while a run saves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tidewheel.errors import StorageAwayError
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.runtime import Runtime
+
+PAUSE_SECONDS = 2.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Calls that only need storage; called with the same calls on a rank alone, never around a collective."""
+
+    seconds: float
+    """For so long a call is tried again."""
+    on_event: Callable[..., Any]
+
+    @classmethod
+    def of(cls, config: TrainConfig, runtime: Runtime) -> Patience:
+        """None in the first generation, where a wrong address shall be told at once; later on as long as failing saves
+        are put up with."""
+        settings = config.checkpoint
+        most = settings.max_failed_saves * settings.retry_seconds if settings.max_failed_saves else math.inf
+        return cls(most if runtime.generation else 0.0, runtime.control.event)
+
+    def __call__(self, read: Callable[[], T]) -> T:
+        """What `read` returns, once storage is there.
+
+        Raises:
+            StorageAwayError: it was away for too long.
+        """
+        until, told = time.monotonic() + self.seconds, False
+        while True:
+            try:
+                return read()
+            except StorageAwayError as error:
+                if time.monotonic() >= until:
+                    raise
+                if not told:
+                    self.on_event("storage_away", reason=error.what)
+                told = True
+                time.sleep(PAUSE_SECONDS)
