@@ -23,6 +23,7 @@ from tidewheel.elastic.channel import Server
 from tidewheel.elastic.membership import How, Limits, Membership, Phase
 from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.policy import FailureBudget, Recovery, Resizer
+from tidewheel.elastic.slow import judge
 from tidewheel.errors import ClusterError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.train.config import ElasticConfig
@@ -34,9 +35,9 @@ AGENT_SECONDS = 10.0
 """A worker waits this long for the memory agent of its node, then does without."""
 #: Events that the driver tells people at once; the rest is for the report.
 NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
-                        "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "sink_failed",
-                        "guard", "rollback", "hang", "shard_read_again", "storage_away", "memory_refused",
-                        "memory_tier_lost"})
+                        "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "slow_worker",
+                        "sink_failed", "guard", "rollback", "hang", "shard_read_again", "storage_away",
+                        "memory_refused", "memory_tier_lost"})
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Coordinator:
         limits = Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
                         gather=elastic.start_timeout_seconds)
         budget = FailureBudget(max_failures=elastic.max_failures, first=Recovery(elastic.recovery))
+        self._elastic = elastic
         self._membership = Membership(sizes, resizer, budget, self,
                                       limits=limits, first_generation=first, furthest_step=furthest)
         self._channel: Server | None = None
@@ -140,6 +142,10 @@ class Coordinator:
     def fenced(self) -> set[str]:
         """Workers that were cut off and whose processes must end."""
         return set(self._cut)
+
+    def avoided(self) -> set[str]:
+        """Nodes on which no worker shall be started: too slow."""
+        return set(self._membership.avoided)
 
     def dead(self, names: list[str], why: str) -> list[str]:
         """Ray says that these workers are dead; those whose loss is dealt with here."""
@@ -238,13 +244,28 @@ class Coordinator:
                 self._step(message["generation"], message["progress"])
                 membership.beat(name, message["generation"], int(message["progress"]["step"]), now)
             case "event":
-                self._record(message["kind"], message["detail"], float(message["time"]))
+                detail = self._slow(message["detail"]) if message["kind"] == "slow_worker" else message["detail"]
+                self._record(message["kind"], detail, float(message["time"]))
                 if message["kind"] == "memory_tier_lost" and membership.phase is Phase.RUNNING:
                     self._agent_lost(name)
             case "leaving":
                 membership.leaving(name)
             case "left":
                 membership.left(name, message["generation"], How(message["how"]), str(message["text"]), now)
+
+    def _slow(self, detail: dict[str, Any]) -> dict[str, Any]:
+        """What a worker's slowness leads to; its event with the node, the factor and the action."""
+        found, generation = self._membership.beside(int(detail["slow_rank"])), self._membership.generation
+        if found is None or generation is None:
+            return detail
+        worker, others = found
+        ratio = 1 + float(detail["over"])
+        verdict = judge(self._elastic.slow_worker, ratio, size=len(generation.members), others=others,
+                        sizes=self._membership.sizes)
+        if verdict.leave:
+            self._membership.avoid(worker.node)
+        return {**detail, "node": worker.node, "ratio": round(ratio, 3), "reason": verdict.reason,
+                "action": "replace" if verdict.leave else "report"}
 
     def closed(self, name: str) -> None:
         self._waiting.pop(name, None)

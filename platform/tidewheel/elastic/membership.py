@@ -133,6 +133,8 @@ class Membership:
         self._gathering_since: float | None = None
         self._fresh = True  # no generation was formed of this group of workers
         self._draining: set[str] = set()
+        self.avoided: set[str] = set()
+        """Nodes that are left although they stay: too slow. Used again when nothing else is left."""
         self._ended: Generation | None = None  # the one before, until its successor has done a step
         self._ticked: float | None = None
 
@@ -152,7 +154,7 @@ class Membership:
         """A worker is ready for a rank."""
         worker = self.workers.setdefault(name, Worker(name))
         worker.node, worker.connected, worker.beat, worker.left = node, True, now, None
-        worker.leaving = node in self._draining
+        worker.leaving = node in self._draining or node in self.avoided
         if self.phase is Phase.OVER:
             self._outbox.send(name, {"do": "over"})
         self._gather(now)
@@ -176,6 +178,24 @@ class Membership:
         self._draining = set(nodes)
         for worker in self.workers.values():
             worker.leaving = worker.leaving or worker.node in self._draining
+
+    def avoid(self, node: str) -> None:
+        """Leave this node as if it were drained."""
+        self.avoided.add(node)
+        for worker in self.workers.values():
+            worker.leaving = worker.leaving or worker.node == node
+
+    def beside(self, rank: int) -> tuple[Worker, int] | None:
+        """The worker that has `rank` now, and how many others could have one without its node; None: nobody has."""
+        generation = self.generation
+        if generation is None or self.phase is not Phase.RUNNING or rank >= len(generation.members):
+            return None
+        worker = self.workers.get(generation.members[rank])
+        if worker is None:
+            return None
+        others = [each for each in self.workers.values()
+                  if each.connected and not each.leaving and each.node != worker.node]
+        return worker, len(others)
 
     def lost(self, name: str, why: str, now: float) -> None:
         """The worker is gone."""
@@ -355,6 +375,12 @@ class Membership:
         if self._gathering_since is None:
             self._gathering_since = now
         size = largest_fit(self.sizes, len(there))
+        if not size and self.avoided:  # a slow worker is better than none
+            for worker in self.workers.values():
+                worker.leaving = worker.leaving and worker.node not in self.avoided - self._draining
+            self.avoided.clear()
+            there = [worker for worker in self.workers.values() if worker.connected and not worker.leaving]
+            size = largest_fit(self.sizes, len(there))
         if not size:
             if now - self._gathering_since > self._limits.gather:
                 self.phase, self.recovery = Phase.FAILED, Recovery.KEPT

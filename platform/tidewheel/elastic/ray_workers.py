@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,11 +119,14 @@ class Workers:
             ray.kill(answers[answer].actor)
         return [answers[answer] for answer in done if _result(answer) is not None]
 
-    def free_places(self, taken: Counter[str], wanted: int, *, patience_seconds: float = 0.0) -> list[str]:
+    def free_places(self, taken: Counter[str], wanted: int, *, patience_seconds: float = 0.0,
+                    avoided: Collection[str] = ()) -> list[str]:
         """Ids of nodes with room for up to `wanted` more workers, one for each, those of a node together."""
         places: list[str] = []
         if wanted > 0:
             for node in nodes.usable(patience_seconds):
+                if node.node_id in avoided:
+                    continue
                 places += [node.node_id] * max(0, self.slots(node) - taken[node.node_id])
         return places[:wanted]
 
@@ -230,14 +234,15 @@ class ElasticWorkerGroup(WorkerGroup):
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        staying = {node.node_id for node in nodes.alive() if not node.draining}
+        avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
+        staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
         there = Counter(worker.metadata.node_id for worker in self.get_workers())
         taken = there + Counter(one.node for one in self._starting)
         wanted = self.pool.most - sum(count for node, count in taken.items() if node in staying)
         if now < self._again_at or wanted <= 0:
             return
         new = [self._start_process(node, self._worker_group_context.resources_per_worker)
-               for node in self.pool.free_places(taken, wanted)]
+               for node in self.pool.free_places(taken, wanted, avoided=avoided)]
         self._starting += new
 
     def _admit(self) -> int:

@@ -131,6 +131,13 @@ class ElasticConfig(Config):
     """Ask at most this often whether to grow."""
     hold_seconds: float = Field(default=60.0, gt=0)
     """A planned change is called off when the workers have not saved and made way after so long."""
+    slow_worker: Literal["ignore", "report", "replace"] = "report"
+    """What is done about a worker that is `slow_factor` times slower than the median of all workers for
+    `metrics.straggler.window` readings in a row. report: an event with its rank, node and factor. replace: its node is
+    also left, as if it were drained, if without it the run is faster: another worker stands by, or a legal number of
+    workers remains that makes up for it. It is not used again as long as there are others."""
+    slow_factor: float = Field(default=1.5, gt=1)
+    """See `slow_worker`."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """Fail when so few workers can be placed for this long."""
     recovery: Literal["in_place", "kept", "plain"] = "in_place"

@@ -285,6 +285,29 @@ def test_a_death_while_the_run_is_stopped(world):
     assert world.it.stop_run() == (True, 3)
 
 
+def test_a_node_that_is_avoided_is_left_at_a_step_boundary(world):
+    """As in a drain; but its workers are there when nobody else is."""
+    slow, others = world.it.beside(1)
+    assert (slow.name, others) == (world.members[1], len(world.members) - 1)
+    assert world.it.beside(99) is None
+    world.run(1)
+    world.it.avoid(slow.node)
+    world.wait(2, *world.members)
+    assert set(world.told("stop")) == set(world.members)
+    before = world.members
+    world.leave(*before, how=How.MADE_WAY)
+    assert slow.name not in world.members
+    assert world.members
+    world.it.hello(slow.name, slow.node, world.now)
+    assert world.it.workers[slow.name].leaving
+    world.run(2)
+    world.lose(*[name for name in before if name not in (slow.name, *world.members)])  # who stands by
+    world.lose(*world.members)
+    world.wait(1, slow.name)
+    assert world.members == (slow.name,)
+    assert not world.it.avoided
+
+
 def test_too_few_workers_for_too_long():
     world = World((2, 4))
     world.start("a", "b")

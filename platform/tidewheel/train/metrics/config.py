@@ -30,7 +30,8 @@ class StragglerConfig(Config):
     """
 
     share: float = Field(default=0.2, gt=0)
-    """A rank this much over the median of all ranks, reading after reading, is named."""
+    """A rank this much over the median of all ranks, reading after reading, is named (of an even number of ranks the
+    lower median). `elastic.slow_worker` says what is done about one that is far over it."""
     every_steps: int = Field(default=10, ge=0)
     """Steps between readings, one small gather each; 0: never."""
     window: int = Field(default=5, ge=1)

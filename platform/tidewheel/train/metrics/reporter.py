@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,7 +37,9 @@ class Reporter:
         self._world_size = collectives.world_size
         self._meter = Meter(config.metrics.every_steps, config.steps, collectives.world_size, collectives.device,
                             flops_per_token)
-        self._stragglers = Stragglers(config.metrics.straggler, collectives)
+        self._stragglers = Stragglers(
+            config.metrics.straggler, collectives,
+            math.inf if config.elastic.slow_worker == "ignore" else config.elastic.slow_factor)
         self._profiler = Profiler(config.profile, record.store, collectives.device) if self._rank == 0 else None
         self._sinks: Background | None = None
 

@@ -1,7 +1,11 @@
-"""Which rank makes the others wait. A pure function of the ranks' readings; who gathers them is `Stragglers`."""
+"""Which rank makes the others wait. A pure function of the ranks' readings; who gathers them is `Stragglers`.
+
+Of an even number of ranks the median is the lower of the two in the middle: of two ranks the faster one counts.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -36,29 +40,60 @@ def stragglers(readings: torch.Tensor, share: float) -> list[Straggler]:
         readings: [window, ranks], seconds per step.
         share: 0.2 for 20 %.
     """
-    medians = readings.double().quantile(0.5, dim=1)
+    medians = median(readings)
     slow = (readings > (1 + share) * medians[:, None]).all(dim=0)
     return [Straggler(rank, float(readings[:, rank].mean()), float(medians.mean()))
             for rank in slow.nonzero().flatten().tolist()]
 
 
-class Stragglers:
-    """Gathers the ranks' own time per step every few steps and says who is slow: once, until it no longer is."""
+def median(readings: torch.Tensor) -> torch.Tensor:
+    """[window] of [window, ranks], fp64."""
+    return readings.double().quantile(0.5, dim=1, interpolation="lower")
 
-    def __init__(self, config: StragglerConfig, collectives: Collectives) -> None:
+
+class Limit:
+    """Who is over one limit, told once when it begins and once when it is over."""
+
+    def __init__(self, kind: str, share: float) -> None:
+        self._kind, self._share = kind, share
+        self._known: set[int] = set()
+
+    def news(self, readings: torch.Tensor) -> list[tuple[str, dict[str, Any]]]:
+        """Events after the newest of `readings` [window, ranks]."""
+        found = {each.rank: each for each in stragglers(readings, self._share)}
+        events: list[tuple[str, dict[str, Any]]] = [
+            (self._kind, {"slow_rank": rank, "own_seconds": round(each.own_seconds, 6),
+                          "median_seconds": round(each.median_seconds, 6), "over": round(each.over, 3)})
+            for rank, each in found.items() if rank not in self._known]
+        limit = (1 + self._share) * float(median(readings[-1:]))
+        back = {rank for rank in self._known - found.keys() if float(readings[-1, rank]) <= limit}
+        events += [(f"{self._kind}_over", {"slow_rank": rank}) for rank in sorted(back)]
+        self._known = (self._known | found.keys()) - back
+        return events
+
+
+class Stragglers:
+    """Gathers the ranks' own time per step every few steps and says who is slow: once, until it no longer is.
+
+    Args:
+        slow_factor: a rank this many times over the median is a "slow_worker" beside being a straggler.
+    """
+
+    def __init__(self, config: StragglerConfig, collectives: Collectives, slow_factor: float = math.inf) -> None:
         self._config, self._collectives = config, collectives
+        self._limits = [Limit("straggler", config.share), Limit("slow_worker", slow_factor - 1)]
         self._busy: BusyTime | None = None
         self._waited, self._steps = 0.0, 0
         self._readings: deque[torch.Tensor] = deque(maxlen=config.window)
-        self._known: set[int] = set()
         self._unread: list[float] = []
 
     def step(self, waited: float) -> list[tuple[str, dict[str, Any]]]:
         """Called by all ranks at the end of each step, with the seconds it waited for data.
 
         Returns:
-            On rank 0 the events to record: ("straggler", {"rank", "own_seconds", "median_seconds", "over"}) when a
-            rank is first over the limit, ("straggler_over", {"rank"}) when it is back; else [].
+            On rank 0 the events to record: ("straggler", {"slow_rank", "own_seconds", "median_seconds", "over"}) when
+            a rank is first over the limit, ("straggler_over", {"slow_rank"}) when it is back, and "slow_worker" and
+            "slow_worker_over" likewise; else [].
         """
         config = self._config
         if not config.every_steps or self._collectives.world_size == 1:
@@ -76,7 +111,10 @@ class Stragglers:
             return []
         self._readings.append(gathered.double() / 1e9)
         self._unread = self._readings[-1].tolist()
-        return self._news() if len(self._readings) == config.window else []
+        if len(self._readings) < config.window:
+            return []
+        readings = torch.stack(list(self._readings))
+        return [event for limit in self._limits for event in limit.news(readings)]
 
     def close(self) -> None:
         """Let go of the clock."""
@@ -87,16 +125,3 @@ class Stragglers:
         """The ranks' own seconds per step, once after each gather, on rank 0; else []."""
         found, self._unread = self._unread, []
         return found
-
-    def _news(self) -> list[tuple[str, dict[str, Any]]]:
-        found = {each.rank: each for each in stragglers(torch.stack(list(self._readings)), self._config.share)}
-        events: list[tuple[str, dict[str, Any]]] = [
-            ("straggler", {"slow_rank": rank, "own_seconds": round(each.own_seconds, 6),
-                           "median_seconds": round(each.median_seconds, 6), "over": round(each.over, 3)})
-            for rank, each in found.items() if rank not in self._known]
-        latest = self._readings[-1]
-        limit = (1 + self._config.share) * float(latest.quantile(0.5))
-        back = {rank for rank in self._known - found.keys() if float(latest[rank]) <= limit}
-        events += [("straggler_over", {"slow_rank": rank}) for rank in sorted(back)]
-        self._known = (self._known | found.keys()) - back
-        return events

@@ -23,7 +23,7 @@ def test_named_is_who_is_over_in_every_reading(rows: list[list[float]]):
         over = []
         for row in rows:
             ordered = sorted(row)
-            over.append(row[rank] > 1.2 * (ordered[1] + ordered[2]) / 2)
+            over.append(row[rank] > 1.2 * ordered[1])
         assert (rank in found) == all(over)
 
 
@@ -50,6 +50,19 @@ def test_a_rank_is_named_once_and_again_when_it_comes_back():
     assert watch.reading() == []
     assert told[8][1] == {"slow_rank": 2, "own_seconds": 1.75, "median_seconds": 1.025, "over": 0.707}
     watch.close()
+
+
+def test_a_slow_worker_is_one_far_over():
+    readings = [[1.0, 1.0, 1.4], [1.0, 1.0, 1.4], [1.0, 1.0, 3.0], [1.0, 1.0, 2.8], [1.0, 1.0, 1.4]]
+    watch = Stragglers(StragglerConfig(every_steps=1, window=2), Scripted(readings), slow_factor=2.5)
+    told = [[kind for kind, _ in watch.step(0.0)] for _ in range(1 + len(readings))]
+    assert told == [[], [], ["straggler"], [], ["slow_worker"], ["slow_worker_over"]]
+    watch.close()
+
+
+def test_of_two_ranks_the_faster_one_is_the_median():
+    [slow] = stragglers(torch.tensor([[1.0, 3.0]]), 0.2)
+    assert (slow.rank, slow.over) == (1, 2.0)
 
 
 def test_alone_or_turned_off_nothing_is_gathered():
