@@ -3,7 +3,8 @@
 Prints its progress as JSON lines. Its workers do what `tidewheel train`'s do, and what the environment asks for beside:
 
 CHAOS_STEP_SECONDS      each step takes so much longer, as if the model were larger
-CHAOS_SLOW              {"node": first 12 digits of its id, "factor": f}: there a step's own work takes f times as long
+CHAOS_SLOW              a path; on the node named in the file there, as JSON {"node": first 12 digits of its id, "factor": f},
+                        a step's own work takes f times as long
 CHAOS_STORAGE_AWAY      a path; while there is a file, no object of the store can be read, written or listed
 """
 
@@ -29,20 +30,22 @@ def worker(settings: dict[str, Any]) -> Any:
     from tidewheel.train import loop
 
     node = ray.get_runtime_context().get_node_id()[:12]
-    slow = json.loads(os.environ.get("CHAOS_SLOW", "{}"))
     if not hasattr(loop, "chaos"):
         loop.chaos = loop.train_step  # type: ignore[attr-defined]
-    loop.train_step = slowed(loop.chaos, float(os.environ.get("CHAOS_STEP_SECONDS", "0")),  # type: ignore[attr-defined]
-                             float(slow["factor"]) if slow.get("node") == node else 1.0)
+    loop.train_step = slowed(loop.chaos, float(os.environ.get("CHAOS_STEP_SECONDS", "0")), node)  # type: ignore
     storage_faults()
     return run_worker(settings)
 
 
-def slowed(step: Callable[..., Any], seconds: float, factor: float) -> Callable[..., Any]:
-    """`step` that takes `seconds` longer, and `factor` times its own CPU time."""
+def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[..., Any]:
+    """`step` that takes `seconds` longer, and more CPU time where CHAOS_SLOW says so."""
+    file = Path(os.environ.get("CHAOS_SLOW", "/nowhere"))
+
     def train_step(*arguments: Any, **named: Any) -> Any:
         began = time.thread_time()
         result = step(*arguments, **named)
+        slow = json.loads(file.read_text()) if file.exists() else {}
+        factor = slow["factor"] if slow.get("node") == node else 1.0
         until = time.thread_time() + (factor - 1) * (time.thread_time() - began)
         while time.thread_time() < until:
             pass
