@@ -3,8 +3,8 @@
 Prints its progress as JSON lines. Its workers do what `tidewheel train`'s do, and what the environment asks for beside:
 
 CHAOS_STEP_SECONDS      each step takes so much longer, as if the model were larger
-CHAOS_SLOW              a path; on the node named in the file there, as JSON {"node": first 12 digits of its id, "factor": f},
-                        a step's own work takes f times as long
+CHAOS_SLOW              a path; the file there, if any, is {"node": first 12 digits of its id, "factor": f}, and on that
+                        node a step's own work takes f times as long
 CHAOS_STORAGE_AWAY      a path; while there is a file, no object of the store can be read, written or listed
 """
 
