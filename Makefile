@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test lint format clean help
+.PHONY: demo test long lint format clean help
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -19,7 +19,10 @@ test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a re
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -n 2 --dist loadfile tests/unit tests/k8s
-	$(PYTEST) tests/cluster tests/chaos
+	$(PYTEST) -m "not long" tests/cluster tests/chaos
+
+long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each
+	$(PYTEST) -m long tests
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from tests.chaos.world import disturbed_run, prepare, settings
 from tidewheel import jsonlog
 from tidewheel.train.audit import audit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(180)]
 
 
 def test_a_slow_worker_is_replaced_by_one_that_stands_by(tmp_path: Path):

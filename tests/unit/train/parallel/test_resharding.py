@@ -1,4 +1,4 @@
-"""Two pairs of the table of `python -m tests.benchmarks.resharding`, which has them all."""
+"""One pair of the table of `python -m tests.benchmarks.resharding`, which has them all."""
 
 from pathlib import Path
 
@@ -9,7 +9,6 @@ from tests.benchmarks.resharding import Layout, run
 
 @pytest.mark.timeout(200)
 def test_a_checkpoint_loads_into_another_layout(tmp_path: Path):
-    two, tensor, both = Layout(2), Layout(4, tensor=2), Layout(4, tensor=2, pipeline=2)
-    table = run(tmp_path, [(two, both), (both, tensor)])
+    table = run(tmp_path, [(Layout(2), Layout(4, tensor=2, pipeline=2))])
     assert all(line["within"] for line in table), table
     assert all(line["tensors"] > 70 for line in table)
