@@ -28,7 +28,7 @@ import numpy as np
 from tests.benchmarks.driver import RECIPE, Cost, Driver, corpus, set_hashes
 from tidewheel.report.plots import Svg
 
-WORKER_BASE_MB = 550  # of a worker: Python, Arrow, machine code, tables, a batch of encodings (100 bytes a token)
+WORKER_BASE_MB = 650  # Python, Arrow, machine code, tables, a batch of encodings (100 bytes a token), a shuffle's input
 WORKER_BYTES_PER_BYTE = 10  # beside it, for each byte of text in the largest partition
 OVERHEAD = 0.2
 COLOURS = ("#2a6fdb", "#d9622b", "#2e9e5b", "#8a4fd3", "#c23b6b", "#7a7a2a", "#1f9aa8")
@@ -142,10 +142,15 @@ def plot(path: str, sizes: list[int], lines: dict[str, list[float]]) -> None:
         figure.line(70, up(10 ** power), 850, up(10 ** power), stroke="#ddd")
         figure.text(60, up(10 ** power) + 4, f"{10 ** power:,.0f}", anchor="end")
         power += 1
-    for (name, values), colour in zip(lines.items(), COLOURS):
+    for values, colour in zip(lines.values(), COLOURS):
         for (size, value), (next_size, next_value) in zip(zip(sizes, values), zip(sizes[1:], values[1:])):
             figure.line(across(size), up(value), across(next_size), up(next_value), stroke=colour, width=2)
-        figure.text(860, up(values[-1]) + 4, f"{name}, documents/s", fill=colour)
+    ends = sorted((up(values[-1]), name, colour) for (name, values), colour in zip(lines.items(), COLOURS))
+    free = 0.0
+    for place, name, colour in ends:
+        free = max(place, free)  # labels of lines that end together stand below each other
+        figure.text(860, free + 4, f"{name}, documents/s", fill=colour)
+        free += 15
     body = "".join(str(part) for part in figure.parts)
     Path(path).write_text(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1060 420" font-family="sans-serif" '
                           f'font-size="13"><rect width="1060" height="420" fill="white"/>{body}</svg>\n')

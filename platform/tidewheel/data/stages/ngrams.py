@@ -6,7 +6,7 @@ tokens next to each other in one segment. Codes are previous x vocabulary + next
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 MAX_TOKENS = 1 << 25  # counted of a split, over all partitions
 UNIT_TOKENS = 1 << 21  # and of one partition: counting takes some 40 bytes a token
+MERGED = 1 << 21  # pairs of units that are added up at a time
 
 
 def share(partitions: int) -> int:
@@ -68,17 +69,30 @@ def to_tables(counts: Counts) -> tuple[pa.Table, pa.Table]:
             pa.table([pa.array(counts.codes), pa.array(counts.counts)], schema=COUNTS_SCHEMA))
 
 
-def merge(unigrams: Sequence[pa.Table], bigrams: Sequence[pa.Table], vocabulary: int) -> Counts:
-    """The sum of what `to_tables` gave for several units."""
+def merge(unigrams: Iterable[pa.Table], bigrams: Iterable[pa.Table], vocabulary: int) -> Counts:
+    """The sum of what `to_tables` gave for several units, which may come one by one: memory is that of `MERGED` pairs
+    and of the distinct ones."""
     total = np.zeros(vocabulary, np.int64)
     for table in unigrams:
         np.add.at(total, table["code"].to_numpy(), table["count"].to_numpy())
-    codes = np.concatenate([np.zeros(0, np.int64), *(table["code"].to_numpy() for table in bigrams)])
-    counts = np.concatenate([np.zeros(0, np.int64), *(table["count"].to_numpy() for table in bigrams)])
-    distinct, places = np.unique(codes, return_inverse=True)
-    sums = np.zeros(len(distinct), np.int64)
-    np.add.at(sums, places, counts)
-    return Counts(total, distinct, sums)
+    found, waiting, size = (np.zeros(0, np.int64), np.zeros(0, np.int64)), list[tuple[np.ndarray, np.ndarray]](), 0
+    for table in bigrams:
+        waiting.append((table["code"].to_numpy(), table["count"].to_numpy()))
+        size += len(table)
+        if size > MERGED:
+            found, waiting, size = _sums([found, *waiting]), [], 0
+    return Counts(total, *_sums([found, *waiting]))
+
+
+def _sums(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct codes, increasing, and the sum of each one's counts."""
+    codes = np.concatenate([codes for codes, _ in parts])
+    order = np.argsort(codes, kind="stable")
+    codes = codes[order]
+    first = np.flatnonzero(np.diff(codes, prepend=-1))
+    if not len(first):
+        return codes, codes
+    return codes[first], np.add.reduceat(np.concatenate([counts for _, counts in parts])[order], first)
 
 
 def entropies(validation: Counts, training: Counts) -> dict[str, Any]:

@@ -128,5 +128,5 @@ def _loss_tokens(packed: Sequence[Published]) -> int | None:
 
 
 def _counts(job: Job, units: Sequence[Published], name: str, vocabulary: int) -> ngrams.Counts:
-    read = [[read_table(job.store, unit.files[f"{name}-{kind}"]) for unit in units] for kind in ("unigrams", "bigrams")]
-    return ngrams.merge(read[0], read[1], vocabulary)
+    return ngrams.merge((read_table(job.store, unit.files[f"{name}-unigrams"]) for unit in units),
+                        (read_table(job.store, unit.files[f"{name}-bigrams"]) for unit in units), vocabulary)

@@ -137,7 +137,9 @@ def brute_counts(table):
     return unigrams, bigrams
 
 
-def test_ngram_figures_against_counting_by_hand():
+@pytest.mark.parametrize("merged", [1, ngrams.MERGED])
+def test_ngram_figures_against_counting_by_hand(merged: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ngrams, "MERGED", merged)
     generator = np.random.default_rng(0)
     vocabulary = 30
     training, validation = (packed(generator, count, vocabulary, 16) for count in (60, 20))
