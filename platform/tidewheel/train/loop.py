@@ -341,6 +341,8 @@ class Loop:
                    "gradient_norm": _finite(result.gradient_norm), "learning_rate": self.optimizer.learning_rate}
         if self.loss_scale is not None:
             figures["loss_scale"] = self.loss_scale.scale
+        if self.runtime.rank == 0:
+            figures["failed_saves"] = self.runtime.checkpoints.saves().failed
         self.metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited)
         if self.runtime.rank != 0:
             return

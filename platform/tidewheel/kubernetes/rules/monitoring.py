@@ -15,7 +15,8 @@ TIDEWHEEL = frozenset({
     "ray_tidewheel_train_slowest_rank", "ray_tidewheel_train_slowest_own_seconds", "ray_tidewheel_validation_loss",
     "ray_tidewheel_validation_perplexity", "ray_tidewheel_validation_bits_per_byte",
     "ray_tidewheel_speed_tokens_per_second", "ray_tidewheel_speed_tokens_per_second_per_worker",
-    "ray_tidewheel_speed_mfu", "ray_tidewheel_speed_step_seconds", "ray_tidewheel_speed_data_wait_seconds",
+    "ray_tidewheel_checkpoint_failed_saves", "ray_tidewheel_speed_mfu", "ray_tidewheel_speed_step_seconds",
+    "ray_tidewheel_speed_data_wait_seconds",
     "ray_tidewheel_speed_world_size", "ray_tidewheel_memory_host_resident_bytes",
     "ray_tidewheel_memory_device_allocated_bytes", "ray_tidewheel_memory_device_reserved_bytes",
     "ray_tidewheel_memory_device_peak_bytes"})

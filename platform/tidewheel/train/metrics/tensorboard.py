@@ -24,7 +24,8 @@ FOLDER = "tensorboard"
 GROUPS = {
     "speed": ("tokens_per_second", "tokens_per_second_per_worker", "mfu", "step_seconds", "data_wait_seconds",
               "world_size"),
-    "memory": ("host_resident_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes")}
+    "memory": ("host_resident_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"),
+    "checkpoint": ("failed_saves",)}
 """Names that are not about the training itself; those others are under "train"."""
 _GROUP = {name: group for group, names in GROUPS.items() for name in names}
 _NO_CURVE = frozenset({"step", "time", "generation", "validation_loss"})
