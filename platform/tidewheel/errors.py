@@ -7,9 +7,16 @@ keeps its trace.
 
 from __future__ import annotations
 
+import re
+
+
+def without_credentials(text: str) -> str:
+    """A text without the user and password of any URI in it."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
+
 
 class TidewheelError(Exception):
-    """A problem a user can mend.
+    """A problem a user can mend; told without the user and password of any URI.
 
     Args:
         what: what is wrong, with the offending value.
@@ -20,8 +27,8 @@ class TidewheelError(Exception):
     exit_code = 2
 
     def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
-        self.what, self.where, self.mend = what, where, mend
-        super().__init__(what, where, mend)
+        self.what, self.where, self.mend = map(without_credentials, (what, where, mend))
+        super().__init__(self.what, self.where, self.mend)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what

@@ -77,6 +77,10 @@ def store(uri: str | Path) -> Store:
     if scheme.lower() == "s3" and sep:
         if not rest.strip("/") or rest.startswith("/"):
             raise StorageError("no bucket in the URI", where=text, mend="write s3://bucket/prefix")
+        if "@" in rest.partition("/")[0]:
+            raise StorageError("a user or password in the URI", where=text,
+                               mend="write s3://bucket/prefix; credentials are read from AWS_ACCESS_KEY_ID and "
+                                    "AWS_SECRET_ACCESS_KEY, or are the machine's role")
         from tidewheel.s3 import S3Store  # the S3 client is imported by those who use it
 
         return S3Store("s3://" + rest.rstrip("/"))

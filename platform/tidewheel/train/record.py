@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from tidewheel import jsonlog, storage
 from tidewheel.config import build
-from tidewheel.errors import ShardError
+from tidewheel.errors import ShardError, without_credentials
 from tidewheel.jsonlog import JsonLog
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import Manifest
@@ -170,19 +169,15 @@ def _data(source: Source, sequences: int) -> dict[str, Any]:
 
 
 def _shard_set(uri: str, manifest: Manifest) -> dict[str, Any]:
-    return {"uri": _clean(storage.store(uri).uri), "hash": manifest.hash, "recipe_hash": manifest.recipe_hash,
+    return {"uri": storage.store(uri).uri, "hash": manifest.hash, "recipe_hash": manifest.recipe_hash,
             "rows": manifest.rows, "tokens": manifest.tokens, "sequence_length": manifest.sequence_length}
-
-
-def _clean(uri: str) -> str:
-    return re.sub(r"://[^/@]*@", "://", uri)  # user:password@ has no place in a file that people share
 
 
 def without_secrets(value: Any) -> Any:
     """JSON values without the user and password of any URI."""
     if isinstance(value, dict):
         return {key: without_secrets(inner) for key, inner in value.items()}
-    return _clean(value) if isinstance(value, str) else value
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def versions() -> dict[str, str]:
