@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidewheel.cluster.session import KEEP_WORKERS
@@ -44,13 +44,35 @@ class Keeper:
         self._started = 0
 
     def start(self, *, cpus: float, object_store_bytes: int, dashboard_port: int,
-              labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Start the head; `dashboard_port` 0: none."""
+              labels: Mapping[str, str] | None = None, autoscaled: bool = False) -> dict[str, Any]:
+        """Start the head; `dashboard_port` 0: none. `autoscaled`: `autoscale` will be called."""
+        if autoscaled:
+            from tidewheel.cluster.autoscaling import HEAD_ENVIRONMENT
+
+            os.environ.update(HEAD_ENVIRONMENT)
         self.head = self._node(head=True, cpus=cpus, object_store_bytes=object_store_bytes,
                                include_dashboard=bool(dashboard_port), dashboard_port=dashboard_port or None,
                                include_log_monitor=bool(dashboard_port), no_monitor=True, labels=dict(labels or {}),
                                _system_config={**FAST_DETECTION, **KEEP_WORKERS})
         return {"address": self.head.gcs_address, **self._described(self.head)}
+
+    def autoscale(self, *, groups: Sequence[Mapping[str, Any]], idle_seconds: float) -> dict[str, Any]:
+        """Let Ray's autoscaler (v2) start and end nodes of these groups, through its provider of nodes on one machine.
+
+        Args:
+            groups: "name", "least", "most" (nodes), "resources" and "labels" of each node.
+            idle_seconds: a node that nobody has used for so long is let go.
+        """
+        from tidewheel.cluster.autoscaling import ENVIRONMENT, autoscaler_config
+
+        config = autoscaler_config(self.head.gcs_address, groups, idle_seconds)
+        path = f"{self.temp_dir}/autoscaler.json"
+        with open(path, "w") as file:
+            json.dump(config, file)
+        os.environ.update(ENVIRONMENT)
+        self.head._ray_params.autoscaling_config = path
+        self.head.start_monitor()
+        return {"config": path}
 
     def add(self, *, cpus: float, object_store_bytes: int, labels: Mapping[str, str] | None = None,
             resources: Mapping[str, float] | None = None) -> dict[str, Any]:

@@ -21,11 +21,13 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tidewheel.cluster.autoscaling import AutoscaledGroup
 from tidewheel.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
@@ -50,6 +52,8 @@ class LocalCluster:
         head_cpus: CPUs the head offers; 0 keeps tasks and training off it, so that only worker nodes can be lost.
         dashboard: start the dashboard and job server, at `dashboard_url`.
         object_store_mb: shared memory per node, in MiB (Ray's least is 75).
+        autoscaled: groups of nodes that Ray's autoscaler starts when work asks for them, and ends when they are idle.
+        idle_seconds: how long such a node stays without work.
 
     Attributes:
         address: "127.0.0.2:PORT", for `ray.init`.
@@ -61,10 +65,12 @@ class LocalCluster:
     """
 
     def __init__(self, nodes: int, cpus_per_node: float = 1, *, head_cpus: float = 0, dashboard: bool = False,
-                 object_store_mb: int = 128) -> None:
+                 object_store_mb: int = 128, autoscaled: Sequence[AutoscaledGroup] = (),
+                 idle_seconds: float = 10.0) -> None:
         self._count, self._cpus, self._head_cpus = nodes, cpus_per_node, head_cpus
         self._store_bytes = object_store_mb << 20
         self._dashboard = dashboard
+        self._autoscaled, self._idle_seconds = tuple(autoscaled), idle_seconds
         self._temp_dir = f"/tmp/tw-{uuid.uuid4().hex[:8]}"  # short: it is in the names of Unix sockets (107 bytes)
         self._keeper: subprocess.Popen[str] | None = None
         self._nodes: list[NodeHandle] = []
@@ -81,7 +87,11 @@ class LocalCluster:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True)  # Ctrl-C is for us; the keeper ends when our end of its pipe closes
             port = free_port() if self._dashboard else 0
-            head = self._ask("start", cpus=self._head_cpus, object_store_bytes=self._store_bytes, dashboard_port=port)
+            head = self._ask("start", cpus=self._head_cpus, object_store_bytes=self._store_bytes, dashboard_port=port,
+                             autoscaled=bool(self._autoscaled))
+            if self._autoscaled:
+                self._ask("autoscale", groups=[group.described(self._store_bytes) for group in self._autoscaled],
+                          idle_seconds=self._idle_seconds)
             self.address = head["address"]
             # The cluster asks for a token exactly if this process, its first client, would show one.
             self.client_environment = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
