@@ -1,6 +1,10 @@
-"""Run a workflow that `tw.Workflow.submit` wrote to storage; submit it again to resume.
+"""Run a workflow as a Ray job; submit it again to resume.
 
-    ray job submit --working-dir . -- python -m jobs.workflow --spec s3://bucket/pretrain/workflow.json
+    ray job submit --working-dir . -- python -m jobs.workflow --config s3://bucket/pretrain/workflow.json
+    ray job submit --working-dir . -- python -m jobs.workflow --config my_flow.py:flow --output s3://bucket/pretrain
+
+The first form runs what `tw.Workflow.submit` wrote to storage. The exit code is 0 when every step is published, 2 when
+something is for you to mend, 143 when it was stopped (trainings have saved), 1 for a fault of ours.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ from tidewheel.cli import run_command
 
 
 def main() -> int:
-    """`tidewheel workflow`, with the resolved workflow given as --spec."""
-    return run_command(["workflow", *sys.argv[1:]])
+    """`tidewheel workflow run`."""
+    return run_command(["workflow", "run", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

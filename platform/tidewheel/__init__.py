@@ -29,17 +29,22 @@ if TYPE_CHECKING:
     from tidewheel.errors import TidewheelError
     from tidewheel.workflow import filters
     from tidewheel.workflow.pipeline import Pipeline
+    from tidewheel.workflow.steps import Call, Evaluate, Export, Tokenizer
     from tidewheel.workflow.training import Train
     from tidewheel.workflow.workflow import Workflow
 
 _HOMES = {
+    "Call": "tidewheel.workflow.steps",
+    "Evaluate": "tidewheel.workflow.steps",
+    "Export": "tidewheel.workflow.steps",
+    "Tokenizer": "tidewheel.workflow.steps",
     "Pipeline": "tidewheel.workflow.pipeline",
     "Train": "tidewheel.workflow.training",
     "Workflow": "tidewheel.workflow.workflow",
     "TidewheelError": "tidewheel.errors",
 }
 
-__all__ = ["Pipeline", "TidewheelError", "Train", "Workflow", "filters"]
+__all__ = ["Call", "Evaluate", "Export", "Pipeline", "TidewheelError", "Tokenizer", "Train", "Workflow", "filters"]
 
 
 def __getattr__(name: str) -> Any:

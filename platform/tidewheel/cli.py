@@ -15,7 +15,7 @@ import cyclopts
 from cyclopts import Parameter
 
 import tidewheel
-from tidewheel.commands import checkpoint, cluster, data, k8s, plan, shards
+from tidewheel.commands import checkpoint, cluster, data, k8s, plan, shards, workflow
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
@@ -27,7 +27,8 @@ app = cyclopts.App(
     help_epilogue="First time here? `tidewheel demo` shows everything on this machine in a few minutes, "
                   "`tidewheel doctor` checks it first.",
 )
-for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.cluster_app, cluster.job_app):
+for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.cluster_app, cluster.job_app,
+            workflow.app):
     app.command(sub)
 app.command(cluster.submit)
 
@@ -169,19 +170,6 @@ def _named_sets(given: Sequence[str] | None) -> dict[str, str] | None:
     if len(named) < len(pairs) or ("" in named and len(pairs) > 1):
         raise ConfigError("several sets need a name each", where="--data", mend="--data web=URI --data code=URI")
     return named
-
-
-@app.command
-def workflow(
-    *,
-    spec: Annotated[str, Parameter(help="URI of the workflow.json that tw.Workflow(...).submit wrote.")],
-    address: Address = None,
-) -> int:
-    """Run a workflow that was written by the SDK: its pipelines, then its training runs. Run again to resume."""
-    from tidewheel.workflow.workflow import run_spec
-
-    run_spec(spec, address=address)
-    return 0
 
 
 @app.command

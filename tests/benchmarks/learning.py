@@ -58,7 +58,7 @@ def main() -> None:
     print(f"| unigram, counted on the training split | {models['unigram_model']:.3f} |")
     print(f"| interpolated bigram, counted on the training split | {models['bigram_model']:.3f} |")
     print(f"| decoder after {result.steps:,} steps | {result.validation_loss:.3f} |")
-    print(write_run_report(result.run_uri, tw.Workflow.data_uri(corpus, output)))
+    print(write_run_report(result.run_uri, made.records["learning"].place))
     if result.validation_loss >= models["bigram_model"]:
         raise SystemExit("the decoder is not below the bigram model")
 

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 import tidewheel as tw
+from tidewheel.checkpoint.verify import list_checkpoints
+from tidewheel.cluster.jobs import JobServer
 from tidewheel.cluster.local import LocalCluster
 from tidewheel.demo.corpus import build_corpus
+from tidewheel.jsonlog import read
 from tidewheel.storage import store
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2, "tie_embeddings": True}
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 
@@ -62,6 +64,35 @@ def test_prepare_data_then_train(cluster, place):
     assert "3 steps" in trained.stdout
 
 
+def test_a_stopped_training_saves_first_and_goes_on_behind_the_save(cluster, place):
+    """`tidewheel job stop` is SIGTERM, as `ray job stop` is: no step is lost. Uses the shards of the test above."""
+    run = place / "runs/stopped"
+    command = ["train", "--config", "jobs/configs/demo.yaml", "--set", f"data.uri={place}/clean/shards",
+               "--set", f"run.uri={place}/runs", "--set", "run.id=stopped", "--set", "checkpoint.every_steps=100000",
+               "--set", "model={dim: 32, num_layers: 1, num_heads: 2, tie_embeddings: true}", "--set",
+               "evaluation.sample_tokens=0"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {**cluster.client_environment, "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
+                    "PYTHONPATH": str(ROOT / "platform")}
+    tidewheel = [sys.executable, "-m", "tidewheel.cli"]
+    following = subprocess.Popen([*tidewheel, "submit", "--id", "to-stop", "--", *command, "--set", "steps=1000000"],
+                                 cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until = time.monotonic() + 120
+    while not read(store(run), "batches.jsonl"):
+        assert following.poll() is None, following.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    stopped = subprocess.run([*tidewheel, "job", "stop", "to-stop"], env=environment, text=True, capture_output=True,
+                             timeout=150, check=True)
+    assert stopped.stdout == "to-stop: stopped\n"
+    output, _ = following.communicate(timeout=60)
+    assert following.returncode == 143, output
+    assert "saved at step" in output
+    saved = [found.step for found in list_checkpoints(store(run).child("checkpoints")) if found.complete]
+    assert len(saved) == 1
+    assert saved[0] >= 1
+
+
 def test_a_mistake_gives_exit_code_and_message(cluster, place):
     failed = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
                     "--input", str(place / "nowhere"), "--output", str(place / "never"))
@@ -72,32 +103,36 @@ def test_a_mistake_gives_exit_code_and_message(cluster, place):
 
 
 def test_a_workflow_of_the_sdk_is_submitted_then_found_done(cluster, tmp_path):
-    """Run again, it does nothing."""
-    from ray.job_submission import JobSubmissionClient
-
+    """Two trainings share one corpus and tokenizer and run side by side on two nodes. Run again, it does nothing."""
     build_corpus(store(tmp_path / "raw"), max_bytes=600_000)
+    tokenizer = tw.Tokenizer("bpe", "corpus/*.jsonl", vocabulary_size=512, sample_bytes=200_000)
     corpus = (
         tw.Pipeline("small").set(partitions=2)
         .read("corpus/*.jsonl")
         .filter(tw.filters.gopher_quality())
         .dedup_exact()
-        .dedup_near()
-        .decontaminate("evals/*.jsonl")
-        .tokenize(train={"vocabulary_size": 512, "sample_bytes": 200_000})
+        .tokenize(tokenizer)
         .pack(sequence_length=64, validation_fraction=0.1)
     )
-    run = tw.Train({"run": {"id": "small"}, "model": MODEL, "steps": 4, "precision": "fp32",
-                    "batch": {"global_sequences": 4, "micro_sequences": 2, "virtual_ranks": 2}}, data=corpus)
-    flow = tw.Workflow("first", corpus, run)
+    first, second = (tw.Train({"run": {"id": name}, "model": MODEL, "steps": 4, "seed": seed, "precision": "fp32",
+                               "elastic": {"min_workers": 1, "max_workers": 2}, "evaluation": {"sample_tokens": 0},
+                               "batch": {"global_sequences": 4, "micro_sequences": 2, "virtual_ranks": 2}}, data=corpus)
+                     for seed, name in enumerate(("first", "second")))
+    flow = tw.Workflow("sweep", first, second, tw.Evaluate("score", first))
     output, raw = str(tmp_path / "out"), str(tmp_path / "raw")
-    job = flow.submit(cluster.dashboard_url, output, input=raw)
-    client = JobSubmissionClient(cluster.dashboard_url)
-    until = time.monotonic() + 200
-    while client.get_job_status(job) not in ENDED and time.monotonic() < until:
-        time.sleep(1)
-    assert client.get_job_status(job) == "SUCCEEDED", client.get_job_logs(job)
-    assert [row["state"] for row in flow.plan(output)] == ["published", "finished"]
-    again = flow.run(output, input=raw, address=cluster.address)
-    assert all(stage["units"] == stage["units_reused"] for stage in again.pipelines["small"].value["stages"])
-    assert again.runs["small"].steps == 4
-    assert again.runs["small"].validation_loss is not None
+    server = JobServer(cluster.dashboard_url, say=print)
+    said: list[str] = []
+    assert server.follow(flow.submit(cluster.dashboard_url, output, input=raw), said.append) == 0, "".join(said)
+    assert {row["step"]: row["state"] for row in flow.status(output, input=raw)} == dict.fromkeys(
+        ("bpe", "small", "first", "second", "score"), "published")
+    assert {each.state for each in flow.plan(output, input=raw)} == {"published"}
+    events = {name: read(store(record.place), "events.jsonl") for name, record in flow.run(
+        output, input=raw, address="127.0.0.1:1").records.items() if record.kind == "train"}  # needs no cluster
+    sizes = {name: [event["detail"]["world_size"] for event in found if event["kind"] == "start"]
+             for name, found in events.items()}
+    assert sizes == {"first": [1], "second": [1]}  # each took its half
+    done = flow.run(output, input=raw, address="127.0.0.1:1")
+    assert done.runs["first"].steps == 4
+    assert done.runs["first"].validation_loss is not None
+    assert done.records["score"].artifact["step"] == 4
+    assert done.hashes["first"] == done.hashes["second"]  # the same batches, for other weights

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tidewheel.config import build
+from tidewheel.errors import ConfigError
 from tidewheel.workflow.filters import Filter
+from tidewheel.workflow.steps import REFERENCE, Tokenizer
 
 if TYPE_CHECKING:
     from tidewheel.data.config import PipelineConfig
@@ -26,6 +28,7 @@ class Pipeline:
     options: tuple[tuple[str, Any], ...] = ()
     source: tuple[tuple[str, Any], ...] = ()
     steps: tuple[dict[str, Any], ...] = ()
+    tokenizer: Tokenizer | None = None
 
     def set(self, **options: Any) -> Pipeline:
         """Top-level settings: seed, partitions, max_bad_fraction."""
@@ -63,8 +66,11 @@ class Pipeline:
         They are dropped, or with `action` cut or only told of; `fail_above=0.001` makes it a gate."""
         return self._with("decontaminate", {"evals": list(evals), **settings})
 
-    def tokenize(self, file: str | None = None, **settings: Any) -> Pipeline:
-        """Tokenize with `file` (tokenizer.json), or with one trained here: tokenize(train={"vocabulary_size": ...})."""
+    def tokenize(self, file: str | Tokenizer | None = None, **settings: Any) -> Pipeline:
+        """Tokenize with `file` (tokenizer.json), with one trained here, tokenize(train={"vocabulary_size": ...}),
+        or, in a workflow, with what a `tw.Tokenizer` makes."""
+        if isinstance(file, Tokenizer):
+            return replace(self, tokenizer=file)._with("tokenize", {"file": f"{REFERENCE}{file.name}", **settings})
         return self._with("tokenize", {"file": file, **settings} if file else settings)
 
     def pack(self, **settings: Any) -> Pipeline:
@@ -81,12 +87,23 @@ class Pipeline:
         values = {"name": self.name, **dict(self.options), "read": dict(self.source), "steps": list(self.steps)}
         return build(PipelineConfig, values, where=f"Pipeline({self.name!r})")
 
+    def inputs(self) -> dict[str, Any]:
+        """Steps of a workflow that it reads, by role."""
+        return {"tokenizer": self.tokenizer} if self.tokenizer is not None else {}
+
+    def entry(self) -> dict[str, Any]:
+        """What a workflow writes down about it; see `steps`."""
+        return {"kind": "pipeline", "name": self.name, "config": self.config().canonical()}
+
     def recipe_hash(self) -> str:
         """Equal to that of a YAML file that says the same."""
         return self.config().recipe_hash()
 
     def run(self, output: str, *, input: str = ".", address: str | None = None) -> PipelineSummary:
         """Run on Ray and write shards, verdicts, quarantine and summary below `output`; resumes by itself."""
+        if self.tokenizer is not None:
+            raise ConfigError(f"its tokenizer is made by the step {self.tokenizer.name!r}",
+                              where=f"Pipeline({self.name!r})", mend="run it in a tw.Workflow")
         from tidewheel.cluster.session import session
         from tidewheel.data import pipeline
         from tidewheel.data.progress import stage_bars

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.config import build, load
 from tidewheel.workflow.pipeline import Pipeline
+from tidewheel.workflow.steps import REFERENCE
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
@@ -18,33 +20,55 @@ class Train:
 
     Args:
         config: path of a YAML file, or the settings as a dict.
-        data: the `Pipeline` whose shards it reads, or the URI that a pipeline wrote to (its --output), or such URIs by
-            name: the domains of a mixture, with the weights that the configuration gives them.
+        data: the `Pipeline` whose shards it reads, or the URI that a pipeline wrote to (its --output), or such
+            pipelines or URIs by name: the domains of a mixture, with the weights that the configuration gives them.
+        init_from: the `Train` whose last checkpoint it starts from.
         overrides: settings by dotted name, with "__" for the dot: Train(..., optimizer__learning_rate=1e-3).
     """
 
-    def __init__(self, config: str | dict[str, Any], data: Pipeline | str | dict[str, str] | None = None,
+    def __init__(self, config: str | dict[str, Any],
+                 data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
                  **overrides: Any) -> None:
-        self.config, self.data = config, data
+        self.config, self.data, self.init_from = config, data, init_from
         self.overrides = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
 
     def resolve(self, data_uri: str | None = None, run_uri: str | None = None) -> TrainConfig:
         """The validated configuration, reading what a pipeline wrote to `data_uri`, writing runs below `run_uri`."""
         from tidewheel.train.config import TrainConfig
 
-        source = data_uri or (self.data if isinstance(self.data, str) else None)
+        source = data_uri or (storage.absolute(self.data) if isinstance(self.data, str) else None)
         overrides = list(self.overrides)
         if source:
             overrides += [f"data.uri={storage.join(source, 'shards')}",
                           f"data.validation={storage.join(source, 'validation')}"]
-        elif isinstance(self.data, dict):
-            overrides += [f"data.mixture.domains.{name}.shards={storage.join(uri, 'shards')}"
-                          for name, uri in self.data.items()]
+        elif isinstance(self.data, Mapping):  # a pipeline's place is the workflow's to say
+            for name, each in self.data.items():
+                shards = (storage.join(storage.absolute(each), "shards") if isinstance(each, str)
+                          else f"{REFERENCE}{each.name}")
+                overrides.append(f"data.mixture.domains.{name}.shards={shards}")
         if run_uri:
             overrides.append(f"run.uri={run_uri}")
         if isinstance(self.config, str):
             return load(TrainConfig, self.config, overrides)
         return build(TrainConfig, self.config, overrides, where="Train(...)")
+
+    @property
+    def name(self) -> str:
+        """Its run id: the step's name in a workflow."""
+        return self.resolve().run.id
+
+    def inputs(self) -> dict[str, Any]:
+        """Steps of a workflow that it reads, by role."""
+        found: dict[str, Any] = {"init": self.init_from} if self.init_from is not None else {}
+        if isinstance(self.data, Mapping):
+            found |= {f"data.{name}": data for name, data in self.data.items() if not isinstance(data, str)}
+        elif self.data is not None and not isinstance(self.data, str):
+            found["data"] = self.data
+        return found
+
+    def entry(self) -> dict[str, Any]:
+        """What a workflow writes down about it; see `steps`."""
+        return {"kind": "train", "name": self.name, "config": self.resolve().canonical()}
 
     def run(self, *, address: str | None = None, data_uri: str | None = None,
             run_uri: str | None = None) -> TrainResult:

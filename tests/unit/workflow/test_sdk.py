@@ -14,7 +14,6 @@ from pipelines.sft_chat import conversations
 from tidewheel.config import load
 from tidewheel.data.config import PipelineConfig
 from tidewheel.errors import ConfigError, TidewheelError
-from tidewheel.train.config import TrainConfig
 from tidewheel.workflow.workflow import Workflow
 
 ROOT = Path(__file__).parents[3]
@@ -50,14 +49,6 @@ def test_unknown_filter():
         chain.config()
 
 
-def test_training_reads_what_its_pipeline_writes():
-    run = tw.Train({"steps": 3}, data=corpus, optimizer__learning_rate=0.5)
-    config = Workflow("w", run)._resolve(run, "/out")
-    assert config.optimizer.learning_rate == 0.5
-    assert config.data.uri == f"/out/data/demo-{corpus.recipe_hash()}/shards"
-    assert config.run_uri == "/out/runs/train"
-
-
 def test_training_reads_a_uri():
     config = tw.Train({"steps": 3}, data="s3://bucket/clean").resolve()
     assert config.data.uri == "s3://bucket/clean/shards"
@@ -71,20 +62,6 @@ def test_training_reads_a_mixture():
     assert config.data.uri == ""
     found = {name: (domain.shards, domain.weight) for name, domain in config.data.mixture.domains.items()}
     assert found == {"web": ("s3://b/web/shards", 3), "code": ("/code/shards", 1)}
-
-
-def test_a_workflow_names_each_pipeline_once(tmp_path):
-    runs = [tw.Train({"run": {"id": name}}, data=corpus) for name in ("a", "b")]
-    flow = Workflow("w", corpus, *runs)
-    rows = flow.plan(str(tmp_path))
-    assert [row["kind"] for row in rows] == ["pipeline", "training", "training"]
-    assert rows[0]["state"] == "to run"
-
-
-def test_the_specification_is_resolved_and_survives_json(tmp_path):
-    spec = Workflow("w", corpus, tw.Train({"steps": 3}, data=corpus)).spec(str(tmp_path))
-    assert PipelineConfig.model_validate(spec["pipelines"][0]).recipe_hash() == corpus.recipe_hash()
-    assert TrainConfig.model_validate(spec["trains"][0]).steps == 3
 
 
 def test_an_empty_workflow_is_refused():

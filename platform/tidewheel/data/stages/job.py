@@ -17,7 +17,7 @@ from tidewheel.data.config import PipelineConfig
 from tidewheel.data.decontaminate.evals import EvalItem, read_eval_items
 from tidewheel.data.filters import resources
 from tidewheel.errors import InputError, StorageError
-from tidewheel.storage import Store, absolute, is_remote, join, split, store
+from tidewheel.storage import Store, absolute, content_hash, is_remote, join, split, store
 
 if TYPE_CHECKING:
     from tidewheel.data.stages.near_index import Index
@@ -104,6 +104,28 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
         raise StorageError("the output is a file, it must be a folder", where=output, mend="choose another path")
     return Job(config, input, output, files, _partitions(config, files), evals, tokenizer, template,
                _indexes(config, input), references)
+
+
+def content(config: PipelineConfig, *, input: str, output: str, given: bool = False) -> dict[str, Any]:
+    """Identity of everything that a pipeline reads, as JSON values: equal exactly if the contents are.
+
+    Args:
+        output: files below it are not input.
+        given: the tokenizer's file is not there yet, and its identity known otherwise.
+
+    Raises:
+        StorageError, InputError: as `resolve`.
+    """
+    input, output = absolute(input), absolute(output)
+    files = _source_files(config, input, output)
+    references = _filter_files(config, input)
+    found: dict[str, Any] = {"files": [[file.name, file.bytes, file.fingerprint] for file in files],
+                             "filters": {path: references[path].partition("@")[0] for path in sorted(references)},
+                             "indexes": [index.hash for index in _indexes(config, input)],
+                             "evals": content_hash(repr(_eval_items(config, input)).encode())}
+    if not given:
+        found["tokenizer"] = content_hash(_tokenizer(config, input))
+    return found
 
 
 def _source_files(config: PipelineConfig, input: str, output: str) -> tuple[SourceFile, ...]:

@@ -108,7 +108,7 @@ def train_tokenizer(patterns: Sequence[str], *, field: str = "text", vocabulary_
         raise ConfigError(f"a vocabulary of {vocabulary_size} and a sample of {sample_bytes} bytes",
                           where="train-tokenizer", mend=f"the vocabulary needs {least} tokens, the sample a byte")
     sample, documents, unusable = Sample(sample_bytes), 0, 0
-    files = [(place, key) for pattern in patterns for place, key in _matching(pattern)]
+    files = [(place, key) for pattern in patterns for place, key in matching(pattern)]
     config = ReadConfig(paths=tuple(patterns), text=field)
     with bars() as group:
         with group.bar("reading", len(files), unit="files") as bar:
@@ -144,7 +144,7 @@ def _records(place: Store, key: str, config: ReadConfig) -> Iterator[str | Bad]:
                          mend="mend the file, or leave it out") from None
 
 
-def _matching(pattern: str) -> list[tuple[Store, str]]:
+def matching(pattern: str) -> list[tuple[Store, str]]:
     """Files that match a pattern, each as its store and key."""
     parts = pattern.split("/")
     wild = next((place for place, part in enumerate(parts) if any(mark in part for mark in "*?[")), len(parts) - 1)

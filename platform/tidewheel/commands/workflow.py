@@ -1,0 +1,97 @@
+"""`tidewheel workflow ...`: workflows written with the SDK, from the command line and as jobs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from tidewheel.console import print_table
+from tidewheel.errors import ConfigError
+
+app = cyclopts.App(name="workflow", help="Data and training as one graph of steps, published once each.")
+
+Source = Annotated[str, Parameter(help="URI of the workflow.json that tw.Workflow(...).submit wrote, or FILE.py:NAME, "
+                                       "a Python file that defines the workflow; then --output is needed.")]
+Output = Annotated[str, Parameter(help="Folder or s3://bucket/prefix that every step writes below.")]
+Input = Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths of the steps are below.")]
+Address = Annotated[str | None, Parameter(help="Ray cluster to use: auto, host:port. Without it RAY_ADDRESS counts, "
+                                               "else this machine alone.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON instead of a table.")]
+
+
+@app.command
+def run(config: Source, *, output: Output = "", input: Input = ".", address: Address = None) -> int:
+    """Run every step that is not published. Killed, failed or stopped: give the same command again."""
+    from tidewheel.workflow.workflow import run_spec
+
+    spec, functions = _load(config, output, input)
+    result = run_spec(spec, address=address, functions=functions)
+    print_table([{"step": record.name, "kind": record.kind, "hash": record.artifact["hash"][:19],
+                  "seconds": f"{record.seconds:,.1f}", "output": record.place} for record in result.records.values()],
+                title="published")
+    return 0
+
+
+@app.command
+def plan(config: Source, *, output: Output = "", input: Input = ".", as_json: AsJson = False) -> int:
+    """Show what would run, why, and an estimate of time, storage and GPU memory. Starts and writes nothing."""
+    from tidewheel.workflow.plan import plan as make
+    from tidewheel.workflow.plan import rows
+    from tidewheel.workflow.records import Records
+    from tidewheel.workflow.workflow import nodes_of
+
+    spec, _ = _load(config, output, input)
+    table = rows(make(nodes_of(spec), Records(spec["output"])))
+    print(json.dumps(table, indent=2)) if as_json else print_table(table, title=f"what {spec['name']} would run")
+    return 0
+
+
+@app.command
+def status(config: Source, *, output: Output = "", input: Input = ".", as_json: AsJson = False) -> int:
+    """Show which steps are published, running, failed, stopped or waiting."""
+    from tidewheel.workflow.workflow import status_of
+
+    rows = status_of(_load(config, output, input)[0])
+    print(json.dumps(rows, indent=2)) if as_json else print_table(rows)
+    return 0
+
+
+@app.command
+def cancel(config: Source, *, output: Output = "", input: Input = ".") -> int:
+    """Tell the drivers of this workflow, wherever they run, to stop. Trainings save first."""
+    from tidewheel.workflow.workflow import cancel_spec
+
+    drivers = cancel_spec(_load(config, output, input)[0])
+    print(f"{drivers} driver{'s' * (drivers != 1)} told to stop" if drivers else "no driver runs a step of it")
+    return 0
+
+
+def _load(config: str, output: str, input: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The spec, and functions that were defined in the file."""
+    from tidewheel.workflow.workflow import Workflow, _everything, read_spec
+
+    path, sep, name = config.rpartition(":")
+    if not sep or not path.endswith(".py"):
+        return read_spec(config), {}
+    mend = "FILE.py:NAME, where NAME = tw.Workflow(...) stands in the file"
+    if not Path(path).is_file():
+        raise ConfigError("there is no such file", where=path, mend=mend)
+    if not output:
+        raise ConfigError("where the steps shall write is not said", where="--output", mend="--output s3://bucket/pretrain")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    module_spec.loader.exec_module(module)
+    flow = getattr(module, name, None)
+    if not isinstance(flow, Workflow):
+        raise ConfigError(f"{name!r} is not a tw.Workflow of this file", where=path, mend=mend)
+    functions = {step.name: step.function for step in _everything(flow.steps) if hasattr(step, "function")}
+    return flow.spec(output, input), functions

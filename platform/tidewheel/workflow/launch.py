@@ -1,0 +1,100 @@
+"""Steps as Ray tasks: each in a process of its own, so that one that dies takes nothing along.
+
+Platform steps (which start workers themselves) run beside the driver without reserving anything; functions run where
+there is room. The tasks end with the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tidewheel.config import build
+from tidewheel.workflow.graph import Node
+from tidewheel.workflow.kinds import KINDS, Task
+from tidewheel.workflow.records import StepLog
+
+
+def execute(task: Task, output: str, node_id: str) -> dict[str, Any]:
+    """Run one step in this process; what it says goes to its log."""
+    log = StepLog(output, node_id)
+    log("started")
+    try:
+        artifact: dict[str, Any] = KINDS[task.entry["kind"]].run(task, log)
+    except BaseException as error:
+        log.failed(error)
+        raise
+    log("done")
+    log.flush()
+    return artifact
+
+
+class RayLauncher:
+    """`schedule.Launcher` on the cluster this process is connected to.
+
+    Args:
+        nodes: the graph.
+        input: URI that relative paths are below.
+        output: of the workflow.
+        functions: of function steps by name, for those that cannot be imported.
+    """
+
+    def __init__(self, nodes: Sequence[Node], *, input: str, output: str,
+                 functions: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        self._places = {node.name: node.place for node in nodes}
+        self._input, self._output, self._functions = input, output, dict(functions or {})
+        self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def task(self, node: Node, max_workers: int | None) -> Task:
+        """What is handed to the step's process."""
+        needs = {role: self._places[need] for role, need in node.needs.items()}
+        return Task(node.entry, node.place, node.key, self._input, needs, max_workers,
+                    self._functions.get(node.name))
+
+    def launch(self, node: Node, max_workers: int | None) -> dict[str, Any]:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options: dict[str, Any] = {"max_retries": 0, "name": node.id, "num_cpus": node.entry.get("cpus", 1)}
+        if node.kind != "function":
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            options |= {"num_cpus": 0, "scheduling_strategy": here}
+        remote: Any = ray.remote(execute)
+        reference = remote.options(**options).remote(self.task(node, max_workers), self._output, node.id)
+        with self._lock:
+            self._tasks[node.name] = reference
+        try:
+            artifact: dict[str, Any] = ray.get(reference)
+            return artifact
+        finally:
+            with self._lock:
+                self._tasks.pop(node.name, None)
+
+    def interrupt(self, running: Sequence[Node]) -> None:
+        import ray
+
+        from tidewheel.elastic.leave import save_now
+
+        trainings = [node for node in running if node.kind == "train"]
+        if trainings:
+            with ThreadPoolExecutor(len(trainings)) as pool:
+                list(pool.map(lambda node: save_now(node.place), trainings))
+        with self._lock:
+            references = [self._tasks[node.name] for node in running if node.name in self._tasks]
+        for reference in references:
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended meanwhile
+                ray.cancel(reference, force=False, recursive=True)
+
+    def places(self, node: Node) -> int | None:
+        from tidewheel.elastic import layout, nodes
+        from tidewheel.train.config import TrainConfig
+
+        if nodes.can_grow():
+            return None
+        wanted = build(TrainConfig, node.entry["config"]).elastic
+        offers = [(each.cpus, each.gpus) for each in nodes.usable()]
+        return layout.slots(offers, wanted.cpus_per_worker, wanted.gpus_per_worker)

@@ -1,0 +1,245 @@
+"""Running a graph: steps whose inputs are published run side by side, under leases; what is published is passed over.
+
+No Ray here: `launch` runs one step and returns its artifact, in a thread of ours; `interrupt` ends those that run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from tidewheel.errors import ClusterError, TidewheelError, root_cause
+from tidewheel.workflow.graph import Node
+from tidewheel.workflow.lease import BEAT_SECONDS, Leases
+from tidewheel.workflow.records import Record, Records, message
+
+POLL_SECONDS = 0.2
+FOREIGN_SECONDS = 2.0  # between looks at a step that another driver is running
+Say = Callable[[str], Any]
+
+
+class StepsFailed(ClusterError):
+    """One or several steps failed; the others that do not depend on them are published."""
+
+
+class Cancelled(TidewheelError):
+    """The workflow was told to end; what could be saved is."""
+
+    exit_code = 143
+
+
+class Launcher(Protocol):
+    """What runs steps."""
+
+    def launch(self, node: Node, max_workers: int | None) -> dict[str, Any]:
+        """Run a step to its end; its artifact."""
+
+    def interrupt(self, running: Sequence[Node]) -> None:
+        """Let what runs save, then end it; `launch` raises soon."""
+
+    def places(self, node: Node) -> int | None:
+        """Places for workers of this training on the cluster; None: not limited."""
+
+
+class Schedule:
+    """One run of a graph.
+
+    Args:
+        nodes: the graph, those first that others read.
+        leases: of this driver.
+        say: where progress goes.
+        stop: set from outside, it ends the run.
+    """
+
+    def __init__(self, nodes: Sequence[Node], records: Records, leases: Leases, launcher: Launcher, *, say: Say = print,
+                 stop: threading.Event | None = None, beat_seconds: float = BEAT_SECONDS) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self._records, self._leases, self._launcher, self._say = records, leases, launcher, say
+        self._stop, self._beat_seconds = stop or threading.Event(), beat_seconds
+        self._done: dict[str, Record] = {}
+        self._failed: dict[str, BaseException] = {}
+        self._running: dict[str, Future[Record]] = {}
+        self._granted: dict[str, int] = {}
+        self._look_again: dict[str, float] = {}
+        self._lost: set[str] = set()
+
+    def run(self) -> dict[str, Record]:
+        """Records of all steps, by name.
+
+        Raises:
+            StepsFailed: steps failed; the message names each, its log and how to go on.
+            Cancelled: `stop` was set, or `Workflow.cancel` called.
+        """
+        ended = threading.Event()
+        heart = threading.Thread(target=self._beat, args=(ended,), name="lease heartbeat", daemon=True)
+        heart.start()
+        pool = ThreadPoolExecutor(max(1, len(self._nodes)), thread_name_prefix="step")
+        try:
+            while not self._over() and not self._stop.is_set():
+                self._start(pool)
+                self._collect()
+                time.sleep(POLL_SECONDS)
+            if self._stop.is_set():
+                self._cancel()
+        finally:
+            if self._running:
+                self._launcher.interrupt([self._nodes[name] for name in self._running])
+            pool.shutdown(wait=False, cancel_futures=True)
+            ended.set()
+            heart.join(timeout=30)
+            for name in self._nodes:
+                self._leases.release(self._nodes[name].id)
+        if self._failed:
+            raise self._failure()
+        return self._done
+
+    # -- what to do next -----------------------------------------------------------------------
+    def _ready(self) -> list[Node]:
+        return [node for node in self._nodes.values()
+                if node.name not in self._done and node.name not in self._failed and node.name not in self._running
+                and all(need in self._done for need in node.needs.values())]
+
+    def _over(self) -> bool:
+        return not self._running and not self._ready()
+
+    def _start(self, pool: ThreadPoolExecutor) -> None:
+        for node in (ready := self._ready()):
+            if time.monotonic() < self._look_again.get(node.name, 0.0):
+                continue
+            if (record := self._records.published(node)) is not None:
+                self._done[node.name] = record
+                self._say(f"{node.name}: published, {record.place}")
+                continue
+            if not self._leases.acquire(node.id):
+                if node.name not in self._look_again:
+                    self._say(f"{node.name}: another driver is at it; waiting")
+                self._look_again[node.name] = time.monotonic() + FOREIGN_SECONDS
+                continue
+            if self._records.published(node) is not None:  # between our look and our lease
+                self._leases.release(node.id)
+                continue
+            share = self._share(node, ready)
+            if share == 0:
+                self._leases.release(node.id)
+                self._look_again[node.name] = time.monotonic() + FOREIGN_SECONDS
+                continue
+            self._say(f"{node.name}: started" + (f" with up to {share} workers" if share else ""))
+            self._running[node.name] = pool.submit(self._step, node, share)
+
+    def _share(self, node: Node, ready: Sequence[Node]) -> int | None:
+        """Workers that a training may take beside others that train or wait; None: as it likes; 0: not now."""
+        places = self._launcher.places(node) if node.kind == "train" else None
+        if places is None:
+            return None
+        others = [elastic(other)[0] for other in ready if other.kind == "train" and other.name != node.name
+                  and other.name not in self._running]
+        share = grant(places, elastic(node), sum(self._granted.values()), others)
+        if not share:
+            return 0
+        alone = not self._granted and not others  # then it may also take what joins later
+        self._granted[node.name] = share
+        return None if alone else share
+
+    def _step(self, node: Node, share: int | None) -> Record:
+        self._records.tried(node, "running")
+        began = time.monotonic()
+        artifact = self._launcher.launch(node, share)
+        inputs = {role: self._nodes[need].key for role, need in node.needs.items()}
+        return self._records.publish(node, inputs, artifact, time.monotonic() - began)
+
+    def _collect(self) -> None:
+        for name, future in list(self._running.items()):
+            node = self._nodes[name]
+            if name in self._lost:
+                self._launcher.interrupt([node])
+                self._say(f"{name}: its lease went to another driver, because this one was away; waiting for it")
+                self._lost.discard(name)
+            elif not future.done():
+                continue
+            del self._running[name]
+            self._granted.pop(name, None)
+            if not future.done():
+                continue
+            error = future.exception()
+            if error is None:
+                self._done[name] = record = future.result()
+                self._say(f"{name}: published after {record.seconds:.1f} s, {record.place}")
+            else:
+                self._failed[name] = error
+                self._records.tried(node, "failed", error)
+                self._say(f"{name}: failed: {message(error).splitlines()[0]}")
+            self._leases.release(node.id)
+
+    # -- ends ----------------------------------------------------------------------------------
+    def _cancel(self) -> None:
+        running = [self._nodes[name] for name in self._running]
+        self._say("stopping" + (f": {', '.join(node.name for node in running)}" if running else ""))
+        self._launcher.interrupt(running)
+        for node in running:
+            with contextlib.suppress(BaseException):  # how an interrupted step ends is of no interest
+                self._running[node.name].result(timeout=30)
+            self._records.tried(node, "stopped")
+        self._running.clear()
+        raise Cancelled("the workflow was stopped", where=self._records.store.uri,
+                        mend="run it again: it goes on from what is published and saved")
+
+    def _failure(self) -> StepsFailed:
+        lines = [f"step {name} failed: {message(error)}\n  log: {self._records.log_uri(self._nodes[name])}"
+                 for name, error in self._failed.items()]
+        left = [name for name in self._nodes if name not in self._done and name not in self._failed]
+        if left:
+            lines.append(f"not run, because they read it: {', '.join(left)}")
+        fault = next((error for error in self._failed.values()
+                      if not isinstance(root_cause(error), TidewheelError)), None)
+        found = StepsFailed("\n".join(lines), where=self._records.store.uri,
+                            mend="correct that and run the workflow again: published steps are passed over, the "
+                                 "others go on where they were")
+        if fault is not None:
+            found.__cause__ = fault
+        return found
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(self._beat_seconds):
+            try:
+                lost = self._leases.beat()
+                names = {node.id: name for name, node in self._nodes.items()}
+                self._lost |= {names[each] for each in lost if each in names}
+                if self._records.store.exists(cancel_key(self._leases.holder.driver)):
+                    self._stop.set()
+            except TidewheelError as error:  # the store is away for a moment: the lease lives some beats longer
+                self._say(f"the lease could not be renewed ({error.what}); trying again")
+
+
+def cancel_key(driver: str) -> str:
+    """The object whose existence tells a driver to stop."""
+    return f"cancel/{driver}.json"
+
+
+def elastic(node: Node) -> tuple[int, int]:
+    """(least, most) workers of a training."""
+    settings = node.entry["config"]["elastic"]
+    return settings["min_workers"], settings["max_workers"]
+
+
+def grant(places: int, wanted: tuple[int, int], taken: int, waiting: Sequence[int]) -> int:
+    """Workers for one training, so that those that wait get their least as well; 0: it waits.
+
+    Args:
+        places: on the cluster.
+        wanted: its least and most.
+        taken: granted to trainings that run.
+        waiting: least workers of the others that could start now.
+    """
+    least, most = wanted
+    free = places - taken
+    if free < least:
+        return least if not taken else 0  # alone: training itself says what is missing, or waits for nodes
+    kept = 0
+    for other in waiting:
+        if least + kept + other <= free:
+            kept += other
+    return min(most, free - kept)

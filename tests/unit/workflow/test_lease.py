@@ -1,0 +1,138 @@
+"""Leases: never two holders, whatever the store can do, and none for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tidewheel.storage import LocalStore, store
+from tidewheel.workflow.lease import Holder, Leases
+
+
+class Clock:
+    """Seconds that pass when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Careless(LocalStore):
+    """A store that ignores If-None-Match, as some S3 servers do."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.write(key, data)
+        return True
+
+
+def abroad(number: int) -> Holder:
+    return Holder(f"driver{number}", "another-machine", 1, "1")
+
+
+@pytest.fixture(params=[LocalStore, Careless])
+def place(request, tmp_path):
+    return request.param(tmp_path)
+
+
+def leases(place, number: int, clock: Clock) -> Leases:
+    return Leases(place, abroad(number), ttl_seconds=20, settle_seconds=2, sleep=clock.sleep, clock=clock)
+
+
+def test_one_holder_until_it_is_released(place):
+    clock = Clock()
+    one, two = leases(place, 1, clock), leases(place, 2, clock)
+    assert one.acquire("step")
+    assert not two.acquire("step")
+    assert two.look("step")["driver"] == "driver1"
+    one.release("step")
+    assert two.look("step") is None
+    assert two.acquire("step")
+    assert not one.acquire("step")
+    assert one.beat() == []  # it has given it back: nothing is lost
+
+
+def test_a_holder_that_is_silent_loses_it_and_learns_so(place):
+    clock = Clock()
+    one, two = leases(place, 1, clock), leases(place, 2, clock)
+    assert one.acquire("step")
+    for _ in range(5):
+        assert not two.acquire("step")
+        clock.now += 10
+        assert one.beat() == []
+    assert not two.acquire("step")
+    clock.now += 21
+    assert two.acquire("step")
+    assert one.beat() == ["step"]
+    assert two.beat() == []
+
+
+def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path):
+    code = ("import sys; from tidewheel.workflow.lease import *; from tidewheel.storage import store\n"
+            "assert Leases(store(sys.argv[1]), Holder.me()).acquire('step'); print('held', flush=True); input()")
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert other.stdout.readline() == b"held\n"
+    mine = Leases(store(tmp_path), Holder.me())
+    assert not mine.acquire("step")
+    other.kill()
+    assert other.wait() != 0
+    assert mine.look("step") is None
+    assert mine.acquire("step")
+    other.stdin.close()
+    other.stdout.close()
+
+
+@pytest.mark.parametrize("kind", [LocalStore, Careless])
+def test_many_at_once_give_one_holder(kind, tmp_path):
+    """Threads with real clocks; whoever gets it keeps it."""
+    for round_ in range(4):
+        got, gate = [], threading.Barrier(6)
+
+        def race(number: int, got=got, gate=gate, name=f"step{round_}") -> None:
+            mine = Leases(kind(tmp_path), abroad(number), settle_seconds=0.4)
+            mine._can_create()
+            gate.wait()
+            if mine.acquire(name):
+                got.append(number)
+
+        threads = [threading.Thread(target=race, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) <= 1
+        assert got or kind is Careless  # without atomic creation all may withdraw; they ask again
+
+
+def test_a_slow_claim_is_taken_back(tmp_path):
+    """Between looking and writing more time passed than a winner waits: somebody may have won meanwhile."""
+    clock = Clock()
+    place = Careless(tmp_path)
+    slow = leases(place, 1, clock)
+    assert not slow._can_create()
+    write = place.write
+
+    def late(key, data):
+        clock.now += 1.5
+        return write(key, data)
+
+    place.write = late
+    assert not slow.acquire("step")
+    assert place.list("step") == []
+
+
+def test_creation(tmp_path):
+    place = LocalStore(tmp_path)
+    assert place.create("a/b", b"1")
+    assert not place.create("a/b", b"2")
+    assert place.read("a/b") == b"1"
+    assert [entry.key for entry in place.list()] == ["a/b"]
