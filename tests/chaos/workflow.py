@@ -91,7 +91,7 @@ def main() -> int:
         print(f"undisturbed: exit {code} after {seconds:.1f} s", flush=True)
         kills = 0
         while True:
-            limit = generator.uniform(4, seconds) if kills < options.kills else None
+            limit = generator.uniform(0.1, 0.4) * seconds if kills < options.kills else None
             code, spent = drive(f"{folder}/chaos", raw, cluster.address, limit)
             state = {name: record["kind"] for name, record in found(f"{folder}/chaos").items()}
             print(f"driver {kills + 1}: exit {code} after {spent:.1f} s, published: {', '.join(sorted(state)) or '-'}",
