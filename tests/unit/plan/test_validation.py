@@ -33,7 +33,7 @@ def made_up(place: Store, steps: int, fail_after: tuple[int, ...], workers: int 
     while at < steps:
         at += 1
         spent("redone" if at <= seen else "productive", STEP)
-        log["batches"].append({"step": at})
+        log["batches"].append({"step": at, "generation": generation})
         seen = max(seen, at)
         if at % 10 == 0:
             spent("save_stall", STALL)
