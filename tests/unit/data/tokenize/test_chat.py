@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidewheel.data.readers.conversations import MARKS
 from tidewheel.data.stages import tokens
 from tidewheel.data.tokenize.chat import ChatTemplate, Refused, encode, read_template
 from tidewheel.data.tokenize.tokenizer import train_bpe
@@ -63,7 +64,9 @@ def oracle(tokenizer: bytes, source: str) -> Any:
                                    additional_special_tokens=["<|im_start|>"])
 
 
-SAID = st.one_of(st.text(min_size=1, max_size=20).filter(str.strip), st.sampled_from(
+SAID = st.one_of(  # the reader refuses our marks
+    st.text(st.characters(exclude_characters="".join(MARKS), exclude_categories=["Cs"]), min_size=1, max_size=20)
+    .filter(str.strip), st.sampled_from(
     ["\n leading", "trailing \n\n", "世界!", "the assistant's <|im_start|", "  two  spaces", "0123456789", "{{ 7 }}"]))
 CONVERSATIONS = st.lists(st.tuples(SAID, SAID), min_size=1, max_size=4).map(lambda turns: [
     {"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)])
