@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Patience:
-    """Calls that only need storage; called with the same calls on a rank alone, never around a collective."""
+    """Tries a call again that needs nothing but storage. Never around a collective: each rank waits for itself."""
 
     seconds: float
     """For so long a call is tried again."""

@@ -177,6 +177,8 @@ def without_secrets(value: Any) -> Any:
     """JSON values without the user and password of any URI."""
     if isinstance(value, dict):
         return {key: without_secrets(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner) for inner in value]
     return without_credentials(value) if isinstance(value, str) else value
 
 

@@ -43,8 +43,11 @@ def test_a_preset_is_spelled_out():
 
 
 def test_secrets_stay_out_of_run_json():
-    values = {"uri": "s3://key:secret@bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3}
-    assert without_secrets(values) == {"uri": "s3://bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3}
+    values = {"uri": "s3://key:secret@bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3,
+              "paths": ["s3://key:secret@bucket/a", {"b": "https://me:secret@host/b"}]}
+    assert without_secrets(values) == {
+        "uri": "s3://bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3,
+        "paths": ["s3://bucket/a", {"b": "https://host/b"}]}
 
 
 def test_an_unknown_device_has_no_peak():
