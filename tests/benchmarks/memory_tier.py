@@ -6,8 +6,9 @@ One worker and two agents, each a process of its own on this machine; copies go 
 loopback TCP. The step is forward, backward and AdamW of the model on `tokens` tokens: far less work than a real step
 of this model has, so the share of the tier is far above a real one's. Blocks of steps with a snapshot after each and
 blocks without follow each other, so that what else the machine does hits both. The plain checkpoint is
-`CheckpointManager` on local disk, asynchronous and synchronous. Asked for: at most 5 % more time a step at 125 M
-parameters (1.5 GB of state). Exit code 1 when it is missed.
+`CheckpointManager` on local disk: synchronous, and for how long an asynchronous save keeps the training waiting, at its
+call and before the next update. Asked for at 125 M parameters: at most 5 % more time a step; a save stalls for at most
+2 % of a step, or 50 ms, and 3 % of the time of a synchronous one. Exit code 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -26,7 +28,7 @@ import torch
 
 from tidewheel import storage
 from tidewheel.checkpoint.manager import CheckpointManager
-from tidewheel.checkpoint.memory.agent import Agent
+from tidewheel.checkpoint.memory.agent import NICENESS, Agent
 from tidewheel.checkpoint.memory.client import MemoryTier
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
@@ -53,10 +55,11 @@ class Training:
         self._positions = torch.arange(tokens)[None]
         self.step()  # the moments are there
 
-    def step(self) -> None:
+    def step(self, before_update: Callable[[], None] = lambda: None) -> None:
         self._adamw.zero_grad(set_to_none=True)
         loss = self._model(self._tokens, self._positions, torch.zeros_like(self._tokens), self._tokens.roll(-1))
         (loss / self._tokens.numel()).backward()
+        before_update()
         self._adamw.step()
 
     def state(self) -> dict[str, Any]:
@@ -70,6 +73,7 @@ class Training:
 
 
 def _agent(pipe: Any) -> None:
+    os.nice(NICENESS)
     agent = Agent("127.0.0.1", TOKEN, "benchmark")
     pipe.send(tuple(agent.address))
     pipe.recv()
@@ -93,14 +97,18 @@ def main() -> int:
         pipes.append(ours)
         addresses.append(Address(*ours.recv()))
     try:
-        overhead = 0.0
+        overhead, missed = 0.0, list[str]()
         rows, times = [], []
         models = [("3 M", ModelConfig(**SMALL), 2048), (given.preset, ModelConfig(preset=given.preset), 32768)]
         for generation, (name, config, vocabulary) in enumerate(models):
             training = Training(config, vocabulary, given.tokens)
-            row, overhead = _steps(training, addresses, generation, given)
+            row, overhead, step = _steps(training, addresses, generation, given)
             rows.append({"state": f"{name}, {training.bytes() / 1e9:.3f} GB", **row})
-            times += _times(name, training, addresses)
+            found, stall, whole = _times(name, training, addresses)
+            times += found
+            said = f"{name}: a save stalls for {1000 * stall:.1f} ms, {stall / step:.1%} of a step, " \
+                   f"{stall / whole:.1%} of a synchronous save"
+            missed += [said] if stall > max(0.05, 0.02 * step) or stall > 0.03 * whole else []
             del training
     finally:
         for pipe in pipes:
@@ -108,29 +116,31 @@ def main() -> int:
     print_table(rows, title="a step with a snapshot after each, and without")
     print_table(times, title="keeping and giving back, seconds")
     print(f"{given.preset}: {overhead:+.1%}; asked for: at most {WANTED:+.0%}")
-    return int(overhead > WANTED)
+    print("\n".join(missed))
+    return int(overhead > WANTED or bool(missed))
 
 
 def _steps(training: Training, addresses: list[Address], generation: int,
-           given: Any) -> tuple[dict[str, str], float]:
-    """Blocks of steps with and without the tier."""
+           given: Any) -> tuple[dict[str, str], float, float]:
+    """Blocks of steps with and without the tier: a row, the share that it costs, a step's seconds without."""
     tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1], 0, 1, TOKEN, generation=generation)
     began = time.perf_counter()
     tier.prepare(training.state())
     prepared = time.perf_counter() - began
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    copies, waits, hashes, pushes, number = [], [], [], [], 0
+    stalls, copies, waits, hashes, pushes, number = [], [], [], [], [], 0
     for block in range(2 * given.rounds + 1):
         kept = block % 2 == 0
         for step in range(given.block):
             began = time.perf_counter()
-            training.step()
+            training.step(tier.settle)
+            stalls += [tier.last["stall_seconds"]] if kept and block and step else []
             if kept:
                 number += 1
                 tier.snapshot(number, training.state(), {"step": number})
             if block and step:  # the first of a block has no snapshot before it, or one that is still being copied
                 seconds[kept].append(time.perf_counter() - began)
-            if kept and block and step:
+            if kept and block and step:  # of the copy of the step before, as all but `wait_seconds` below
                 copies.append(tier.last["copy_seconds"])
                 waits.append(tier.last["wait_seconds"])
                 hashes.append(tier.last["hash_seconds"])
@@ -141,40 +151,46 @@ def _steps(training: Training, addresses: list[Address], generation: int,
     middle = {kept: statistics.median(values) for kept, values in seconds.items()}
     overhead = middle[True] / middle[False] - 1
     return {"ms without": f"{1000 * middle[False]:.0f}", "ms with": f"{1000 * middle[True]:.0f}",
-            "more": f"{overhead:+.1%}", "stall ms": f"{1000 * statistics.median(copies):.0f}",
+            "more": f"{overhead:+.1%}", "stall ms": f"{1000 * statistics.median(stalls):.1f}",
             "copy GB/s": f"{size / statistics.median(copies):.1f}",
             "waited ms": f"{1000 * statistics.median(waits):.1f}",
             "hash GB/s": f"{size / statistics.median(hashes):.1f}",
-            "push GB/s": f"{size / statistics.median(pushes):.1f}", "slots ready s": f"{prepared:.2f}"}, overhead
+            "push GB/s": f"{size / statistics.median(pushes):.1f}", "slots ready s": f"{prepared:.2f}",
+            }, overhead, middle[False]
 
 
-def _times(name: str, training: Training, addresses: list[Address]) -> list[dict[str, str]]:
-    """What a restore takes, and what a plain checkpoint does."""
+def _times(name: str, training: Training, addresses: list[Address]) -> tuple[list[dict[str, str]], float, float]:
+    """What a restore takes, and what a plain checkpoint does: rows, an asynchronous save's stall and a synchronous
+    save's time in seconds."""
     state, rows = training.state(), []
 
-    def timed(what: str, action: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> None:
+    def timed(what: str, action: Callable[[], Any]) -> float:
         took = []
         for _ in range(3):
             began = time.perf_counter()
             action()
             took.append(time.perf_counter() - began)
-            after()
         middle = statistics.median(took)
         rows.append({"state": name, "what": what, "s": f"{middle:.3f}",
                      "GB/s": f"{training.bytes() / 1e9 / middle:.1f}"})
+        return middle
 
     timed("restore from the own node", lambda: _restore(addresses, addresses[0], state))
     timed("restore from the buddy, TCP", lambda: _restore(addresses[1:], None, state))
     with tempfile.TemporaryDirectory(prefix="tw-tier-") as folder:
         place, steps = storage.store(folder), itertools.count(1)
         plain = CheckpointManager(place, keep_last=1, asynchronous=False)
-        timed("save to disk, synchronous", lambda: plain.save(next(steps), state, {}))
-        behind = CheckpointManager(place, keep_last=1)
-        behind.save(next(steps), state, {})
-        behind.wait()
-        timed("save to disk, stall only", lambda: behind.save(next(steps), state, {}), behind.wait)
+        whole = timed("save to disk, synchronous", lambda: plain.save(next(steps), state, {}))
+        behind, stalls = CheckpointManager(place, keep_last=1), []
+        for _ in range(4):
+            behind.save(next(steps), state, {})
+            training.step(behind.settle)
+            behind.wait()
+            stalls.append(behind.saves().stall_seconds)
+        stall = statistics.median(stalls[1:])  # the first allocates
+        rows.append({"state": name, "what": "save to disk, stall only", "s": f"{stall:.4f}"})
         timed("load from disk", lambda: behind.load_latest(state))
-    return rows
+    return rows, stall, whole
 
 
 def _restore(asked: list[Address], mine: Address | None, state: dict[str, Any]) -> None:

@@ -58,9 +58,13 @@ class Place:
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans from the live state's shapes and shards, but takes the data from its staged copy."""
+    """Plans from the live state's shapes and shards, but takes the data from its staged copy.
 
-    def __init__(self, staged: dict[str, torch.Tensor]) -> None:
+    Args:
+        staged: the copy, or why there is none: said where all ranks hear of it.
+    """
+
+    def __init__(self, staged: dict[str, torch.Tensor] | Exception) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staged = staged
 
@@ -71,6 +75,8 @@ class StagedPlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        if isinstance(self._staged, Exception):
+            raise self._staged
         return self._staged[index.fqn]
 
 

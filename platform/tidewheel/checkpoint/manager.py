@@ -20,7 +20,7 @@ from tidewheel.checkpoint.dcp import Reader, StagedPlanner, Writer, load_planner
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, TensorEntry, step_name
 from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.retention import Keep, collect
-from tidewheel.checkpoint.staging import Stage, dtype_name, flatten
+from tidewheel.checkpoint.staging import Snapshot, Stage, dtype_name, flatten, local
 from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
 from tidewheel.errors import CheckpointError, StorageError, TidewheelError
 from tidewheel.storage import Stamp, Store
@@ -60,6 +60,8 @@ class CheckpointManager:
         self._made_peers: Peers | None = None
         self._stage = Stage()
         self._upload: threading.Thread | None = None
+        self._copied, self._stalled = threading.Event(), 0.0
+        self._copied.set()
         self._damaged: set[str] = set()
         self._retry = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(attempts), reraise=True,
@@ -84,8 +86,8 @@ class CheckpointManager:
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Save `state`, a nested dict of tensors, and `extra`, JSON values (rank 0's counts), as of this call.
 
-        Returns once the state may change again: after a copy to host memory, and after the save before, if that is
-        still under way. Failures of storage do not raise here; see `on_event`.
+        Waits for the save before, if that is still under way. The state may change after `settle`: it is copied to
+        host memory behind the training. Failures of storage do not raise here; see `on_event`.
 
         Raises:
             CheckpointError: the state holds something other than tensors, or `extra` is not JSON.
@@ -98,12 +100,18 @@ class CheckpointManager:
             raise CheckpointError(f"extra is not made of JSON values: {error}", where=f"checkpoint of step {step}",
                                   mend="give numbers, text, lists and dicts") from None
         self.wait()
-        staged = self._stage.copy(flat)
-        stalled = time.monotonic() - began
-        self._saves = replace(self._saves, busy=True)
+        parts = {name: local(tensor) for name, tensor in flat.items()}
+        snapshot, self._copied = Snapshot.of(parts.values()), threading.Event()
+        self._saves, self._stalled = replace(self._saves, busy=True), 0.0
 
         def upload() -> None:
-            self._save(peers, step, flat, staged, frozen, began, stalled)
+            staged: dict[str, torch.Tensor] | Exception
+            try:
+                staged = self._stage.copy(parts, snapshot)
+            except Exception as error:  # of memory: the other ranks hear of it in the save
+                staged = error
+            self._copied.set()
+            self._save(peers, step, flat, staged, frozen, began)
 
         if not self._asynchronous:
             upload()
@@ -111,6 +119,14 @@ class CheckpointManager:
         # a daemon: a process that is told to stop must not wait for an upload
         self._upload = threading.Thread(target=upload, name=f"checkpoint-{step}", daemon=True)
         self._upload.start()
+        self._stalled = time.monotonic() - began
+
+    def settle(self) -> None:
+        """Return once what was handed over to `save` may change."""
+        if not self._copied.is_set():
+            began = time.monotonic()
+            self._copied.wait()
+            self._stalled += time.monotonic() - began
 
     def wait(self) -> None:
         """Return once the save under way, if any, is committed or has failed for good.
@@ -140,8 +156,8 @@ class CheckpointManager:
     def is_safe(self, step: int) -> bool:
         return False
 
-    def _save(self, peers: Peers, step: int, flat: dict[str, torch.Tensor], staged: dict[str, torch.Tensor],
-              extra: dict[str, Any], began: float, stalled: float) -> None:
+    def _save(self, peers: Peers, step: int, flat: dict[str, torch.Tensor],
+              staged: dict[str, torch.Tensor] | Exception, extra: dict[str, Any], began: float) -> None:
         """Write, commit, clean up; nothing raised here may reach the training."""
         name = step_name(step)
         written: list[CheckpointManifest] = []
@@ -156,17 +172,22 @@ class CheckpointManager:
                                   process_group=peers.group, no_dist=peers.alone)
         except (Exception, CheckpointException) as error:  # torch's is a BaseException
             seconds, self._reason = time.monotonic() - began, _reason(error)
-            self._saves = Saves(self._saves.failed + 1, False, seconds, stalled)
+            self._saves = Saves(self._saves.failed + 1, False, seconds, self._stall(seconds))
             self._event("save_failed", checkpoint=name, step=step, reason=self._reason, seconds=round(seconds, 3),
                         in_a_row=self._saves.failed)
             return
-        self._saves = Saves(0, False, time.monotonic() - began, stalled)
+        seconds = time.monotonic() - began
+        self._saves = Saves(0, False, seconds, self._stall(seconds))
         self._damaged.discard(name)
         if peers.rank == 0:
             manifest = written[-1]
             self._event("commit", checkpoint=name, step=step, bytes=manifest.total_bytes, files=len(manifest.files),
-                        seconds=round(time.monotonic() - began, 3), stall_seconds=round(stalled, 4))
+                        seconds=round(seconds, 3), stall_seconds=round(self._stall(seconds), 4))
             self._clean_up(step)
+
+    def _stall(self, seconds: float) -> float:
+        """For how long a save of `seconds` has kept the training waiting so far."""
+        return self._stalled if self._asynchronous else seconds
 
     def _clean_up(self, step: int) -> None:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,26 +40,60 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Tensors as they are when this is made. A thread may copy them in `copying` while the training goes on reading
+    them; until that is done they must not change."""
+
+    device: torch.device | None = None
+    """Of those that are not on the host."""
+    ready: Any = None
+    """What was asked of the device until then."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Snapshot:
+        """Of now."""
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is None:
+            return cls()
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))
+        return cls(device, ready)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies to the host that are asked for inside, beside what else the device does; done when the block ends."""
+        if self.device is None:
+            with torch.no_grad():
+                yield
+            return
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_event(self.ready)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
 class Stage:
     """Host memory for this rank's part of a state; allocated at the first use, then kept for the next."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    @torch.no_grad()
-    def copy(self, flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of each tensor, contiguous on CPU; valid until the next call."""
-        asynchronous = False
-        for name in self._buffers.keys() - flat.keys():
+    def copy(self, parts: dict[str, torch.Tensor], snapshot: Snapshot) -> dict[str, torch.Tensor]:
+        """This rank's part of each tensor, contiguous on CPU; valid until the next call. Any thread may call it."""
+        for name in self._buffers.keys() - parts.keys():
             del self._buffers[name]
-        for name, tensor in flat.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._buffers[name] = buffer
-            buffer.copy_(local, non_blocking=local.is_cuda)
-            asynchronous |= local.is_cuda
-        if asynchronous:
-            torch.cuda.synchronize()
+        with snapshot.copying():
+            for name, part in parts.items():
+                buffer = self._buffers.get(name)
+                if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+                    buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+                    self._buffers[name] = buffer
+                buffer.copy_(part, non_blocking=part.is_cuda)
         return dict(self._buffers)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of it."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

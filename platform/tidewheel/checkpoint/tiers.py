@@ -63,6 +63,10 @@ class TieredCheckpoints:
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         self._tier.snapshot(step, state, extra)
 
+    def settle(self) -> None:
+        self._tier.settle()
+        self._saved.settle()
+
     def is_safe(self, step: int) -> bool:
         return self._tier.flush() and self._tier.last.get("step") == step
 

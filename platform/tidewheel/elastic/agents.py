@@ -21,9 +21,10 @@ class AgentActor:
     def __init__(self, run: str, token: str) -> None:
         import ray
 
-        from tidewheel.checkpoint.memory.agent import Agent
+        from tidewheel.checkpoint.memory.agent import NICENESS, Agent
 
         self._token = token
+        os.nice(NICENESS)
         # it ends by itself when nobody needs it any more; only the whole process takes the actor's name with it
         self._agent = Agent(ray.util.get_node_ip_address(), token, run, on_stop=lambda: os._exit(0))
 

@@ -267,7 +267,7 @@ class Loop:
             self.watch.mark(step, "step")
             self.metrics.begin(step)
             result = self._step(step, batch)
-            spent: Category = "redone" if step <= self.progress.recorded else "productive"
+            spent = self._spent(step)
             self.timeline.spent(spent)
             digest = self.digest.of(batch.ids)
             self._guard(step, result, digest)
@@ -294,10 +294,21 @@ class Loop:
         asked = self._ask(step) if self.runtime.rank == 0 else 0
         result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, asked=asked,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
-                            precision=config.precision, loss_scale=self.loss_scale, guard=self.guard)
+                            precision=config.precision, loss_scale=self.loss_scale, guard=self.guard,
+                            before_update=self._settle)
         if self.loss_scale is not None:
             self.loss_scale.update(math.isfinite(result.gradient_norm))
         return result
+
+    def _spent(self, step: int) -> Category:
+        """What the time of a step is for."""
+        return "redone" if step <= self.progress.recorded else "productive"
+
+    def _settle(self) -> None:
+        """Before an update: what is to be kept of the values there are has been copied."""
+        self.timeline.spent(self._spent(self.progress.step + 1))
+        self.runtime.checkpoints.settle()
+        self.timeline.spent("save_stall")
 
     def _ask(self, step: int) -> int:
         """Rank 0: what all ranks shall do after this step."""

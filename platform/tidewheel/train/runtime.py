@@ -41,7 +41,7 @@ class Checkpointer(Protocol):
         """Fill the tensors in place from a checkpoint of another run."""
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Begin to save; returns once the tensors may change again."""
+        """Begin to save; the tensors may change after `settle`."""
 
     def wait(self) -> None:
         """Return once everything handed over is committed."""
@@ -50,8 +50,12 @@ class Checkpointer(Protocol):
         """Whether `keep` is wanted after this step."""
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Keep the state outside this process, where a recovery finds it at once; returns once the tensors may change
-        again."""
+        """Keep the state outside this process, where a recovery finds it at once; the tensors may change after
+        `settle`."""
+
+    def settle(self) -> None:
+        """Return once the tensors handed over to `save` and `keep` may change: they are copied behind the training,
+        which only reads them until its next update."""
 
     def is_safe(self, step: int) -> bool:
         """Whether what was kept of `step` outlives this process and its node: no save is needed before a change."""
@@ -105,6 +109,9 @@ class NoCheckpoints:
         return False
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        return
+
+    def settle(self) -> None:
         return
 
     def is_safe(self, step: int) -> bool:

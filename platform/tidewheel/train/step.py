@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +60,8 @@ class StepResult:
 def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
                precision: Precision = "fp32", loss_scale: LossScale | None = None, asked: int = 0,
-               guard: Guard | None = None) -> StepResult:
-    """Forward, backward, clip, update, unless `guard` withholds the update.
+               guard: Guard | None = None, before_update: Callable[[], None] = lambda: None) -> StepResult:
+    """Forward, backward, clip, update, unless `guard` withholds the update. Values change after `before_update` only.
 
     Gradients are of the SUM of token losses; after the last micro-batch they are divided by the global number of
     targets, once. Losses travel as one entry per virtual rank, together with the counts, the squared gradient norm and
@@ -92,6 +92,7 @@ def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequen
     else:
         judged = guard.judge(loss, norm)
         skip = judged[-1]
+    before_update()
     optimizer.step(skip=skip)
     model.refresh()
     values = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), judged]).tolist()

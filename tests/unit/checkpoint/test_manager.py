@@ -17,6 +17,7 @@ from safetensors import safe_open
 from tests.unit.checkpoint.helpers import Events, FlakyStore, clear, equal, manager, state
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.retention import Keep, expired
+from tidewheel.checkpoint.staging import Stage
 from tidewheel.checkpoint.verify import CheckpointInfo, list_checkpoints, verify_checkpoint
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import CheckpointError
@@ -104,6 +105,7 @@ def test_the_state_is_that_of_the_call(local: LocalStore, monkeypatch: pytest.Mo
     saver, values, extra = manager(local), state(7), {"list": [1]}
     began = time.monotonic()
     saver.save(7, values, extra)
+    saver.settle()
     assert time.monotonic() - began < 5
     clear(values)
     extra["list"].append(2)
@@ -112,6 +114,40 @@ def test_the_state_is_that_of_the_call(local: LocalStore, monkeypatch: pytest.Mo
     found, loaded, _ = restored(local)
     assert found == {"list": [1]}
     assert equal(loaded, state(7))
+
+
+def test_the_copy_is_made_behind_the_training_which_may_wait_for_it(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    gate, copy = threading.Event(), Stage.copy
+
+    def slow(*arguments: Any) -> dict[str, torch.Tensor]:
+        assert gate.wait(20)
+        return copy(*arguments)
+
+    monkeypatch.setattr(Stage, "copy", slow)
+    saver, values = manager(local), state(7)
+    saver.save(7, values, {})
+    timer = threading.Timer(0.3, gate.set)
+    timer.start()
+    saver.settle()
+    assert gate.is_set()
+    clear(values)
+    saver.wait()
+    assert equal(restored(local)[1], state(7))
+    assert saver.saves().stall_seconds > 0.2
+
+
+def test_a_copy_that_fails_is_a_failed_save(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    def none(*_: Any) -> None:
+        raise MemoryError("no memory for the copy")
+
+    monkeypatch.setattr(Stage, "copy", none)
+    events = Events()
+    saver = manager(local, events)
+    saver.save(1, state(1), {})
+    saver.settle()
+    saver.wait()
+    assert saver.saves().failed == 1
+    assert "no memory for the copy" in events.of("save_failed")[0]["reason"]
 
 
 def test_a_second_save_waits_for_the_first(local: LocalStore, monkeypatch: pytest.MonkeyPatch):

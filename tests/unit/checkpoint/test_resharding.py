@@ -21,11 +21,12 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 def save(root: Path, step: int) -> None:
-    """Save `state(step)`, then spoil the tensors at once."""
+    """Save `state(step)`, then spoil the tensors as soon as they may change."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     values, events = state(step, mesh), Events()
     saver = manager(store(root), events)
     saver.save(step, values, {"step": step})
+    saver.settle()
     clear(values)
     saver.wait()
     assert [kind for kind, _ in events] == ["commit"] * (dist.get_rank() == 0)

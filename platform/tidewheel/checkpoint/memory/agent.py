@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from tidewheel.checkpoint.memory.orphans import Orphans
-from tidewheel.checkpoint.memory.protocol import Address, Connection, admit, connect
+from tidewheel.checkpoint.memory.protocol import Address, Connection, FileRange, admit, connect
 from tidewheel.checkpoint.memory.slots import (
     HEADER_BYTES,
     SHARED_MEMORY,
@@ -50,6 +50,8 @@ LINGER_SECONDS = 900.0
 UPLOAD_SECONDS = 30.0
 """So long all workers of the run must have been gone before what they left is uploaded: longer than any recovery."""
 SWEEP_SECONDS = 30.0
+NICENESS = 4
+"""Added to the agent's process: hashing and sending make way for the training where both want the same core."""
 
 
 @dataclass(frozen=True)
@@ -420,7 +422,7 @@ class _Worker:
         """Send a copy to the buddy; why that failed, "" when it did not."""
         content = part.content
         return self._tell_buddy({"op": "store", "content": asdict(content)},
-                                part.slot.bytes[HEADER_BYTES:content.end], part.hashes.tobytes())
+                                FileRange(part.slot.path, HEADER_BYTES, content.end), part.hashes.tobytes())
 
     def forget(self, message: dict[str, Any]) -> None:
         """What this worker has put is no longer wanted, nor are its copies."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 
 from tidewheel.checkpoint.memory.agent import EXTRA_BYTES, SLOTS
 from tidewheel.checkpoint.memory.protocol import PATIENCE_SECONDS, Address, Connection, connect
 from tidewheel.checkpoint.memory.slots import HEADER_BYTES, Content, Slot
 from tidewheel.checkpoint.memory.table import Piece, place
-from tidewheel.checkpoint.staging import dtype_name, flatten
+from tidewheel.checkpoint.staging import Snapshot, dtype_name, flatten, local
 
 OnEvent = Callable[[str, dict[str, Any]], None]
+BEHIND_BYTES = 4 << 20
+"""What is smaller is copied at once: that is quicker than to wake a thread."""
 PUSH_SECONDS = 60.0
 """How long a snapshot waits for the one before to reach the buddy, before the tier is given up."""
 
@@ -57,9 +60,11 @@ class MemoryTier:
         self._sequence = self._turn = 0
         self._awaiting = self._on_device = False
         self._lost = self._buddy_lost = False
+        self._copier = ThreadPoolExecutor(1, "memory-tier")
+        self._copying: Future[None] | None = None
         self.last: dict[str, Any] = {}
-        """Of the newest snapshots: "step", "bytes", "copy_seconds", "wait_seconds"; of the one before: "hash_seconds",
-        "push_seconds", "copied"."""
+        """Of the newest snapshots: "step", "bytes", "copy_seconds", "wait_seconds" (for the copy of the one before) and
+        "stall_seconds" (for its own); of the one before: "hash_seconds", "push_seconds", "copied"."""
 
     @property
     def working(self) -> bool:
@@ -81,8 +86,8 @@ class MemoryTier:
     def snapshot(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Keep `state`, a nested dict of tensors, and `extra`, JSON values, as of this call; no collective.
 
-        All ranks call it at the same step boundaries. Returns once the state may change again. The copy to the buddy
-        goes on behind the training; the next snapshot waits for it.
+        All ranks call it at the same step boundaries. The state may change after `settle`. The copies, to shared
+        memory and to the buddy, are made behind the training; the next snapshot waits for both.
 
         Raises:
             CheckpointError: the state holds something other than tensors.
@@ -93,26 +98,34 @@ class MemoryTier:
         flat, text = flatten(state), json.dumps(extra).encode()
         parts = {name: local(tensor) for name, tensor in flat.items()}
         try:
-            self._settle()
+            self._answered()
             waited = time.monotonic()
             if self._layout != _layout(parts) or len(text) > self._room:
                 self._open(flat, max(EXTRA_BYTES, 2 * len(text)))
             number = self._turn % SLOTS
             if number == len(self._slots):
                 self._take_slot(number)
-            self._fill(number, step, [parts[name] for name in self._names], text)
-            assert self._connection is not None
-            self._connection.send({"op": "put", "slot": number})
-            self._awaiting = True
+            self._begin(number, step, [parts[name] for name in self._names], text)
         except OSError as error:
             self._lose(error)
             return
-        self.last |= {"step": step, "wait_seconds": waited - began, "copy_seconds": time.monotonic() - waited}
+        self.last |= {"step": step, "wait_seconds": waited - began, "stall_seconds": time.monotonic() - waited}
+
+    def settle(self) -> None:
+        """Return once what was handed over to `snapshot` may change."""
+        if self._copying is None:
+            return
+        began = time.monotonic()
+        try:
+            self._copied()
+        except OSError as error:
+            self._lose(error)
+        self.last["stall_seconds"] += time.monotonic() - began
 
     def flush(self) -> bool:
         """Wait until the newest snapshot is hashed and copied; whether it is on two nodes."""
         try:
-            self._settle()
+            self._answered()
         except OSError as error:
             self._lose(error)
         return not self._lost and bool(self.last.get("copied"))
@@ -120,7 +133,7 @@ class MemoryTier:
     def forget(self) -> None:
         """The run goes back to a checkpoint: what was kept since is no longer wanted, here and at the buddy."""
         try:
-            self._settle()
+            self._answered()
             for slot in self._slots:
                 slot.clear()
             if self._connection is not None:
@@ -136,6 +149,9 @@ class MemoryTier:
 
     def close(self) -> None:
         """Let go of the slots; the agent holds what is in them."""
+        with contextlib.suppress(OSError):  # the agent is gone already
+            self._copied()
+        self._copier.shutdown()
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -171,26 +187,45 @@ class MemoryTier:
         by_name = {piece.name: piece for piece in self._placed}
         self._targets.append([_view(slot, by_name[name]) for name in self._names])
 
-    @torch.no_grad()
-    def _fill(self, number: int, step: int, sources: list[torch.Tensor], text: bytes) -> None:
-        slot = self._slots[number]
-        slot.clear()
-        torch._foreach_copy_(self._targets[number], sources, non_blocking=self._on_device)
-        if self._on_device:
-            torch.cuda.synchronize()
+    def _begin(self, number: int, step: int, sources: list[torch.Tensor], text: bytes) -> None:
+        """Copy into a slot, here if that is quicker than to have it done, and let the agent know."""
+        self._slots[number].clear()
         self._sequence, self._turn = self._sequence + 1, self._turn + 1
-        end = self._extra_start + len(text)
-        slot.bytes[self._extra_start:end] = text
-        slot.commit(Content(step, self._sequence, self.generation, self.rank, self.world_size, len(self._table),
-                            self._extra_start, len(text)))
+        content = Content(step, self._sequence, self.generation, self.rank, self.world_size, len(self._table),
+                          self._extra_start, len(text))
+        snapshot = Snapshot.of(sources)
+        if sum(source.nbytes for source in sources) < BEHIND_BYTES:
+            self._fill(number, content, snapshot, sources, text)
+        else:
+            self._copying = self._copier.submit(self._fill, number, content, snapshot, sources, text)
+
+    def _fill(self, number: int, content: Content, snapshot: Snapshot, sources: list[torch.Tensor],
+              text: bytes) -> None:
+        began, slot, connection = time.monotonic(), self._slots[number], self._connection
+        with snapshot.copying():
+            torch._foreach_copy_(self._targets[number], sources, non_blocking=self._on_device)
+        slot.bytes[self._extra_start:content.end] = text
+        slot.commit(content)
+        if connection is None:
+            raise ConnectionError("the tier was given up")
+        connection.send({"op": "put", "slot": number})
+        self._awaiting = True
+        self.last["copy_seconds"] = time.monotonic() - began
 
     def _release(self) -> None:
         for slot in self._locked:
             torch.cuda.cudart().cudaHostUnregister(_address(slot))  # type: ignore[attr-defined]
         self._targets, self._slots, self._locked = [], [], []
 
-    def _settle(self) -> None:
+    def _copied(self) -> None:
+        """Wait for the copy to shared memory."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.result()
+
+    def _answered(self) -> None:
         """Wait for the answer to the last snapshot. No rank may be further ahead of its copies: see `agent.SLOTS`."""
+        self._copied()
         if not self._awaiting or self._connection is None:
             return
         self._connection.patience(PUSH_SECONDS)
@@ -222,11 +257,6 @@ def pieces_of(flat: dict[str, torch.Tensor]) -> dict[str, Piece]:
             found[item.index.fqn] = Piece(item.index.fqn, dtype_name(flat[item.index.fqn]), tuple(data.size),
                                           tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     return found
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of it."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _layout(parts: dict[str, torch.Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:

@@ -11,6 +11,8 @@ import json
 import secrets
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -28,6 +30,16 @@ class Address(NamedTuple):
     port: int
 
 
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [start, stop) of a file, which the kernel sends without copying them: they stay as they are until the
+    other side has answered."""
+
+    path: Path
+    start: int
+    stop: int
+
+
 class Connection:
     """One connected socket; not for use by two threads at once."""
 
@@ -37,7 +49,7 @@ class Connection:
         self._socket = sock
 
     def send(self, message: dict[str, Any], *payloads: Any) -> None:
-        """Send a message, and the bytes of `payloads` behind it.
+        """Send a message, and the bytes of `payloads`, bytes-like or `FileRange`, behind it.
 
         Raises:
             OSError: the other side is gone, or does not take anything for too long.
@@ -45,7 +57,11 @@ class Connection:
         text = json.dumps(message).encode()
         self._socket.sendall(len(text).to_bytes(4, "big") + text)
         for payload in payloads:
-            self._socket.sendall(payload)
+            if isinstance(payload, FileRange):
+                with open(payload.path, "rb") as file:
+                    self._socket.sendfile(file, payload.start, payload.stop - payload.start)
+            else:
+                self._socket.sendall(payload)
 
     def receive(self) -> dict[str, Any]:
         """The next message; what follows it is read with `receive_into`.

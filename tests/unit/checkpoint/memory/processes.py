@@ -48,8 +48,9 @@ def _train(agents: list[Address], rank: int, generation: int, first: int, barrie
     for step in range(first, first + 100_000):
         state = part(step, rank)
         barrier.wait()  # as the all-reduce of a step
+        tier.settle()
+        done.value = step - 1
         tier.snapshot(step, state, {"step": step})
-        done.value = step
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.helpers import Events, clear, equal, state
 from tidewheel.checkpoint.memory import slots
 from tidewheel.checkpoint.memory.agent import Agent
-from tidewheel.checkpoint.memory.client import MemoryTier
+from tidewheel.checkpoint.memory.client import BEHIND_BYTES, MemoryTier
 from tidewheel.checkpoint.memory.protocol import Address, buddies, connect
 from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
 from tidewheel.checkpoint.memory.slots import HEADER_BYTES
@@ -147,6 +148,38 @@ def test_the_shape_may_change_and_extra_may_grow(agents):
     assert len(load(newest(*agents), filled)["text"]) == 3_000_000
     assert filled["model"]["more"].sum() == 1e6
     worker.close()
+
+
+def test_a_large_state_is_copied_behind_the_training_until_it_settles(agents):
+    worker, values = tier(agents), {"model": {"weight": torch.ones(BEHIND_BYTES)}, "optimizer": {}}
+    for step in (1, 2, 3, 4):
+        worker.snapshot(step, values, {"step": step})
+        worker.settle()
+        values["model"]["weight"] += 1
+    assert worker.flush()
+    assert worker.last["stall_seconds"] > 0
+    filled = {"model": {"weight": torch.zeros(BEHIND_BYTES)}, "optimizer": {}}
+    assert load(newest(*agents), filled) == {"step": 4}
+    assert filled["model"]["weight"].unique().tolist() == [4]
+    worker.snapshot(5, values, {"step": 5})
+    worker.close()  # what was being copied is whole, and the agent takes it in
+    until = time.monotonic() + 20
+    while newest(agents[0]).step != 5:
+        assert time.monotonic() < until
+
+
+def test_a_tier_that_is_given_up_during_the_copy_says_so_once(agents):
+    events = Events()
+    worker, values = tier(agents, on_event=events), {"model": {"weight": torch.ones(BEHIND_BYTES)}, "optimizer": {}}
+    worker.snapshot(1, values, {})
+    worker.flush()
+    worker.break_off()
+    worker.snapshot(2, values, {})
+    worker.settle()
+    worker.snapshot(3, values, {})
+    worker.settle()
+    assert not worker.working
+    assert [kind for kind, _ in events] == ["memory_tier_lost"]
 
 
 def test_a_roll_back_forgets(agents):
