@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.config import build
 from tidewheel.errors import ConfigError, ShardError
-from tidewheel.workflow.steps import REFERENCE
+from tidewheel.workflow.steps import REFERENCE, source_hash
 
 Entry = Mapping[str, Any]
 Log = Callable[[str], None]
@@ -259,6 +260,8 @@ class FunctionKind:
 
     def run(self, task: Task, log: Log) -> dict[str, Any]:
         function = task.function or imported(task.entry)
+        if task.function is None or _came_by_name(function):
+            same_source(function, task.entry)
         value = function(**task.needs, output=task.place, **task.entry["config"])
         try:
             json.dumps(value)
@@ -277,7 +280,7 @@ KINDS: dict[str, Any] = {"pipeline": PipelineKind(), "tokenizer": TokenizerKind(
 
 
 def imported(entry: Entry) -> Callable[..., Any]:
-    """The function of a function step.
+    """The function of a function step, as this process finds it by its name; `same_source` compares it.
 
     Raises:
         ConfigError: its module is not there, or it is not at the module's top.
@@ -294,6 +297,26 @@ def imported(entry: Entry) -> Callable[..., Any]:
                           mend="define it at the top of a module that every node has") from None
     function: Callable[..., Any] = found
     return function
+
+
+def same_source(function: Callable[..., Any], entry: Entry) -> None:
+    """See that a function found by its name is the one that the step's key was made of.
+
+    Raises:
+        ConfigError: its source is another one here.
+    """
+    if (code := source_hash(function, where=entry["name"])) != entry["code"]:
+        raise ConfigError(f"the source of the function {entry['function']} is {code} here, and {entry['code']} where "
+                          "the workflow was made", where=entry["name"], mend="upload the code with the workflow "
+                          "(working_dir=\".\"), or bring every node to the same version, and submit it again")
+
+
+def _came_by_name(function: Callable[..., Any]) -> bool:
+    """Whether a function that was handed over was imported here, rather than unpickled with its code."""
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
 
 
 class _Sparse:

@@ -133,11 +133,20 @@ class Call:
 
     def entry(self) -> dict[str, Any]:
         """See the module."""
-        try:
-            source = textwrap.dedent(inspect.getsource(self.function))
-        except (OSError, TypeError):
-            raise ConfigError("the source of the function is not known, so a change of it would not be seen",
-                              where=f"Call({self.name!r})", mend="define it in a file") from None
         return {"kind": "function", "name": self.name, "config": self.settings, "cpus": self.cpus,
-                "code": hashlib.sha256(source.encode()).hexdigest()[:16],
+                "code": source_hash(self.function, where=f"Call({self.name!r})"),
                 "function": f"{self.function.__module__}:{self.function.__qualname__}"}
+
+
+def source_hash(function: Callable[..., Any], *, where: str) -> str:
+    """The beginning (16 hexadecimal digits) of the SHA-256 of a function's source, without its indentation.
+
+    Raises:
+        ConfigError: the source is not known.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        raise ConfigError("the source of the function is not known, so a change of it would not be seen", where=where,
+                          mend="define it in a file that is there where it runs") from None
+    return hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -136,6 +136,26 @@ def test_functions_are_imported_by_name_and_return_json(tmp_path):
         KINDS["function"].run(Task({**entry, "function": "nowhere:f"}, str(tmp_path), "k", "."), print)
 
 
+def test_a_function_with_another_source_on_the_cluster_is_refused(tmp_path):
+    entry = tw.Call("count", count_words, least=3).entry()
+    submitted = {**entry, "code": "0123456789abcdef"}
+    for handed in (None, count_words):  # by its name in the entry, or by a pickle that only holds the name
+        with pytest.raises(ConfigError) as refused:
+            KINDS["function"].run(Task(submitted, str(tmp_path), "k", ".", {"run": "r"}, function=handed), print)
+        told = str(refused.value)
+        assert all(part in told for part in (entry["function"], entry["code"], "0123456789abcdef", "working_dir"))
+    assert not list(tmp_path.iterdir())
+    scope: dict[str, object] = {"__name__": "flow"}
+    exec("def made_elsewhere(output, least): return least", scope)  # pickled with its code
+    made = KINDS["function"].run(Task(submitted, str(tmp_path), "k", ".", function=scope["made_elsewhere"]), print)
+    assert made["value"] == 3
+
+
+def test_a_function_without_a_source_is_refused_where_it_is_given():
+    with pytest.raises(ConfigError, match="source of the function is not known"):
+        tw.Call("length", len).entry()
+
+
 def test_the_plan_says_what_would_run_and_why(raw, monkeypatch):
     monkeypatch.setattr(PipelineKind, "intact", lambda self, place, artifact: True)
     out, records = str(raw / "out"), Records(str(raw / "out"))
