@@ -21,7 +21,8 @@ from tidewheel.cluster import background
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 ROOT = Path(__file__).parents[2]
 LINES = 40
-JOB = (f"import time\nfor number in range({LINES}): print('line', number, flush=True); time.sleep(0.1)\n"
+JOB = ("import os, time\nprint('cluster', os.environ['RAY_ADDRESS'])\n"
+       f"for number in range({LINES}): print('line', number, flush=True); time.sleep(0.1)\n"
        "raise SystemExit(7)")
 
 
@@ -133,6 +134,7 @@ def test_a_job_is_followed_through_lost_connections(cluster, environment):
     assert [int(number) for number in re.findall(r"^line (\d+)$", out, re.MULTILINE)] == list(range(LINES))
     assert "lost" in err or "does not answer" in err
     assert "evaluate.py" in err  # what was uploaded
+    assert f"cluster {cluster.address}\n" in out  # this one, whatever others run on this machine
     jobs = status(environment)["jobs"]
     assert [(job["id"], job["status"]) for job in jobs] == [("one", "FAILED")]
 

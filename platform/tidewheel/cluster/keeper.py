@@ -54,6 +54,10 @@ class Keeper:
                                include_dashboard=bool(dashboard_port), dashboard_port=dashboard_port or None,
                                include_log_monitor=bool(dashboard_port), no_monitor=True, labels=dict(labels or {}),
                                _system_config={**FAST_DETECTION, **KEEP_WORKERS})
+        from ray._private.utils import write_ray_address
+
+        # where Ray's job server looks for the address that it gives a job; else it takes any cluster of this machine
+        write_ray_address(self.head.gcs_address, self.temp_dir)
         return {"address": self.head.gcs_address, **self._described(self.head)}
 
     def autoscale(self, *, groups: Sequence[Mapping[str, Any]], idle_seconds: float) -> dict[str, Any]:
