@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test long lint format clean help
+.PHONY: install demo test long lint format clean help
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+install: $(STAMP)  ## the environment, in .venv
 
 demo: $(STAMP)  ## raw text to a trained model, with a node killed on the way (ARGS="--storage s3" for an object store)
 	$(BIN)/tidewheel demo $(ARGS)

@@ -11,7 +11,7 @@ import pytest
 from tidewheel.cli import run_command
 
 COMMANDS = [
-    [], ["data"], ["data", "run"], ["data", "train-classifier"],
+    [], ["data"], ["data", "run"], ["data", "example"], ["data", "train-classifier"],
     ["shards"], ["shards", "inspect"], ["shards", "verify"], ["shards", "trace"],
     ["train"], ["checkpoint"], ["checkpoint", "list"], ["checkpoint", "verify"], ["report"], ["audit"], ["doctor"],
     ["demo"], ["plan"], ["plan", "goodput"],
@@ -122,3 +122,11 @@ def test_a_classifier_is_trained_and_told(capsys, tmp_path):
     assert (tmp_path / "model.bin").read_bytes() == first
     assert "no file matches" in refused(capsys, *command[:3], str(tmp_path / "none"), *command[4:])
     assert "did you mean 'epochs'" in refused(capsys, *command, "--set", "epoch=3")
+
+
+def test_example_documents_are_written(capsys, tmp_path):
+    assert run_command(["data", "example", str(tmp_path), "--max-bytes", "60000"]) == 0
+    assert "5 broken records" in capsys.readouterr().out
+    assert sum(len(path.read_bytes().splitlines()) for path in tmp_path.glob("corpus/*.jsonl")) > 5
+    assert list(tmp_path.glob("evals/*.jsonl"))
+    assert "--max-bytes" in refused(capsys, "data", "example", str(tmp_path), "--max-bytes", "0")

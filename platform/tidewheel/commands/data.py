@@ -62,6 +62,29 @@ def data_run(
     return 0
 
 
+@app.command(name="example")
+def data_example(
+    folder: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write corpus/ and evals/ to.")],
+    *,
+    max_bytes: Annotated[int, Parameter(help="Text at most, in bytes.")] = 8_000_000,
+    seed: Annotated[int, Parameter(help="Another one takes other documents where there are more than fit.")] = 0,
+) -> int:
+    """Write documents to try things on, from this machine's Python, with a few broken records and an evaluation set.
+
+    The same Python environment gives the same bytes.
+    """
+    from tidewheel.demo.corpus import build_corpus
+    from tidewheel.storage import store
+
+    if max_bytes < 1:
+        raise ConfigError(f"{max_bytes} bytes of text", where="--max-bytes", mend="1 or more, such as 600000")
+    made = build_corpus(store(folder), max_bytes=max_bytes, seed=seed)
+    print(f"{folder}: {made.documents:,} documents, {made.bytes / 1e6:.1f} MB, in {len(made.files)} files; "
+          f"{made.bad_records} broken records; {len(made.evals)} files of evaluation items, of which "
+          f"{len(made.planted)} documents hold one")
+    return 0
+
+
 @app.command(name="train-classifier")
 def data_train_classifier(
     positive: Annotated[str, Parameter(help="Documents as they are wanted: a file or a quoted pattern.")],
