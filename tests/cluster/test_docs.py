@@ -1,0 +1,94 @@
+"""Every command of the task pages in `docs/`, page by page, as a reader types them: in one shell, in a fresh copy of
+this checkout. `tests/docs_pages.py` says what becomes of which block.
+
+The pages begin with what the first block of `docs/README.md` makes, which is run once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs_pages import DOCS, ROOT, TASKS, blocks, script
+from tidewheel.cluster import background
+from tidewheel.cluster.s3_server import S3Server
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+CHECKOUT = ("platform", "jobs", "pipelines", "cluster", "k8s", "docs", "tests", "pyproject.toml", "constraints.txt",
+            "Makefile", "README.md", ".gitignore")
+SECONDS = 500
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """An S3-protocol server on loopback, to which the environment points."""
+    with S3Server() as server:
+        yield server.create_bucket("bucket")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
+    """A copy of this checkout, with the environment of these tests as its own, and what the pages begin with.
+
+    Machine code of compiled filters travels along: `copy2` keeps the times by which it is known to be up to date.
+    """
+    place = tmp_path_factory.mktemp("docs") / "checkout"
+    place.mkdir()
+    for name in CHECKOUT:
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy2)(source, place / name)
+    (place / ".venv").mkdir()
+    (place / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    (place / ".venv/.installed").touch()  # as `make` leaves it: newer than what it was made of
+    run("\n".join(["set -eo pipefail", blocks(DOCS / "README.md")[0].text]), place)
+    return place
+
+
+@pytest.mark.parametrize("page", TASKS)
+def test_every_command_of_the_page(start, tmp_path, page):
+    place = tmp_path / "checkout"
+    shutil.copytree(start, place, symlinks=True)
+    said = run(script(DOCS / f"{page}.md"), place)
+    assert said.rstrip().endswith("--- end")
+
+
+def run(text: str, place: Path) -> str:
+    """What bash says to a script, in `place`; fails with it unless the script ends with 0.
+
+    Whatever the script has left running is ended.
+    """
+    state = place.parent / f"{place.name}-state"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {"HOME": str(place.parent), "TIDEWHEEL_STATE": str(state), "PYTHONPATH": str(place / "platform"),
+                    "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "PAGER": "cat"}
+    log = place.parent / f"{place.name}.log"
+    with log.open("w") as out:
+        shell = subprocess.Popen(["bash", "-c", text], cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=out,
+                                 stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        code = shell.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        code = -1
+    finally:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIDEWHEEL_STATE", str(state))
+            left = [background.find(file.stem) for file in state.glob("*.json")]
+            for cluster in filter(None, left):
+                background.down(cluster)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(shell.pid, number)
+                shell.wait(20)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+    said = log.read_text(errors="replace")
+    assert code == 0, f"exit code {code} ({'too long' if code == -1 else 'see the end'}):\n{said[-6000:]}"
+    assert not any(left), f"the page leaves a cluster behind:\n{said[-2000:]}"
+    return said

@@ -1,0 +1,91 @@
+"""The Markdown of `docs/` as tests read it: fenced blocks, and the shell script that a task page is.
+
+What a fence says, and what is done with it:
+
+| fence | |
+|---|---|
+| ```sh | run by bash; behind a command, `# exit code 2` says that it is to end so |
+| ```python, ```yaml | written to the file that the first line names (`# mine.yaml`); Python without a name is run |
+| ```diff | applied to the checkout |
+| ```console | not run; the paragraph before says why, and only `OUTSIDE` is called there |
+| ```text | what a command printed: neither run nor compared |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TASKS = ("on_kubernetes", "write_a_filter", "add_a_model")
+#: Programs of blocks that are not run: what needs a cloud, an API server or a container engine.
+OUTSIDE = ("kubectl", "docker", "helm", "aws", "gcloud", "ray up")
+NOT_RUN = re.compile(r"[Nn]ot run by the tests, which have no [^:]+:$")
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_EXIT_CODE = re.compile(r"^(?P<command>[^#\n]*[^\s#])\s+# exit code (?P<code>\d+)\b.*$")
+_FILE = re.compile(r"^# ([\w./-]+\.\w+)\n")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, the line of its fence and the paragraph before it."""
+
+    language: str
+    text: str
+    line: int
+    before: str
+
+    @property
+    def file(self) -> str:
+        """The name of the file that it is, "" where it is none."""
+        found = _FILE.match(self.text) if self.language in ("python", "yaml") else None
+        return found.group(1) if found else ""
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    text = page.read_text()
+    return [Block(found.group(1), found.group(2), text.count("\n", 0, found.start()) + 1,
+                  text[: found.start()].rstrip().rpartition("\n\n")[2]) for found in _FENCE.finditer(text)]
+
+
+def commands(text: str) -> list[str]:
+    """The command lines of a shell block, continued ones as one, without comments of their own line."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [line.strip() for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+def script(page: Path) -> str:
+    """What a page is to bash: every block that is run or written, in order; the first failing command ends it."""
+    parts = ["set -eo pipefail"]
+    for block in blocks(page):
+        if block.language in ("text", "console"):
+            continue
+        parts.append(f"echo '--- {page.name}:{block.line}'")
+        if block.language == "sh":
+            parts += map(_expecting, block.text.splitlines())
+        elif block.language == "diff":
+            parts.append(_fed("git apply -C1 -", block.text))
+        elif block.file:
+            parts.append(f"mkdir -p \"$(dirname '{block.file}')\"")
+            parts.append(_fed(f"cat > '{block.file}'", block.text))
+        elif block.language == "python":
+            parts.append(_fed("python -", block.text))
+        else:
+            raise ValueError(f"{page.name}:{block.line}: what is a block of {block.language or 'no language'} to do?")
+    return "\n".join([*parts, "echo '--- end'", ""])
+
+
+def _fed(command: str, text: str) -> str:
+    return f"{command} <<'END_OF_BLOCK'\n{text}END_OF_BLOCK"
+
+
+def _expecting(line: str) -> str:
+    """A command line whose comment names an exit code, as a command that fails on any other code."""
+    found = _EXIT_CODE.match(line)
+    if not found:
+        return line
+    return (f"code=0; {found['command']} || code=$?; "
+            f"test \"$code\" -eq {found['code']} || {{ echo \"exit code $code, not {found['code']}\"; exit 1; }}")
