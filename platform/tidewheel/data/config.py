@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from tidewheel.config import Config
 from tidewheel.data.filters.c4 import C4
@@ -284,6 +284,19 @@ class PackStep(Config):
     """Share of the documents, chosen by the hash of their id, that goes to the validation set."""
     rows_per_shard: int = Field(1024, ge=1)
     """Rows in a shard file."""
+    waves: int = Field(0, ge=0, le=1 << 16)
+    """Training may begin before the set is whole: its partitions are so many groups, at most one each, and the set is
+    read group by group, each shuffled by itself. Partitions are by the hash of a document's id, so each group is a
+    random sample of the corpus; but a sequence never leaves its group's stretch of an epoch. The validation set is
+    packed first. 0: one order over the whole set, which is read when all of it is there."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_waves(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """So that a recipe without waves has the hash that it had before there were any."""
+        values: dict[str, Any] = serialize(self)
+        if not values["waves"]:
+            del values["waves"]
+        return values
 
 
 class Step(Config):
@@ -385,6 +398,8 @@ class PipelineConfig(Config):
         if self.read.kind != "documents" and (editing := [name for step in self.steps for name in _editing(step)]):
             raise ValueError(f"{', '.join(editing)} would change the text of conversations, whose messages are what is "
                              "tokenized: leave out what edits, or give filters annotate: true")
+        if self.read.kind == "preferences" and self.step("pack").waves:
+            raise ValueError("pack.waves is for packed sequences, which training reads in order; leave it out")
         return self
 
     def step(self, kind: str) -> Any:

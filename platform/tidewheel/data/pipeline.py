@@ -164,7 +164,7 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
     made = tokenizer.run(job, runner, parts)
     ledger.stage(tokenizer.STAGE, made, documents_in=left, documents_out=left)
     file = made.units[0].files["tokenizer"]
-    packed = pack.run(job, runner, parts, file)
+    packed = pack.run(job, runner, parts, file, evaluation_sets)
     made_of = sum(unit.summary[name]["documents"] for unit in packed.units for name in pack.SETS)
     ledger.stage(pack.STAGE, packed, documents_in=sum(unit.summary["documents_in"] for unit in packed.units),
                  documents_out=made_of, dropped=counts(packed.units, "dropped"))
@@ -218,7 +218,7 @@ class _Survey(Runner):
         super().__init__(output)
         self.published: dict[str, int] = {}
 
-    def complete(self, stage: str, tasks: Sequence[Task], execute: Any, note: str = "") -> Finished:
+    def complete(self, stage: str, tasks: Sequence[Task], execute: Any, note: str = "", follow: Any = None) -> Finished:
         found = lookup(store(self.output), [task.unit for task in tasks])
         self.published[stage] = len(found)
         if len(found) < len(tasks):

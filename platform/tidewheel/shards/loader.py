@@ -44,6 +44,11 @@ class Loader:
         self._read_ahead(self._thread, positions)
         return rows
 
+    @property
+    def reach(self) -> int | None:
+        """Positions below this can be read now, see `Source.reach`."""
+        return self._reader.source.reach
+
     def settle(self) -> None:
         """Return once all that was read is known to be right; ShardError when it is not."""
         self._reader.settle()
@@ -65,8 +70,9 @@ class Loader:
         if before is None or before.shape != positions.shape or not positions.size:
             return
         stride = positions - before
+        end = self._end if self.reach is None else self.reach
         for distance in range(1, self._prefetch + 1):
             wanted = positions + distance * stride
-            behind = self._end is not None and wanted.max() >= self._end
+            behind = end is not None and wanted.max() >= end
             if wanted.min() >= 0 and not behind and wanted.tobytes() not in self._ahead:
                 self._ahead[wanted.tobytes()] = thread.submit(self._read, wanted)

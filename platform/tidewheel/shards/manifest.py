@@ -13,6 +13,8 @@ from tidewheel.errors import ShardError, StorageError
 from tidewheel.storage import Store, content_hash, safe_key
 
 KEY = "manifest.json"
+GROWING = "growing.json"
+"""Where a set that is not yet whole begins, see `shards.growing`."""
 FORMAT = 1
 TOKEN_DTYPES = ("uint16", "uint32")
 PACKED, PREFERENCES = "packed", "preferences"
@@ -21,7 +23,7 @@ VOCABULARY_MULTIPLE = 128
 """Padding of the vocabulary for tensor cores (Megatron-LM's `make_vocab_size_divisible_by`), if not said otherwise."""
 REBUILD = "run the pipeline again with the same output: what is damaged is written anew"
 
-_HASH = re.compile(r"blake3-[0-9a-f]{64}")
+HASH = re.compile(r"blake3-[0-9a-f]{64}")
 _NAME = re.compile(r"[0-9a-f]{32}\.arrow")
 
 
@@ -59,6 +61,11 @@ class Manifest:
     shards: tuple[ShardInfo, ...]
     loss_mask: bool = False
     """Rows say which of their tokens are to be learnt; packed sets only."""
+    waves: tuple[int, ...] = ()
+    """Shards of each wave, if the set is read wave by wave (`shards.growing`); (): in one order over all of it."""
+    to_come: int = 0
+    """Waves that the pipeline has yet to write: the set is known in part only, and `documents` is 0. Never in the file.
+    """
     kind: str = PACKED
     """What a row is: "packed", a sequence of several documents (`format.shard_schema`), or "preferences", a pair
     (`format.preference_schema`; then the sequence length is the most tokens that one of the two may have)."""
@@ -88,6 +95,9 @@ class Manifest:
     def canonical(self) -> dict[str, Any]:
         """JSON values of all fields."""
         values = asdict(self)
+        del values["to_come"]
+        if not self.waves:  # as it was before there were any
+            del values["waves"]
         values["shards"] = list(values["shards"])
         values["evaluation_sets"] = list(values["evaluation_sets"])
         return {"format": FORMAT, **values}
@@ -99,7 +109,8 @@ def write_manifest(store: Store, manifest: Manifest) -> None:
     Raises:
         ShardError: a field is wrong.
     """
-    _parse(manifest.canonical(), store.at(KEY))
+    assert not manifest.to_come, "a set is published when all of it is there"
+    parse_manifest(manifest.canonical(), store.at(KEY))
     store.write_json(KEY, manifest.canonical())
 
 
@@ -113,17 +124,22 @@ def read_manifest(store: Store) -> Manifest:
     try:
         values = store.read_json(KEY)
     except FileNotFoundError:
+        if store.exists(GROWING):
+            raise ShardError("a pipeline is still writing this set: there is no manifest.json yet", where=where,
+                             mend="wait for the pipeline, or let a training wait: data.wait_seconds (for a mixture it "
+                                  "cannot). If the pipeline was stopped, run it again") from None
         raise ShardError("no shard set here: no manifest.json", where=where,
                          mend="give the folder that `tidewheel data run` wrote, OUTPUT/shards") from None
     except StorageError as error:
         if "JSON" not in error.what:
             raise
         raise ShardError(error.what, where=where, mend=REBUILD) from None
-    return _parse(values, where)
+    return parse_manifest(values, where)
 
 
-def _parse(values: Any, where: str) -> Manifest:
-    fields = _Fields(values, where)
+def parse_manifest(values: Any, where: str) -> Manifest:
+    """The manifest that these JSON values say, every field checked; ShardError, which names `where`."""
+    fields = Fields(values, where)
     fields.one_of("format", (FORMAT,))
     dtype = fields.one_of("token_dtype", TOKEN_DTYPES)
     vocabulary = fields.number("vocabulary_size", at_least=1, at_most=1 << (16 if dtype == "uint16" else 32))
@@ -134,9 +150,10 @@ def _parse(values: Any, where: str) -> Manifest:
         fields.wrong("vocabulary_size", f"a multiple of {multiple}")
     kind = fields.one_of("kind", KINDS)
     room = length if kind == PACKED else 2 * length
-    shards = tuple(_shard(shard, room) for shard in fields.groups("shards"))
-    if len({shard.name for shard in shards}) != len(shards):
-        fields.wrong("shards", "without repetition")
+    shards = parse_shards(fields, room)
+    waves = tuple(fields.numbers("waves")) if "waves" in fields.values else ()
+    if waves and (sum(waves) != len(shards) or kind != PACKED):
+        fields.wrong("waves", f"{len(shards)} shards of packed sequences, dealt out")
     sets = []
     for group in fields.groups("evaluation_sets"):
         group.text("name"), group.text("hash"), group.number("items")
@@ -144,16 +161,24 @@ def _parse(values: Any, where: str) -> Manifest:
     return Manifest(
         sequence_length=length, token_dtype=dtype, vocabulary_size=vocabulary, tokenizer=tokenizer,
         recipe_hash=fields.text("recipe_hash"), evaluation_sets=tuple(sets), documents=fields.number("documents"),
-        shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)), kind=kind)
+        shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)), waves=waves, kind=kind)
 
 
-def _tokenizer(fields: _Fields, vocabulary: int) -> dict[str, Any]:
+def parse_shards(fields: Fields, room: int) -> tuple[ShardInfo, ...]:
+    """The list "shards", whose rows hold up to `room` tokens; ShardError."""
+    shards = tuple(_shard(shard, room) for shard in fields.groups("shards"))
+    if len({shard.name for shard in shards}) != len(shards):
+        fields.wrong("shards", "without repetition")
+    return shards
+
+
+def _tokenizer(fields: Fields, vocabulary: int) -> dict[str, Any]:
     file = fields.text("file")
     try:
         safe_key(file)
     except StorageError:
         fields.wrong("file", "a path below the set's folder")
-    fields.matching("hash", _HASH)
+    fields.matching("hash", HASH)
     fields.number("eos", at_most=vocabulary - 1)
     fields.number("pad", at_most=vocabulary - 1)
     if "vocabulary_multiple" in fields.values:
@@ -161,8 +186,8 @@ def _tokenizer(fields: _Fields, vocabulary: int) -> dict[str, Any]:
     return dict(fields.values)
 
 
-def _shard(fields: _Fields, length: int) -> ShardInfo:
-    name, digest = fields.matching("name", _NAME), fields.matching("hash", _HASH)
+def _shard(fields: Fields, length: int) -> ShardInfo:
+    name, digest = fields.matching("name", _NAME), fields.matching("hash", HASH)
     if name != shard_name(digest):
         fields.wrong("name", "the beginning of the hash")
     rows = fields.number("rows", at_least=1, at_most=1 << 32)
@@ -175,7 +200,7 @@ def shard_name(digest: str) -> str:
     return digest.removeprefix("blake3-")[:32] + ".arrow"
 
 
-class _Fields:
+class Fields:
     """JSON values that are taken out one by one, each of the type it must have."""
 
     def __init__(self, values: Any, where: str, path: str = "") -> None:
@@ -213,10 +238,14 @@ class _Fields:
         return self._take(key, lambda value: any(type(value) is type(k) and value == k for k in known),
                           f"one of {', '.join(map(repr, known))}")
 
-    def group(self, key: str) -> _Fields:
-        return _Fields(self._take(key, lambda value: isinstance(value, dict), "a group of values"), self.where,
+    def group(self, key: str) -> Fields:
+        return Fields(self._take(key, lambda value: isinstance(value, dict), "a group of values"), self.where,
                        f"{self.path}{key}.")
 
-    def groups(self, key: str) -> list[_Fields]:
+    def numbers(self, key: str) -> list[int]:
+        return self._take(key, lambda value: isinstance(value, list | tuple) and all(
+            type(each) is int and 0 <= each < 1 << 32 for each in value), "a list of whole numbers")
+
+    def groups(self, key: str) -> list[Fields]:
         values = self._take(key, lambda value: isinstance(value, list | tuple), "a list")
-        return [_Fields(value, self.where, f"{self.path}{key}[{i}].") for i, value in enumerate(values)]
+        return [Fields(value, self.where, f"{self.path}{key}[{i}].") for i, value in enumerate(values)]

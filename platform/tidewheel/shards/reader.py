@@ -99,7 +99,7 @@ class ShardSet:
 
     @classmethod
     def open(cls, uri: str, cache: Path | None = None, *, cache_bytes: int = CACHE_BYTES, verify: bool = False,
-             on_damage: OnDamage | None = None) -> ShardSet:
+             on_damage: OnDamage | None = None, manifest: Manifest | None = None) -> ShardSet:
         """The set at `uri`. Shards open when first read: memory-mapped in place, or copied from an object store into
         `cache` with their hash checked.
 
@@ -109,16 +109,24 @@ class ShardSet:
             cache_bytes: room for them.
             verify: hash files in place too, see `shards.integrity`.
             on_damage: told (where, what) when a shard had to be read again, by whatever thread reads.
+            manifest: of the set, if it is known already.
 
         Raises:
             ShardError: there is no set, its manifest is damaged, or it is a preference set.
         """
         store = storage.store(uri)
-        manifest = read_manifest(store)
+        manifest = read_manifest(store) if manifest is None else manifest
         if manifest.kind != PACKED:
             raise ShardError(f"a set of {manifest.kind}: its rows are pairs, no packed sequences", where=store.uri,
                              mend="read it with tidewheel.shards.preferences.read_pairs")
         return cls(store, manifest, ShardFiles(store, cache, cache_bytes), verify=verify, on_damage=on_damage)
+
+    def follow(self, manifest: Manifest) -> None:
+        """The set's manifest is this one now: the same with more shards behind it."""
+        if manifest is not self.manifest:
+            with self._lock:
+                self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
+                self.manifest = manifest
 
     def shard(self, index: int) -> Shard:
         """Shard number `index`, opened at its first use.

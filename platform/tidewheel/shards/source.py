@@ -16,11 +16,13 @@ from blake3 import blake3
 
 from tidewheel import storage
 from tidewheel.errors import ConfigError, ShardError
+from tidewheel.shards import growing
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.manifest import Manifest, read_manifest
 from tidewheel.shards.mixture import Mixture, Phase, integer_weights, temperature_weights
 from tidewheel.shards.order import Order, hash64
 from tidewheel.shards.reader import OnDamage, Rows, ShardSet
+from tidewheel.shards.waves import WaveOrder
 
 LOCATED_AHEAD = 1024
 """Positions that a reader locates at once."""
@@ -58,8 +60,8 @@ class Source:
     def __init__(self, domains: Sequence[Domain], seed: int, mixture: Mixture | None = None) -> None:
         self.domains, self.mixture = tuple(domains), mixture
         self.manifest = self.domains[0].manifest
-        self.orders = [Order([shard.rows for shard in domain.manifest.shards], _domain_seed(seed, domain.name))
-                       for domain in self.domains]
+        self._seed = seed
+        self.orders = [_order(domain.manifest, _domain_seed(seed, domain.name)) for domain in self.domains]
 
     @classmethod
     def single(cls, uri: str, manifest: Manifest, seed: int) -> Source:
@@ -87,6 +89,18 @@ class Source:
         except ValueError as error:
             raise ConfigError(str(error), where="data.mixture", mend="leave the domain out, or give it more") from None
 
+    def grow(self, manifest: Manifest) -> None:
+        """The single set is known as far as `manifest` now. What was located before stays where it was, so other
+        threads may go on meanwhile."""
+        self.orders = [_order(manifest, self._seed)]
+        self.domains = (Domain("", self.domains[0].uri, manifest),)
+        self.manifest = manifest
+
+    @property
+    def reach(self) -> int | None:
+        """Positions below this can be located now, while the set grows; None: all that there are."""
+        return self.orders[0].total if self.manifest.to_come else None
+
     def visits(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(domain, visit) [B] int64 each, of global positions [B] int64; visit v is in epoch v // rows of its domain.
 
@@ -102,7 +116,7 @@ class Source:
         """(domain, shard, row) [B] int64 each, of global positions [B] int64.
 
         Raises:
-            ValueError: a position is negative or behind the mixture's end.
+            ValueError: a position is negative, behind the mixture's end, or in a wave that is still to come.
         """
         domains, visits = self.visits(positions)
         shards, rows = np.empty_like(visits), np.empty_like(visits)
@@ -131,9 +145,9 @@ class Source:
 
     @cached_property
     def hash(self) -> str:
-        """Identity of what is read and in which shares: the manifest's hash, or that of the whole mixture."""
+        """Identity of what is read and in which shares: the set's (`growing.identity`), or that of the mixture."""
         if self.mixture is None:
-            return self.manifest.hash
+            return growing.identity(self.manifest)
         spans = [[span.start, *span.weights] for span in self.mixture.spans]
         values = {"domains": {domain.name: domain.manifest.hash for domain in self.domains}, "spans": spans,
                   "end": self.mixture.end}
@@ -167,7 +181,8 @@ class SourceReader:
     def __init__(self, source: Source, cache: Path | None = None, *, verify: bool = False,
                  on_damage: OnDamage | None = None) -> None:
         self.source = source
-        self._sets = [ShardSet.open(domain.uri, cache, verify=verify, on_damage=on_damage) for domain in source.domains]
+        self._sets = [ShardSet.open(domain.uri, cache, verify=verify, on_damage=on_damage, manifest=domain.manifest)
+                      for domain in source.domains]
         self._lock = threading.Lock()
         self._last: np.ndarray | None = None  # positions of the last call
         self._stride: np.ndarray | None = None  # by which they differed from those before
@@ -193,8 +208,9 @@ class SourceReader:
         parts, places = [], []
         for number in np.unique(domains).tolist():
             here = np.flatnonzero(domains == number)
-            part = self._sets[number].rows(shards[here], rows[here])
-            prefix = self.source.domains[number].prefix
+            domain, opened = self.source.domains[number], self._sets[number]
+            opened.follow(domain.manifest)
+            part, prefix = opened.rows(shards[here], rows[here]), domain.prefix
             parts.append(part if not prefix else _renamed(part, prefix))
             places.append(here)
         return parts[0] if len(parts) == 1 else _merged(parts, np.argsort(np.concatenate(places)))
@@ -215,8 +231,9 @@ class SourceReader:
             if stride is None or not even or not positions.size or stride.min() < 0:
                 return self.source.locate(positions)
             batches = positions + stride * np.arange(max(1, LOCATED_AHEAD // positions.size))[:, None]
-            if self.source.end is not None:
-                inside = batches.max(axis=1) < self.source.end
+            end = self.source.end if self.source.reach is None else self.source.reach
+            if end is not None:
+                inside = batches.max(axis=1) < end
                 inside[0] = True  # `locate` says what is wrong with a position behind the end
                 batches = batches[inside]
             columns = [part.reshape(batches.shape) for part in self.source.locate(batches.ravel())]
@@ -225,15 +242,18 @@ class SourceReader:
             return columns[0][0], columns[1][0], columns[2][0]
 
 
-def open_source(uri: str, mixture: MixtureConfig | None, seed: int) -> Source:
+def open_source(uri: str, mixture: MixtureConfig | None, seed: int, *, partly: bool = False) -> Source:
     """The source that `uri` or `mixture` names, with the manifests that are there now.
+
+    Args:
+        partly: a single set may be one that a pipeline is still writing, see `shards.growing`.
 
     Raises:
         ShardError: a set is missing, damaged, or does not fit the others.
         ConfigError: a domain's share is too small.
     """
     if mixture is None:
-        return Source.single(uri, read_manifest(storage.store(uri)), seed)
+        return Source.single(uri, (growing.read_set if partly else read_manifest)(storage.store(uri)), seed)
     manifests = {name: read_manifest(storage.store(domain.shards)) for name, domain in mixture.domains.items()}
     return Source.mixed(mixture, manifests, seed)
 
@@ -249,7 +269,7 @@ def _phases(config: MixtureConfig, domains: Sequence[Domain]) -> list[Phase]:
 
 
 def _agrees(first: Domain, other: Domain) -> None:
-    if not other.manifest.rows:
+    if not other.manifest.rows and not other.manifest.to_come:
         raise ShardError("the shard set is empty", where=other.uri,
                          mend="see the pipeline's summary.json for what was dropped and why")
     for name in AGREE:
@@ -260,6 +280,13 @@ def _agrees(first: Domain, other: Domain) -> None:
     if first.manifest.tokenizer["hash"] != other.manifest.tokenizer["hash"]:
         raise ShardError(f"domain {other.name} was made with another tokenizer than domain {first.name}",
                          where=other.uri, mend="tokenize all domains with one tokenizer file")
+
+
+def _order(manifest: Manifest, seed: int) -> Order | WaveOrder:
+    rows = [shard.rows for shard in manifest.shards]
+    if not manifest.waves and not manifest.to_come:
+        return Order(rows, seed)
+    return WaveOrder(rows, manifest.waves, seed, whole=not manifest.to_come)
 
 
 def _domain_seed(seed: int, name: str) -> int:

@@ -80,12 +80,15 @@ class Runner:
     on_progress: OnProgress | None = None
 
     def complete(self, stage: str, tasks: Sequence[Task], execute: Callable[[list[Task]], Iterator[Published]],
-                 note: str = "") -> Finished:
-        """Every unit of `tasks`, published. `execute` gets the missing ones, and may leave out none."""
+                 note: str = "", follow: Callable[[Mapping[str, Published]], None] | None = None) -> Finished:
+        """Every unit of `tasks`, published. `execute` gets the missing ones, and may leave out none; `follow` gets
+        those that are published, by key, at first and again whenever one more is."""
         began = time.monotonic()
         found = lookup(store(self.output), [task.unit for task in tasks])
         reused, total = len(found), len(tasks)
         self.tell(stage, reused, total, f"{reused} there already" if reused else note)
+        if follow is not None:
+            follow(found)
         missing = [task for task in tasks if task.unit.key not in found]
         if missing:
             wanted = {task.unit.key for task in missing}
@@ -97,6 +100,8 @@ class Runner:
                 seen.add(entry.unit.key)
                 found[entry.unit.key] = entry
                 documents += entry.summary.get("records", entry.summary.get("documents_in", 0))
+                if follow is not None:
+                    follow(found)
                 self.tell(stage, len(found), total, _pace(note, documents, time.monotonic() - began))
         units = [found[task.unit.key] for task in tasks]
         return Finished(units, reused, round(time.monotonic() - began, 3))

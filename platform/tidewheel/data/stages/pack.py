@@ -1,13 +1,15 @@
 """The last stage: documents of a partition -> tokens -> rows -> shard files of the training and validation sets.
 
 Shards are written where they belong at once, under the name of their content; they count when the manifests,
-written after the last partition, name them.
+written after the last partition, name them. With `waves` the validation set is packed first and published, and the
+training set's partitions are published group by group as they are packed (`shards.growing`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,12 +26,13 @@ from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.tokenize import pack as packing
 from tidewheel.data.tokenize.tokenizer import settings_of
+from tidewheel.shards import growing
 from tidewheel.shards.format import write_shard
 from tidewheel.shards.manifest import PACKED, PREFERENCES, Manifest, ShardInfo, write_manifest
 from tidewheel.shards.tokenizer import Encoder, Settings, load
-from tidewheel.storage import Stamp, content_hash, store
+from tidewheel.storage import Stamp, Store, content_hash, store
 
-STAGE = "pack"
+STAGE, HELD_OUT = "pack", "pack_validation"
 TRAINING, VALIDATION = "shards", "validation"
 SETS = (TRAINING, VALIDATION)
 _MODULES = (*tokens.MODULES, "tidewheel.data.tokenize.pack", "tidewheel.data.verdicts", "tidewheel.shards.format",
@@ -37,25 +40,81 @@ _MODULES = (*tokens.MODULES, "tidewheel.data.tokenize.pack", "tidewheel.data.ver
 _SPLIT_SALT = 0x5EED  # keeps the split independent of the partition, which comes from the same hash unsalted
 
 
-def tasks(job: Job, parts: list[Part], tokenizer: Stamp) -> list[Task]:
-    """One unit for each partition."""
+def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list[Task]:
+    """One unit for each partition; with `only` for its documents of that set."""
     step: PackStep = job.config.step("pack")
     settings = {**step.canonical(), "seed": job.config.seed, "max_tokens": ngrams.share(job.partitions),
                 "kind": job.config.read.kind, "settings": settings_of(job.config.step("tokenize")).canonical(),
-                "chat_template": job.chat_template}
+                "chat_template": job.chat_template, **({"only": only} if only else {})}
+    settings.pop("waves", None)  # another number of them takes the same units
+    stage = HELD_OUT if only == VALIDATION else STAGE
     code = code_version(*_MODULES)
     return [
-        Task(job.output, StageUnit(STAGE, f"part-{part.number:05d}", unit_key(
-            STAGE, settings=[settings, part.number, job.partitions], code=code,
+        Task(job.output, StageUnit(stage, f"part-{part.number:05d}", unit_key(
+            stage, settings=[settings, part.number, job.partitions], code=code,
             inputs=[tokenizer.hash, *part.content()]), part.number),
             {**part.inputs(), **settings, "tokenizer": tokenizer})
         for part in parts
     ]
 
 
-def run(job: Job, runner: Runner, parts: list[Part], tokenizer: Stamp) -> Finished:
-    """Every partition, packed."""
-    return runner.complete(STAGE, tasks(job, parts, tokenizer), lambda missing: map_units(missing, pack_part))
+def run(job: Job, runner: Runner, parts: list[Part], tokenizer: Stamp, evaluation_sets: Sequence[dict[str, Any]] = ()
+        ) -> Finished:
+    """Every partition, packed; with `waves` two units of each, one for each set."""
+    def execute(missing: list[Task]) -> Iterator[Published]:
+        return map_units(missing, pack_part)
+
+    if not job.config.step("pack").waves:
+        return runner.complete(STAGE, tasks(job, parts, tokenizer), execute)
+    held_out = runner.complete(HELD_OUT, tasks(job, parts, tokenizer, VALIDATION), execute)
+    todo = tasks(job, parts, tokenizer, TRAINING)
+    waves = Waves(job, todo, held_out.units, tokenizer, evaluation_sets)
+    packed = runner.complete(STAGE, todo, execute, follow=waves)
+    return Finished([*held_out.units, *packed.units], held_out.reused + packed.reused,
+                    held_out.seconds + packed.seconds)
+
+
+class Waves:
+    """Publishes what can be read before all is packed: the validation set, then each wave when its last unit is there.
+
+    Args:
+        todo: the training set's units, in order.
+        held_out: those of the validation set, published.
+    """
+
+    def __init__(self, job: Job, todo: Sequence[Task], held_out: list[Published], tokenizer: Stamp,
+                 evaluation_sets: Sequence[dict[str, Any]]) -> None:
+        self._job, self._held_out = job, held_out
+        self._tokenizer, self._evaluation_sets = tokenizer, evaluation_sets
+        numbers = _wave_numbers(job)
+        self._waves: list[list[str]] = [[] for _ in range(numbers[-1] + 1)]
+        for task in todo:
+            self._waves[numbers[task.unit.number]].append(task.unit.key)
+        self._growing: growing.Growing | None = None
+
+    def __call__(self, found: Mapping[str, Published]) -> None:
+        """Publish what is complete, given the units published so far, by key."""
+        place = self._job.store.child(TRAINING)
+        if self._growing is None:
+            self._growing = self._begin(place)
+        while self._growing.manifest.to_come:
+            keys = self._waves[len(self._growing.manifest.waves)]
+            if not all(key in found for key in keys):
+                return
+            self._growing = growing.publish(place, self._growing, _shards(TRAINING, [found[key] for key in keys]))
+
+    def _begin(self, place: Store) -> growing.Growing:
+        job, file = self._job, read_file(self._job.store, self._tokenizer)
+        publish(job, VALIDATION, self._held_out, file, self._evaluation_sets)
+        head = _manifest(job, TRAINING, [], file, self._evaluation_sets)
+        place.write(head.tokenizer["file"], file)
+        return growing.begin(place, replace(head, waves=(), to_come=len(self._waves)))
+
+
+def _wave_numbers(job: Job) -> list[int]:
+    """Which wave each partition is in: groups of neighbours, of equal number as far as may be."""
+    number = min(job.config.step("pack").waves, job.partitions)
+    return [partition * number // job.partitions for partition in range(job.partitions)] if number else []
 
 
 def encoder_of(task: Task) -> Encoder:
@@ -77,7 +136,9 @@ def token_dtype(encoder: Encoder) -> str:
 def pack_part(task: Task) -> Published:
     """The unit of one partition: shard files of both sets, and token counts."""
     encoder, writer = encoder_of(task), task.writer()
-    documents = load_documents(task.store, task.inputs)
+    documents, only = load_documents(task.store, task.inputs), task.inputs.get("only")
+    if only:
+        documents = _chosen(task, documents)
     found: tokens.Tokens | tokens.PairRows
     if task.inputs["kind"] == "preferences":
         found = tokens.encode_pairs(documents, encoder, task.inputs["chat_template"], token_dtype=token_dtype(encoder),
@@ -99,7 +160,17 @@ def pack_part(task: Task) -> Published:
                          "shards": [[info.name, info.rows, info.tokens, info.bytes, info.hash] for info in infos]}
         if "loss_mask" in table.column_names:
             summary[name]["loss_tokens"] = int(table["loss_mask"].combine_chunks().flatten().to_numpy().sum())
-    return writer.publish({"documents_in": task.inputs["count"], "bytes": found.text_bytes, **summary})
+    taken = task.inputs["count"] if not only else sum(count for count, _ in sets.values()) + len(found.dropped)
+    return writer.publish({"documents_in": taken, "bytes": found.text_bytes, **summary})
+
+
+def _chosen(task: Task, documents: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The documents of the one set that the task is for."""
+    for table in documents:
+        held_out = _held_out(task, table["id"].combine_chunks())
+        chosen = table.filter(pa.array(held_out if task.inputs["only"] == VALIDATION else ~held_out))
+        if len(chosen):
+            yield chosen
 
 
 def _dropped(writer: UnitWriter, dropped: pa.Table, heads: pa.Table) -> dict[str, Any]:
@@ -152,18 +223,33 @@ def encoder_for(config: PipelineConfig, tokenizer: bytes) -> Encoder:
 def commit(job: Job, units: list[Published], tokenizer: bytes, evaluation_sets: Sequence[dict[str, Any]]
            ) -> dict[str, Manifest]:
     """Publish both sets: the tokenizer, then the manifests, the training set's last."""
+    return {name: publish(job, name, units, tokenizer, evaluation_sets) for name in reversed(SETS)}
+
+
+def publish(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
+            evaluation_sets: Sequence[dict[str, Any]]) -> Manifest:
+    """Publish one set."""
+    place, manifest = job.store.child(name), _manifest(job, name, units, tokenizer, evaluation_sets)
+    place.write(manifest.tokenizer["file"], tokenizer)
+    write_manifest(place, manifest)
+    return manifest
+
+
+def _manifest(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
+              evaluation_sets: Sequence[dict[str, Any]]) -> Manifest:
     encoder = encoder_for(job.config, tokenizer)
     step: PackStep = job.config.step("pack")
-    found = {}
-    for name in reversed(SETS):
-        place = job.store.child(name)
-        place.write(encoder.file, tokenizer)
-        found[name] = Manifest(
-            sequence_length=step.sequence_length, token_dtype=token_dtype(encoder), vocabulary_size=encoder.padded_size,
-            tokenizer=encoder.manifest(content_hash(tokenizer)), recipe_hash=job.config.recipe_hash(),
-            evaluation_sets=tuple(evaluation_sets), documents=sum(unit.summary[name]["documents"] for unit in units),
-            shards=tuple(ShardInfo(*shard) for unit in units for shard in unit.summary[name]["shards"]),
-            loss_mask=job.config.read.kind == "chat",
-            kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED)
-        write_manifest(place, found[name])
-    return found
+    numbers = _wave_numbers(job) if name == TRAINING else []
+    waves = [0] * (numbers[-1] + 1 if numbers else 0)
+    for unit in units if waves else ():
+        waves[numbers[unit.unit.number]] += len(unit.summary[name]["shards"])
+    return Manifest(
+        sequence_length=step.sequence_length, token_dtype=token_dtype(encoder), vocabulary_size=encoder.padded_size,
+        tokenizer=encoder.manifest(content_hash(tokenizer)), recipe_hash=job.config.recipe_hash(),
+        evaluation_sets=tuple(evaluation_sets), documents=sum(unit.summary[name]["documents"] for unit in units),
+        shards=tuple(_shards(name, units)), loss_mask=job.config.read.kind == "chat", waves=tuple(waves),
+        kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED)
+
+
+def _shards(name: str, units: Sequence[Published]) -> list[ShardInfo]:
+    return [ShardInfo(*shard) for unit in units for shard in unit.summary[name]["shards"]]

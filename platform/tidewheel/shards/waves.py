@@ -1,0 +1,65 @@
+"""The order of a set that is read wave by wave: what is at a position does not depend on the waves behind it.
+
+A wave is a stretch of the set's shards. An epoch gives the rows of the first wave, in the order that `shards.order`
+gives to them alone, then those of the second, and so on; every epoch anew. So training may begin when the first wave
+is there, and reads what it would have read had all been there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tidewheel.shards.order import Order, hash64
+
+_WAVES = 0x57415645
+"""Keeps the seeds of the waves apart from those of mixtures' domains."""
+
+
+class WaveOrder:
+    """Rows of a shard set, its waves one after the other, each shuffled by itself.
+
+    Args:
+        rows_per_shard: rows of each shard, in the manifest's order.
+        waves: shards of each wave; a wave may be empty.
+        seed: any integer; its lowest 64 bits count.
+        whole: False while more waves are to come: then the positions of the first epoch are known, as far as they go.
+        sizes: `block_rows` and `window_blocks` of `Order`.
+    """
+
+    def __init__(self, rows_per_shard: Sequence[int], waves: Sequence[int], seed: int, *, whole: bool = True,
+                 **sizes: Any) -> None:
+        bounds = [0, *itertools.accumulate(waves)]
+        self._whole, self._first = whole, bounds
+        self._orders: list[Order | None] = []
+        for number, (first, behind) in enumerate(itertools.pairwise(bounds)):
+            rows = rows_per_shard[first:behind]
+            self._orders.append(Order(rows, hash64(seed ^ hash64(number ^ _WAVES)), **sizes) if sum(rows) else None)
+        self._ends = np.cumsum([0 if order is None else order.total for order in self._orders], dtype=np.int64)
+        self.total = int(self._ends[-1]) if len(self._ends) else 0
+        """Rows of one epoch; of the waves there are, while more are to come."""
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(shard, row) [B] int64 each, of global positions [B] int64; position p is in epoch p // total.
+
+        Raises:
+            ValueError: a position is negative, or in a wave that is still to come.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        if positions.size and positions.min() < 0:
+            raise ValueError(f"positions count from 0, got {positions.min()}")
+        if not self._whole and positions.size and positions.max() >= self.total:
+            raise ValueError(f"the waves that are there end at position {self.total}, got {positions.max()}")
+        epochs, inside = np.divmod(positions, max(self.total, 1))
+        waves = np.searchsorted(self._ends, inside, side="right")
+        shards, rows = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(waves).tolist():  # one or two in a batch
+            here, order = waves == number, self._orders[number]
+            assert order is not None, "an empty wave has no position"
+            start = int(self._ends[number]) - order.total
+            shards[here], rows[here] = order.locate(epochs[here] * order.total + inside[here] - start)
+            shards[here] += self._first[number]
+        return shards, rows
