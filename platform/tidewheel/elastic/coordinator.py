@@ -37,7 +37,7 @@ AGENT_SECONDS = 10.0
 NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
                         "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "slow_worker",
                         "sink_failed", "guard", "rollback", "hang", "shard_read_again", "storage_away",
-                        "memory_refused", "memory_tier_lost"})
+                        "memory_refused", "memory_tier_lost", "data_wait", "data_came"})
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: in
     if (vocabulary is None or length is None) and (config.data.uri or config.data.mixture is not None):
         from tidewheel.shards.source import open_source
 
-        manifest = open_source(config.data.uri, config.data.mixture, config.data.seed).manifest
+        manifest = open_source(config.data.uri, config.data.mixture, config.data.seed,
+                               partly=config.data.wait_seconds > 0).manifest
         vocabulary, length = vocabulary or manifest.vocabulary_size, length or manifest.sequence_length
     if length is None:
         length = min(config.model.max_sequence_length, SEQUENCE_LENGTH)

@@ -18,6 +18,7 @@ import torch
 from tidewheel.models.decoder import IGNORED, next_tokens
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
+from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.reader import Rows
 from tidewheel.shards.source import Source
 from tidewheel.train.batch_config import BatchConfig
@@ -49,7 +50,10 @@ class BatchReader:
 
     def read(self, step: int) -> RankBatch:
         """The batch of `step`, waiting for it if need be; begins to read the next ones."""
+        reach = self._loader.reach
         for wanted in range(step, min(step + self._ahead, self._steps) + 1):
+            if wanted > step and reach is not None and self._positions.end(wanted) > reach:
+                break  # not there yet
             if wanted not in self._pending:
                 self._pending[wanted] = self._thread.submit(self._load, wanted)
         return self._pending.pop(step).result()
@@ -113,12 +117,12 @@ class BatchDigest:
         # of the ranks that read the same rows only the first sends them
         self._sends, self._group = mesh.leads, mesh.group(*DATA)
         self._share, self._micro_sequences = share, micro_sequences
-        self._names = [domain.prefix + shard.name for domain in source.domains for shard in domain.manifest.shards]
-        self._index = {name: index for index, name in enumerate(self._names)}
-        self._collectives = collectives
+        self._source, self._collectives = source, collectives
+        self._manifest: Manifest | None = None
 
     def of(self, ids: Sequence[str]) -> str | None:
         """Called by all ranks with what each loaded; the digest on rank 0, None elsewhere."""
+        self._number()
         packed = torch.tensor([self._pack(sequence) for sequence in ids], dtype=torch.int64)
         gathered = self._collectives.gather(packed, self._group) if self._sends else None
         if gathered is None:
@@ -127,6 +131,14 @@ class BatchDigest:
                                for rank in range(self._share.size)])
         in_order = gathered.numpy()[np.argsort(read)].tolist()
         return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in in_order])
+
+    def _number(self) -> None:
+        """Number the shards that there are; of a set that grows, the new ones follow."""
+        if self._manifest is not self._source.manifest:
+            self._manifest = self._source.manifest
+            self._names = [domain.prefix + shard.name for domain in self._source.domains
+                           for shard in domain.manifest.shards]
+            self._index = {name: index for index, name in enumerate(self._names)}
 
     def _pack(self, sequence: str) -> int:
         name, _, row = sequence.rpartition(":")

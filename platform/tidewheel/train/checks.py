@@ -25,7 +25,7 @@ def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
     if not config.data.uri and config.data.mixture is None:
         raise ConfigError("no training data given", where="data.uri",
                           mend="set it to the shards/ folder that `tidewheel data run` wrote: --set data.uri=...")
-    source = open_source(config.data.uri, config.data.mixture, config.data.seed)
+    source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0)
     manifest = source.manifest
     _fits(config, manifest)
     _lasts(config, source)

@@ -55,3 +55,15 @@ class Collectives:
         box = torch.tensor([value], device=self.device, dtype=torch.int64)
         dist.broadcast(box, src=0)
         return int(box.item())
+
+    def bytes_from_first(self, data: bytes) -> bytes:
+        """Rank 0's `data`, on every rank."""
+        size = self.from_first(len(data))
+        if self.world_size == 1 or not size:
+            return data[:size]
+        box = torch.zeros(size, dtype=torch.uint8)
+        if self.rank == 0:
+            box = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        box = box.to(self.device)
+        dist.broadcast(box, src=0)
+        return box.cpu().numpy().tobytes()

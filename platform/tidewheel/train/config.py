@@ -45,6 +45,9 @@ class DataConfig(Config):
     """Local folder for shards read from an object store; default: a temporary one."""
     prefetch: int = Field(default=2, ge=0, le=64)
     """Batches read ahead."""
+    wait_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """`uri` may be a set that a pipeline with `pack.waves` is still writing: training begins with the waves there are,
+    and ends with an error when the next one has not come after so long. 0: only a finished set is read."""
     verify: bool = True
     """Hash each shard in the background when it is first read; no checkpoint is saved before the answer is there."""
 
@@ -52,6 +55,9 @@ class DataConfig(Config):
     def _one_source(self) -> DataConfig:
         if self.uri and self.mixture is not None:
             raise ValueError("uri and mixture are both given: name one shard set, or the domains of a mixture")
+        if self.wait_seconds and self.mixture is not None:
+            raise ValueError("wait_seconds is for uri: the sets of a mixture must be finished, because its shares "
+                             "follow from their sizes; leave it out")
         return self
 
     @pydantic.field_validator("validation")

@@ -30,6 +30,7 @@ from tidewheel.train.collectives import Collectives
 from tidewheel.train.compile import use_cache
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import ValidationSet
+from tidewheel.train.growth import Growth
 from tidewheel.train.guards import policy
 from tidewheel.train.guards.hang import Watch
 from tidewheel.train.guards.policy import Guard, Verdict
@@ -136,6 +137,7 @@ class Loop:
     guard: Guard
     watch: Watch
     patience: Patience
+    growth: Growth
     constant: dict[str, Any]
     """What every checkpoint says alike: what the run is."""
     schedule: SaveSchedule | None = None
@@ -174,6 +176,7 @@ class Loop:
             progress=Progress(), reader=reader, metrics=metrics, positions=positions,
             loss_scale=LossScale() if config.precision == "fp16" else None,
             guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch, patience=patience,
+            growth=Growth(config, source, collectives, record, runtime.control, patience),
             constant={"recipe_hash": config.recipe_hash(), "identity": checks.identity(config, source),
                       "seed": config.seed, "schedule": {**config.schedule.canonical(), "steps": config.steps}})
         if runtime.rank == 0:
@@ -262,8 +265,10 @@ class Loop:
         while self.progress.step < self.config.steps:
             step = self.progress.step + 1
             self.watch.mark(step, "data")
+            waited = self._wait_for_data(step)
+            began += waited
             batch = self.reader.read(step)
-            waited = self.timeline.spent("data_wait")
+            waited += self.timeline.spent("data_wait")
             self.watch.mark(step, "step")
             self.metrics.begin(step)
             result = self._step(step, batch)
@@ -283,6 +288,19 @@ class Loop:
                 self._after(step, result.asked)
             self.watch.started()
             began = time.time()  # a step's seconds are its own: not the save, the evaluation, the wait
+
+    def _wait_for_data(self, step: int) -> float:
+        """Until the shard set has grown to what `step` reads; seconds. Saves and planned changes do not wait."""
+        done, waited = self.progress.step, 0.0
+        while not self.growth.reaches(end := self.positions.end(step)):
+            asked = self.growth.wait(step, end, partial(self._ask, done))
+            waited += self.timeline.spent("data_wait")
+            if done and (asked & SAVE or (asked & STOP and not self._is_safe(done))):
+                self._save(done)
+            if asked & STOP:
+                self._make_way(done)
+            self.watch.mark(step, "data")
+        return waited
 
     def _step(self, step: int, batch: RankBatch) -> StepResult:
         config = self.config

@@ -26,7 +26,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
     if not config.data.uri and config.data.mixture is None:
         raise ConfigError("data.uri is not set", where="training configuration",
                           mend="give the shard set: --set data.uri=OUTPUT/shards, where OUTPUT is a pipeline's output")
-    source = open_source(config.data.uri, config.data.mixture, config.data.seed)
+    source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0)
     manifest, rows = source.manifest, sum(domain.manifest.rows for domain in source.domains)
     vocabulary = config.model.vocabulary_size or manifest.vocabulary_size
     batch, length = config.batch, manifest.sequence_length
@@ -43,7 +43,8 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         "model": f"{config.model.matmul_parameters(vocabulary) / 1e6:.2f} M parameters in matrix products, "
                  f"vocabulary {vocabulary:,}",
         "steps": f"{config.steps:,} of {growing} sequences ({batch.global_sequences * length:,} tokens) each",
-        "tokens": f"{sequences * length:,}, {sequences / rows:.2f} epochs",
+        "tokens": f"{sequences * length:,}, " + ("of a set that is still being written" if manifest.to_come
+                                                 else f"{sequences / rows:.2f} epochs"),
         "compute": f"{flops:.3g} FLOPs",
         "workers": f"any of {list(legal.sizes(config))}, {config.elastic.cpus_per_worker:g} CPUs and "
                    f"{config.elastic.gpus_per_worker:g} GPUs each; the batches are the same for all of them",

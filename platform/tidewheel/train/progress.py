@@ -28,6 +28,8 @@ LINES = {
     "shard_read_again": "{shard} was read again: {problem}",
     "memory_refused": "step {step} in memory is refused: {reason}; trying what is older",
     "memory_tier_lost": "rank {rank} keeps no copy in memory any more: {reason}",
+    "data_wait": "waiting for wave {wave} of {waves} of the shard set",
+    "data_came": "the shard set has grown to {known} of {waves} waves, after {seconds} s",
     "storage_away": "storage is away ({reason}); waiting for it",
     "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training goes on",
 }

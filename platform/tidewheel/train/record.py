@@ -15,6 +15,7 @@ from tidewheel.config import build
 from tidewheel.errors import ShardError, without_credentials
 from tidewheel.jsonlog import JsonLog
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.shards.growing import Growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store
@@ -24,6 +25,8 @@ from tidewheel.train.positions import Positions, Window
 
 PASSED_OVER = "passed_over.jsonl"
 """Log of rollbacks, see `RunRecord.pass_over`."""
+WAVES = "waves.jsonl"
+"""Log of the waves that a run took in, see `RunRecord.take_in`."""
 PACKAGES = ("tidewheel", "torch", "ray", "numpy", "pyarrow", "tokenizers", "safetensors", "pydantic")
 
 @dataclass(frozen=True)
@@ -108,6 +111,20 @@ class RunRecord:
         log.append({"time": time.time(), "step": step, "back_to": back_to, "start": window[0], "end": window[1]})
         log.flush()
 
+    def take_in(self, waves: Sequence[Mapping[str, Any]]) -> None:
+        """Record for good that the run reads these waves of its shard set (`shards.growing`), before it does.
+
+        Raises:
+            ShardError: it has read another one in the place of one of them.
+        """
+        known = {int(line["wave"]): line["hash"] for line in jsonlog.read(self.store, WAVES)}
+        _same_waves(known, {wave["number"]: wave["hash"] for wave in waves}, self.store.uri)
+        log = JsonLog(self.store, WAVES)
+        for wave in waves:
+            if wave["number"] not in known:
+                log.append({"time": time.time(), "wave": wave["number"], "hash": wave["hash"]})
+        log.flush()
+
     def write_result(self, result: TrainResult) -> None:
         """Write result.json, the sign that the run is over."""
         self.store.write_json("result.json", asdict(result))
@@ -129,12 +146,13 @@ def read_result(store: Store) -> TrainResult | None:
     return TrainResult(**store.read_json("result.json")) if store.exists("result.json") else None
 
 
-def recorded_source(run: dict[str, Any], uri: str | None = None) -> Source:
-    """What the run of this run.json read.
+def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | None = None) -> Source:
+    """What the run of this run.json read; of a set that is still being written, as far as it is there.
 
     Args:
         run: content of run.json.
         uri: where its shard set is now; of a mixture, the sets must be where they were.
+        store: the run's folder, to compare the waves of a set in waves with those that it took in.
 
     Raises:
         ShardError: a set is gone, or is not the one the run was started with.
@@ -143,7 +161,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None) -> Source:
     recorded = run["data"].get("shards") or run["data"]["mixture"]
     if "shards" in run["data"]:
         where = uri or recorded["uri"]
-        source = open_source(where, None, seed)
+        source = open_source(where, None, seed, partly=True)
     else:
         where = ", ".join(domain["uri"] for domain in recorded["domains"].values())
         if uri is not None:
@@ -156,13 +174,23 @@ def recorded_source(run: dict[str, Any], uri: str | None = None) -> Source:
     if source.hash != recorded["hash"]:
         raise ShardError("this is not the data that the run read", where=where,
                          mend="give the original set; a copy of it elsewhere will do")
+    if store is not None and (source.manifest.waves or source.manifest.to_come):
+        _same_waves({int(line["wave"]): line["hash"] for line in jsonlog.read(store, WAVES)},
+                    dict(enumerate(Growing.of(source.manifest).hashes[1:])), where)
     return source
+
+
+def _same_waves(taken_in: Mapping[int, str], now: Mapping[int, str], where: str) -> None:
+    other = [number for number, found in sorted(now.items()) if taken_in.get(number, found) != found]
+    if other:
+        raise ShardError(f"wave {other[0]} of the shard set is not what the run read: the set was made anew with other "
+                         "content", where=where, mend="give the original set, or start a new run with another run.id")
 
 
 def _data(source: Source, sequences: int) -> dict[str, Any]:
     """"shards" of a single set; "mixture" with what its domains give to a run of so many sequences."""
     if source.mixture is None:
-        return {"shards": _shard_set(source.domains[0].uri, source.manifest)}
+        return {"shards": {**_shard_set(source.domains[0].uri, source.manifest), "hash": source.hash}}
     domains = {domain.name: _shard_set(domain.uri, domain.manifest) for domain in source.domains}
     return {"mixture": {"hash": source.hash, "domains": domains, "sequences": sequences, "spans": source.spans(),
                         "proportions": source.proportions(sequences)}}
@@ -170,7 +198,9 @@ def _data(source: Source, sequences: int) -> dict[str, Any]:
 
 def _shard_set(uri: str, manifest: Manifest) -> dict[str, Any]:
     return {"uri": storage.store(uri).uri, "hash": manifest.hash, "recipe_hash": manifest.recipe_hash,
-            "rows": manifest.rows, "tokens": manifest.tokens, "sequence_length": manifest.sequence_length}
+            **({"waves": len(manifest.waves) + manifest.to_come} if manifest.waves or manifest.to_come else {}),
+            "rows": None if manifest.to_come else manifest.rows,
+            "tokens": None if manifest.to_come else manifest.tokens, "sequence_length": manifest.sequence_length}
 
 
 def without_secrets(value: Any) -> Any:

@@ -26,8 +26,8 @@ class _Run:
         if not place.exists("run.json"):
             raise StorageError("no run.json", where=run_uri, mend="give the folder of a run, such as runs/<id>")
         values = place.read_json("run.json")
-        self.uri, self.source = place.uri, recorded_source(values, uri)
-        self.sets = [ShardSet.open(domain.uri) for domain in self.source.domains]
+        self.uri, self.source = place.uri, recorded_source(values, uri, place)
+        self.sets = [ShardSet.open(domain.uri, manifest=domain.manifest) for domain in self.source.domains]
         self.plan = positions(values, self.source, read_rollbacks(place))
         self.starts = [np.cumsum([0, *(shard.rows for shard in opened.manifest.shards)]) for opened in self.sets]
         self.lines = jsonlog.read(place, "batches.jsonl")

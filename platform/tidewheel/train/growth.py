@@ -1,0 +1,120 @@
+"""A training on a shard set in waves: all ranks take in the same waves, and wait together for those still to come.
+
+Rank 0 looks for the next wave and sends its record to the others, so that no rank knows of more than another and only
+one asks the store. While the ranks wait they meet every few seconds: no collective's time limit passes, and what the
+cluster asks of rank 0 is heard. A finished set is the same with all of its waves there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from tidewheel.errors import ShardError, StorageAwayError
+from tidewheel.shards.growing import Growing, take_in
+from tidewheel.shards.source import Source
+from tidewheel.storage import store
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.outage import Patience
+from tidewheel.train.record import RunRecord
+from tidewheel.train.runtime import Control
+
+POLL_SECONDS = 2.0
+"""Between two looks for the next wave; less where collectives have a shorter time limit than most."""
+
+
+class Growth:
+    """What the run knows of its set.
+
+    Args:
+        source: as this rank has opened it; from the first `wait` on it holds what all ranks know, at first nothing.
+    """
+
+    def __init__(self, config: TrainConfig, source: Source, collectives: Collectives, record: RunRecord,
+                 control: Control, patience: Patience) -> None:
+        self._config, self._source, self._collectives = config, source, collectives
+        self._record, self._control, self._patience = record, control, patience
+        self._poll = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)
+        self._since: float | None = None  # the last look that found nothing new began a wait then
+        self._began = 0.0
+        self._in_waves = bool(source.manifest.waves or source.manifest.to_come)
+        if self._in_waves:
+            self._seen = Growing.of(source.manifest)  # rank 0: in the store
+            self._known = self._seen.head()  # on all ranks
+
+    def reaches(self, end: int) -> bool:
+        """Whether all positions below `end` can be read."""
+        if not self._in_waves:
+            return True
+        reach, same = self._source.reach, self._source.manifest is self._known.manifest
+        return same and (reach is None or end <= reach)
+
+    def wait(self, step: int, end: int, ask: Callable[[], int]) -> int:
+        """Take in what has come until it `reaches(end)`. All ranks call it together.
+
+        Args:
+            step: for which the data are wanted.
+            ask: gives what is asked of rank 0 meanwhile (`STOP`, `SAVE`), 0 for nothing.
+
+        Returns:
+            What was asked, on all ranks, for which the wait was broken off; 0: it reaches.
+
+        Raises:
+            ShardError: nothing came for `data.wait_seconds`, or it is not the set that the run read.
+        """
+        if self._source.manifest is not self._known.manifest:
+            self._source.grow(self._known.manifest)
+        asked = 0
+        while not asked and not self.reaches(end):
+            asked = self._collectives.from_first(ask() if self._collectives.rank == 0 else 0)
+            self._look(step)
+        if self._since is not None and self.reaches(end):
+            self._tell("data_came", known=len(self._known.manifest.waves),
+                       seconds=round(time.monotonic() - self._began, 1))
+            self._since = None
+        return asked
+
+    def _look(self, step: int) -> None:
+        given_up, found = False, b""
+        if self._collectives.rank == 0:
+            if self._since is not None:
+                time.sleep(self._poll)
+            try:
+                self._seen = take_in(store(self._source.domains[0].uri), self._seen)
+            except StorageAwayError:  # looked for again like a wave that is not there
+                if self._waited() > self._config.data.wait_seconds:
+                    raise
+            records = self._seen.records(len(self._known.manifest.waves))
+            if records:
+                self._patience(lambda: self._record.take_in(records))
+                found = json.dumps(records).encode()
+            given_up = not records and self._waited() > self._config.data.wait_seconds
+        if self._collectives.from_first(int(given_up)):
+            raise self._too_late()
+        for values in json.loads(self._collectives.bytes_from_first(found) or b"[]"):
+            self._known = self._known.grown(values, self._source.domains[0].uri)
+        if self._known.manifest is not self._source.manifest:
+            self._source.grow(self._known.manifest)
+            self._since = None if self._since is None else time.monotonic()
+        elif self._since is None:
+            self._since = self._began = time.monotonic()
+            manifest = self._known.manifest
+            self._tell("data_wait", step=step, wave=len(manifest.waves) + 1,
+                       waves=len(manifest.waves) + manifest.to_come)
+
+    def _waited(self) -> float:
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def _too_late(self) -> ShardError:
+        manifest = self._known.manifest
+        return ShardError(
+            f"wave {len(manifest.waves) + 1} of {len(manifest.waves) + manifest.to_come} has not come for "
+            f"{self._config.data.wait_seconds:g} s", where=self._source.domains[0].uri,
+            mend="run the pipeline again if it has ended, then this run: both go on where they were. If the pipeline "
+                 "is only slow, raise data.wait_seconds")
+
+    def _tell(self, kind: str, **detail: object) -> None:
+        if self._collectives.rank == 0:
+            self._control.event(kind, **detail)
