@@ -91,8 +91,9 @@ class Leases:
             held = dict(self._held)
         lost = [name for name, key in held.items() if (self._newest(name) or key) > key]
         for name, key in held.items():
-            if name not in lost:
-                self._write(key)
+            with self._lock:  # one that is given back meanwhile stays free
+                if name not in lost and self._held.get(name) == key:
+                    self._write(key)
         with self._lock:
             for name in lost:
                 self._held.pop(name, None)

@@ -136,3 +136,21 @@ def test_creation(tmp_path):
     assert not place.create("a/b", b"2")
     assert place.read("a/b") == b"1"
     assert [entry.key for entry in place.list()] == ["a/b"]
+
+
+def test_a_beat_takes_nothing_back(place):
+    """A lease that is released while the heart beats stays free."""
+    one, two = leases(place, 1, Clock()), leases(place, 2, Clock())
+    assert one.acquire("step")
+    write, releasing = one._write, threading.Thread(target=one.release, args=("step",))
+
+    def meanwhile(key: str, *, released: bool = False) -> None:
+        if not released:
+            releasing.start()
+            releasing.join(0.2)
+        write(key, released=released)
+
+    one._write = meanwhile
+    one.beat()
+    releasing.join()
+    assert two.acquire("step")
