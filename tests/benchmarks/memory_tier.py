@@ -123,7 +123,7 @@ def main() -> int:
 def _steps(training: Training, addresses: list[Address], generation: int,
            given: Any) -> tuple[dict[str, str], float, float]:
     """Blocks of steps with and without the tier: a row, the share that it costs, a step's seconds without."""
-    tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1], 0, 1, TOKEN, generation=generation)
+    tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=generation)
     began = time.perf_counter()
     tier.prepare(training.state())
     prepared = time.perf_counter() - began

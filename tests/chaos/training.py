@@ -12,7 +12,7 @@ driver, a store that is away, a damaged checkpoint. Exit code 1 unless
 
 With --peer plain Ray Train, elastic, then has the same events at the same times (`tests/chaos/peer.py`), for as long.
 
-The table shows for each event the longest time without a step until the next event, and the steps done again.
+The table shows for each event the longest time without a step before the next event, and the steps done again.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def consequences(world: World, happened: list[Happened]) -> list[dict[str, Any]]
         for before, after in itertools.pairwise(lines):
             furthest = max(furthest, before["step"])
             if event.time < after["time"] and before["time"] < until:
-                pause = max(pause, after["time"] - max(before["time"], event.time))
+                pause = max(pause, min(after["time"], until) - max(before["time"], event.time))
                 redone += after["step"] <= furthest
         table.append({"second": f"{event.time - world.drivers[0].began:.0f}", "event": event.kind,
                       "detail": event.detail[:70], "pause": f"{pause:.1f} s", "redone": redone})

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.memory.buddies import ring
 from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.protocol import Address, buddies
+from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.memory.restore import Recoverable, candidates, inventory, load
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.errors import CheckpointError, StorageError
@@ -52,8 +53,8 @@ class TieredCheckpoints:
         self._saved, self._placement, self._on_event = saved, placement, on_event
         self._rank, self._every_steps = rank, every_steps
         mine = placement.agents[rank]
-        at = buddies(placement.known)[mine] if buddy else None
-        self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, at, rank, world_size, placement.token,
+        candidates = ring(placement.known, mine) if buddy else ()
+        self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, candidates, rank, world_size, placement.token,
                                 generation=generation, checkpoints=saved.store.uri, on_event=on_event)
 
     # -- memory --------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from tidewheel.checkpoint.memory.buddies import Buddies
 from tidewheel.checkpoint.memory.orphans import Orphans
-from tidewheel.checkpoint.memory.protocol import Address, Connection, FileRange, admit, connect
+from tidewheel.checkpoint.memory.protocol import Address, Connection, FileRange, admit
 from tidewheel.checkpoint.memory.slots import (
     HEADER_BYTES,
     SHARED_MEMORY,
@@ -44,8 +45,6 @@ SETTLED = 3
 """The third snapshot of a generation says that the first is whole everywhere: older generations can go."""
 EXTRA_BYTES = 1 << 20
 """Room for the JSON of `extra`, which is not of the same length in each snapshot."""
-RETRY_SECONDS = 5.0
-"""A buddy that does not answer is left alone for so long."""
 LINGER_SECONDS = 900.0
 UPLOAD_SECONDS = 30.0
 """So long all workers of the run must have been gone before what they left is uploaded: longer than any recovery."""
@@ -350,9 +349,7 @@ class _Worker:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._buddy_at: Address | None = None
-        self._buddy: Connection | None = None
-        self._buddy_retry = 0.0
+        self._buddies = Buddies((), agent.token)
         self._seen = 0
         self.slots: list[Slot] = []
         self._making: threading.Thread | None = None
@@ -364,8 +361,9 @@ class _Worker:
         self._await_slots()
         self._agent.release(self)
         self._agent.learn(message)
-        buddy = message["buddy"]
-        self._buddy_at = Address(str(buddy[0]), int(buddy[1])) if buddy else None
+        self._buddies.close()
+        self._buddies = Buddies([Address(str(host), int(port)) for host, port in message["buddies"]],
+                                self._agent.token)
         self.slots, self._problem = [], None
         self._agent.enrol(self)
         self._making = threading.Thread(target=self._make, args=(int(message["capacity"]),), daemon=True)
@@ -413,38 +411,15 @@ class _Worker:
         part = self._agent.hold(slot, content, "own", hashes)
         self._seen = content.sequence
         hashed = time.monotonic()
-        problem = self._push(part) if self._buddy_at is not None else ""
+        copied_to, refused = self._buddies.send(
+            {"op": "store", "content": asdict(content)},
+            FileRange(part.slot.path, HEADER_BYTES, content.end), part.hashes.tobytes())
         return {"step": content.step, "bytes": content.end, "hash_seconds": hashed - began,
-                "push_seconds": time.monotonic() - hashed, "copied": self._buddy_at is not None and not problem,
-                "buddy_problem": problem}
-
-    def _push(self, part: Part) -> str:
-        """Send a copy to the buddy; why that failed, "" when it did not."""
-        content = part.content
-        return self._tell_buddy({"op": "store", "content": asdict(content)},
-                                FileRange(part.slot.path, HEADER_BYTES, content.end), part.hashes.tobytes())
+                "push_seconds": time.monotonic() - hashed, "copied_to": copied_to, "refused": refused}
 
     def forget(self, message: dict[str, Any]) -> None:
         """What this worker has put is no longer wanted, nor are its copies."""
-        if self._buddy_at is not None:
-            self._tell_buddy(message)
-
-    def _tell_buddy(self, message: dict[str, Any], *payloads: Any) -> str:
-        """Why it failed; "" when it did not."""
-        assert self._buddy_at is not None
-        where = f"{self._buddy_at.host}:{self._buddy_at.port}"
-        if time.monotonic() < self._buddy_retry:
-            return f"{where} did not answer"
-        try:
-            if self._buddy is None:
-                self._buddy = connect(self._buddy_at, self._agent.token)
-            self._buddy.ask(message, *payloads)
-        except OSError as error:
-            if self._buddy is not None:
-                self._buddy.close()
-            self._buddy, self._buddy_retry = None, time.monotonic() + RETRY_SECONDS
-            return f"{where}: {error}"
-        return ""
+        self._buddies.tell_all(message)
 
     def gone(self) -> None:
         """The worker's connection has closed: take in what it had just filled, and copy that too."""
@@ -453,6 +428,5 @@ class _Worker:
                  if (content := slot.content()) is not None and content.sequence > self._seen]
         for _, number in sorted(found):
             self.put(number)
-        if self._buddy is not None:
-            self._buddy.close()
+        self._buddies.close()
         self._agent.release(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,20 @@ class MemoryTier:
     Args:
         agents: of each rank's node, by rank.
         mine: the agent of this node.
-        buddy: the agent that gets the copies, see `protocol.buddies`; None: no copies, and the node's loss is the loss
-            of what it held.
+        buddies: the agents that may get the copies, see `buddies.ring`: the first that takes them does; empty: no
+            copies, and the node's loss is the loss of what it held.
         rank, world_size, generation: this worker's; a later generation has a higher number.
         run_token: the run's secret, the same as its agents'.
         checkpoints: URI of the run's checkpoints, where agents upload the newest step when all workers are gone; "":
             they do not.
         on_event: called with ("memory_tier_lost", detail) when the agent or shared memory is gone, and with
-            ("buddy_lost", detail) when copies no longer arrive; once each.
+            ("buddy_lost", detail) when copies go to another agent from now on ("copies_to"), or to none ("").
     """
 
-    def __init__(self, agents: Mapping[int, Address], mine: Address, buddy: Address | None, rank: int, world_size: int,
-                 run_token: str, *, generation: int = 0, checkpoints: str = "",
+    def __init__(self, agents: Mapping[int, Address], mine: Address, buddies: Sequence[Address], rank: int,
+                 world_size: int, run_token: str, *, generation: int = 0, checkpoints: str = "",
                  on_event: OnEvent | None = None) -> None:
-        self.agents, self.mine, self.buddy = dict(agents), mine, buddy
+        self.agents, self.mine, self.buddies = dict(agents), mine, tuple(buddies)
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._token, self._checkpoints, self._on_event = run_token, checkpoints, on_event
         self._connection: Connection | None = None
@@ -165,7 +165,7 @@ class MemoryTier:
         pieces = pieces_of(flat)
         self._table, self._placed, end = place(list(pieces.values()))
         self._extra_start, self._room, self._turn = end, room, 0
-        self._connection.ask({"op": "open", "capacity": end + room, "buddy": self.buddy,
+        self._connection.ask({"op": "open", "capacity": end + room, "buddies": self.buddies,
                               "agents": sorted(set(self.agents.values())), "checkpoints": self._checkpoints})
         self._release()
         self._on_device = any(tensor.is_cuda for tensor in flat.values())
@@ -231,10 +231,11 @@ class MemoryTier:
         self._connection.patience(PUSH_SECONDS)
         answer = self._connection.answer()
         self._awaiting = False
-        self.last |= {key: answer[key] for key in ("bytes", "hash_seconds", "push_seconds", "copied")}
-        if answer["buddy_problem"] and not self._buddy_lost:
-            self._buddy_lost = True
-            self._event("buddy_lost", reason=answer["buddy_problem"])
+        self.last |= {key: answer[key] for key in ("bytes", "hash_seconds", "push_seconds")}
+        self.last["copied"] = bool(answer["copied_to"])
+        if answer["refused"] and not (self._buddy_lost and not answer["copied_to"]):
+            self._event("buddy_lost", reason=answer["refused"], copies_to=answer["copied_to"])
+        self._buddy_lost = bool(self.buddies) and not answer["copied_to"]
 
     def _lose(self, error: OSError) -> None:
         self.close()

@@ -10,7 +10,6 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,14 +162,3 @@ def admit(sock: socket.socket, token: str) -> Connection:
 
 def _proof(token: str, role: str, *nonces: str) -> str:
     return hmac.new(token.encode(), " ".join((role, *nonces)).encode(), "sha256").hexdigest()
-
-
-def buddies(nodes: Sequence[Address]) -> dict[Address, Address | None]:
-    """Who holds the copies of whom: the next in the ring of `nodes`, on another host where there is one."""
-    ring = sorted(set(nodes))
-    found: dict[Address, Address | None] = {}
-    for number, each in enumerate(ring):
-        others = ring[number + 1:] + ring[:number]
-        elsewhere = [other for other in others if other.host != each.host]
-        found[each] = next(iter(elsewhere or others), None)
-    return found

@@ -43,7 +43,7 @@ def _agent(address: Any) -> None:
 def _train(agents: list[Address], rank: int, generation: int, first: int, barrier: Any, done: Any) -> None:
     torch.set_num_threads(1)
     world_size = len(agents)
-    tier = MemoryTier(dict(enumerate(agents)), agents[rank], agents[(rank + 1) % world_size], rank, world_size, TOKEN,
+    tier = MemoryTier(dict(enumerate(agents)), agents[rank], agents[rank + 1:] + agents[:rank], rank, world_size, TOKEN,
                       generation=generation)
     for step in range(first, first + 100_000):
         state = part(step, rank)

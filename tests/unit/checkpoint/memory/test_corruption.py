@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.checkpoint.helpers import equal, state
 from tidewheel.checkpoint.memory.agent import Agent, Part
+from tidewheel.checkpoint.memory.buddies import ring
 from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.protocol import buddies
 from tidewheel.checkpoint.memory.restore import candidates, inventory, load
 from tidewheel.errors import CheckpointError
 
@@ -48,7 +48,7 @@ def check(agents: list[Agent], rng: random.Random, case: int) -> bool:
     """Whether an older state than the newest had to be taken."""
     addresses = [agent.address for agent in agents]
     mine = addresses[0]
-    worker = MemoryTier(dict(enumerate(addresses)), mine, buddies(addresses)[mine], 0, 1, TOKEN)
+    worker = MemoryTier(dict(enumerate(addresses)), mine, ring(addresses, mine), 0, 1, TOKEN)
     for step in STEPS:
         worker.snapshot(step, state(step), {"step": step})
         assert worker.flush()

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.helpers import Events, clear, equal, state
 from tidewheel.checkpoint.memory import slots
 from tidewheel.checkpoint.memory.agent import Agent
+from tidewheel.checkpoint.memory.buddies import ring
 from tidewheel.checkpoint.memory.client import BEHIND_BYTES, MemoryTier
-from tidewheel.checkpoint.memory.protocol import Address, buddies, connect
+from tidewheel.checkpoint.memory.protocol import Address, connect
 from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
 from tidewheel.checkpoint.memory.slots import HEADER_BYTES
 from tidewheel.errors import CheckpointError
@@ -41,9 +42,9 @@ def one_agent() -> Iterator[Agent]:
 
 def tier(agents: list[Agent], rank: int = 0, world_size: int = 1, **options) -> MemoryTier:
     mine = agents[rank]
-    buddy = buddies([agent.address for agent in agents])[mine.address]
-    return MemoryTier(dict(enumerate(agent.address for agent in agents)), mine.address, buddy, rank, world_size, TOKEN,
-                      **options)
+    candidates = ring([agent.address for agent in agents], mine.address)
+    return MemoryTier(dict(enumerate(agent.address for agent in agents)), mine.address, candidates, rank, world_size,
+                      TOKEN, **options)
 
 
 def newest(*agents: Agent):
@@ -281,8 +282,31 @@ def test_nonsense_ends_its_connection_and_nothing_else(one_agent, data):
 
 
 def test_buddies_are_on_other_hosts_where_there_are_any():
-    ring = [Address(f"10.0.0.{host}", port) for host in (1, 2, 3) for port in (1, 2)]
-    found = buddies(ring)
-    assert all(buddy is not None and buddy.host != node.host for node, buddy in found.items())
-    assert buddies(ring[:2]) == {ring[0]: ring[1], ring[1]: ring[0]}
-    assert buddies(ring[:1]) == {ring[0]: None}
+    nodes = [Address(f"10.0.0.{host}", port) for host in (1, 2, 3) for port in (1, 2)]
+    for node in nodes:
+        others = ring(nodes, node)
+        assert sorted((*others, node)) == nodes
+        assert [other.host == node.host for other in others] == [False] * 4 + [True]
+    assert {ring(nodes, node)[0] for node in nodes} == {Address(f"10.0.0.{host}", 1) for host in (1, 2, 3)}
+    assert ring(nodes[:2], nodes[0]) == (nodes[1],)
+    assert ring(nodes[:1], nodes[0]) == ()
+
+
+def test_when_the_buddy_goes_the_next_node_takes_the_copies():
+    agents, events = [Agent(f"127.0.0.{host}", TOKEN, "test") for host in (1, 2, 3)], Events()
+    worker = tier(agents, on_event=events)
+    for step in (1, 2):
+        worker.snapshot(step, state(step), {"step": step})
+    worker.flush()
+    agents[1].stop()
+    for step in (3, 4):
+        worker.snapshot(step, state(step), {"step": step})
+        assert worker.flush()
+    [lost] = events.of("buddy_lost")
+    assert lost["copies_to"] == f"127.0.0.3:{agents[2].address.port}"
+    worker.close()
+    agents[0].stop()  # and then this node
+    filled = state(99)
+    assert load(newest(agents[2]), filled) == {"step": 4}
+    assert equal(filled, state(4))
+    agents[2].stop()

@@ -1,0 +1,76 @@
+"""Where the copies of a worker's states go: to its buddy, or, when that is gone, to the next node of the ring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tidewheel.checkpoint.memory.protocol import Address, Connection, connect
+
+RETRY_SECONDS = 5.0
+"""An agent that did not answer is left alone for so long."""
+
+
+def ring(nodes: Sequence[Address], mine: Address) -> tuple[Address, ...]:
+    """Who may hold the copies of `mine`, its buddy first: the nodes behind it in the ring, those on other hosts before
+    those on its own."""
+    ordered = sorted({*nodes, mine})
+    at = ordered.index(mine)
+    return tuple(sorted(ordered[at + 1:] + ordered[:at], key=lambda other: other.host == mine.host))
+
+
+class Buddies:
+    """Sends copies to the first agent of a ring that takes them, and stays with it. Not for two threads at once.
+
+    Args:
+        candidates: in the order in which they are tried, see `ring`; empty: there are no copies.
+        token: the run's secret.
+    """
+
+    def __init__(self, candidates: Sequence[Address], token: str) -> None:
+        self._candidates, self._token = list(candidates), token
+        self._connection: Connection | None = None
+        self._not_before: dict[Address, float] = {}
+        self._used: set[Address] = set()
+
+    def send(self, message: dict[str, Any], *payloads: Any) -> tuple[str, str]:
+        """Send to whoever takes it: ("host:port" of who did, "": nobody; why others, asked just now, did not)."""
+        refused: list[str] = []
+        for address in tuple(self._candidates):
+            if time.monotonic() < self._not_before.get(address, 0.0):
+                continue
+            problem = self._ask(address, message, *payloads)
+            if not problem:
+                self._used.add(address)
+                return f"{address.host}:{address.port}", "; ".join(refused)
+            refused.append(problem)
+            self._candidates.remove(address)
+            self._candidates.append(address)  # its turn comes when all others have failed
+        return "", "; ".join(refused)
+
+    def tell_all(self, message: dict[str, Any]) -> None:
+        """Send to everybody who holds a copy and answers."""
+        for address in self._candidates:
+            if address in self._used and time.monotonic() >= self._not_before.get(address, 0.0):
+                self.close()  # the connection is another's, but for the first
+                self._ask(address, message)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; the next `send` connects anew."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _ask(self, address: Address, message: dict[str, Any], *payloads: Any) -> str:
+        """Why it failed; "" when it did not. The connection is that of the first candidate."""
+        try:
+            if self._connection is None:
+                self._connection = connect(address, self._token)
+            self._connection.ask(message, *payloads)
+        except OSError as error:
+            self.close()
+            self._not_before[address] = time.monotonic() + RETRY_SECONDS
+            return f"{address.host}:{address.port}: {error}"
+        return ""
