@@ -189,8 +189,9 @@ def _cards(read: _Run, audit: Any, audit_error: str) -> Html:
     items.append(("Tokens", count(tokens), median, ""))
     items.append(("Steps", f"{read.result.get('steps') or read.last('step') or 0:,}",
                   f"in {seconds(read.result['seconds'])}" if read.result.get("seconds") else "so far", ""))
-    items.append(("Workers", " → ".join(map(str, _sizes(read))) or "–",
-                  f"{len(read.checkpoints)} checkpoints kept" if read.checkpoints else "", ""))
+    workers, changes = _workers(_sizes(read))
+    kept = f"{len(read.checkpoints)} checkpoints kept" if read.checkpoints else ""
+    items.append(("Workers", workers, "; ".join(filter(None, [changes, kept])), ""))
     return cards(items)
 
 
@@ -217,6 +218,13 @@ def _reading(read: _Run) -> Html | None:
     return note("The entropies are those of the validation text's own counts, which no model has seen: on a small "
                 "split the bigram one is far too low to reach. Fair opponents are counts from the training text"
                 + (f": {fit}." if fit else "."))
+
+
+def _workers(sizes: list[int]) -> tuple[str, str]:
+    """"2 → 1 → 2"; of many changes the first size and the last, and how many there were."""
+    if len(sizes) <= 5:
+        return " → ".join(map(str, sizes)) or "–", ""
+    return f"{sizes[0]} … {sizes[-1]}", f"{len(sizes) - 1} changes, between {min(sizes)} and {max(sizes)}"
 
 
 def _sizes(read: _Run) -> list[int]:

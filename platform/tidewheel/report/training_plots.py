@@ -17,7 +17,6 @@ TONES = {"node_lost": "var(--bad)", "failure": "var(--bad)", "rollback": "var(--
          "node_joined": "var(--good)", "finish": "var(--soft)", "start": "var(--soft)"}
 LEFT, RIGHT = 52.0, 880.0
 LANE = 17.0
-SLIVER = 0.7  # narrower than a pixel: drawn as what is before it, or the row turns into stripes
 MAX_WORKERS_DRAWN = 16
 MAX_LANES = 6  # of labels above a figure; what does not fit is a line without a name
 NOT_TRAINING = frozenset({"restart", "detection", "idle"})
@@ -245,16 +244,22 @@ def _workers(ledger: Sequence[dict]) -> list[tuple[str, list[dict]]]:
 
 
 def _merged(parts: Sequence[dict], x: Scale, begin: float) -> list[tuple[str, float, float]]:
-    """Neighbours of one category as one rectangle, in the figure's places."""
-    merged: list[list] = []
+    """What most of each unit of the figure's width went to; neighbours of one category as one rectangle."""
+    columns: dict[int, dict[str, float]] = {}
     for part in parts:
         start, end = x(float(part["start"]) - begin), x(float(part["end"]) - begin)
-        near = bool(merged) and start - merged[-1][2] < 0.8
-        if near and (merged[-1][0] == part["category"] or end - start < SLIVER):
-            merged[-1][2] = max(end, merged[-1][2])
-        elif end - start >= 0.05:
-            merged.append([part["category"], start, end])
-    return [(category, start, end) for category, start, end in merged]
+        for column in range(math.floor(start), math.ceil(end)):
+            inside, category = min(end, column + 1) - max(start, column), str(part["category"])
+            spent = columns.setdefault(column, {})
+            spent[category] = spent.get(category, 0.0) + inside
+    merged: list[tuple[str, float, float]] = []
+    for column in sorted(columns):
+        category = max(columns[column], key=columns[column].__getitem__)
+        if merged and merged[-1][0] == category and merged[-1][2] == column:
+            merged[-1] = (category, merged[-1][1], column + 1)
+        else:
+            merged.append((category, column, column + 1))
+    return merged
 
 
 def _finite(value: object) -> bool:

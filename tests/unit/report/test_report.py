@@ -15,7 +15,9 @@ from tidewheel.jsonlog import JsonLog
 from tidewheel.report import events, page, plots
 from tidewheel.report.events import Event
 from tidewheel.report.pipeline import write_pipeline_report
-from tidewheel.report.run import redact, write_run_report
+from tidewheel.report.plots import Scale
+from tidewheel.report.run import _workers, redact, write_run_report
+from tidewheel.report.training_plots import _merged
 from tidewheel.storage import Store, store
 
 _spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
@@ -270,3 +272,18 @@ def test_bad_steps_are_dots_on_the_loss_curve(run: Store) -> None:
     for label in ("loss spike at step 31: ignore", "non-finite loss at step 40: rollback"):
         assert html.count(f"<title>{label}</title>") == 1
     assert "rollback" in " ".join(checker.text)
+
+
+def test_a_workers_row_shows_what_most_of_its_time_went_to():
+    """Also where every interval is narrower than what can be drawn."""
+    steps = [{"category": category, "start": at + start, "end": at + end}
+             for at in range(1000) for category, start, end in (("save_stall", 0.0, 0.1), ("productive", 0.1, 1.0))]
+    restart, later = ({"category": "restart", "start": start, "end": start + 100} for start in (1000, 1200))
+    drawn = _merged([*steps, restart, later], Scale(0, 1300, 0, 130), 0)
+    assert drawn == [("productive", 0, 100), ("restart", 100, 110), ("restart", 120, 130)]
+
+
+def test_many_sizes_are_not_spelt_out():
+    assert _workers([]) == ("–", "")
+    assert _workers([2, 1, 2]) == ("2 → 1 → 2", "")
+    assert _workers([4, 2, 4, 2, 4, 1]) == ("4 … 1", "5 changes, between 1 and 4")
