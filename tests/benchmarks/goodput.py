@@ -1,10 +1,10 @@
 """The simulator of `tidewheel plan goodput` beside real runs, whose workers are killed at random.
 
-    python -m tests.benchmarks.goodput [--workers 2 4 4 8] [--seconds 100]
+    python -m tests.benchmarks.goodput [--workers 2 2 4 4 8 8] [--seconds 80]
 
 Each run is a small model on a local cluster; workers die by SIGKILL every 10 to 20 s, and their places are filled
 again. Each run's failures are then played to the simulator with the constants (detection, restart, stall, upload) of
-the other runs. Exit code 1 when a prediction is off by more than 10 points.
+the other run of as many workers. Exit code 1 when a prediction is off by more than 10 points.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def run(folder: Path, name: str, workers: int, *, seconds: float, gap: tuple[flo
 def main() -> int:
     """Make the runs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 4, 8])
-    parser.add_argument("--seconds", type=float, default=100, help="of each run, about")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 2, 4, 4, 8, 8])
+    parser.add_argument("--seconds", type=float, default=80, help="of each run, about")
     parser.add_argument("--gap", type=float, nargs=2, default=(10.0, 20.0), metavar=("LEAST", "MOST"),
                         help="seconds between kills")
     parser.add_argument("--step-seconds", type=float, default=0.1, help="added to each step")

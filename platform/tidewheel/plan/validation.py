@@ -52,7 +52,8 @@ def predict(run: Observed, tier: TierConfig, step_seconds: float) -> float:
 
 
 def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
-    """A line for each run; its constants are the mean of the other runs', with one run its own.
+    """A line for each run; its constants are the mean of the other runs': of those with as many workers, which take as
+    long to start, where there are any. With one run they are its own.
 
     Raises:
         ConfigError: a run has no step, or was resized on purpose, which is not simulated.
@@ -61,9 +62,9 @@ def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
     lines = []
     for run in observed:
         others = [other for other in observed if other is not run] or [run]
-        tier = _mean(others)
-        alike = [other.step_seconds for other in others if other.workers == run.workers] or [run.step_seconds]
-        predicted = predict(run, tier, sum(alike) / len(alike))
+        alike = [other for other in others if other.workers == run.workers]
+        steps = [other.step_seconds for other in alike] or [run.step_seconds]
+        predicted = predict(run, _mean(alike or others), sum(steps) / len(steps))
         lines.append({"run": run.run, "workers": run.workers, "failures": len(run.failures),
                       "seconds": round(run.seconds, 1), "predicted": f"{100 * predicted:.1f} %",
                       "measured": f"{100 * run.goodput:.1f} %",
