@@ -23,6 +23,8 @@ from tidewheel.workflow.steps import REFERENCE, source_hash
 Entry = Mapping[str, Any]
 Log = Callable[[str], None]
 SHARDS, VALIDATION = "shards", "validation"
+#: How long a training beside its pipeline waits for a wave, if its configuration does not say: one that fails ends it.
+OVERLAP_SECONDS = 3600
 #: Of a reproducible training's last checkpoint the tensors are in the artifact's hash; a larger one's only the batches.
 DIGEST_BYTES = 20 << 30
 #: Groups of a training's configuration that do not decide its result; see `TrainConfig.recipe_hash`.
@@ -80,6 +82,12 @@ class PipelineKind:
 
         summary = pipeline.run(config, input=task.input, output=task.place, on_progress=on_progress)
         return {"hash": _set_hash(task.place), "documents": summary.documents, "tokens": summary.tokens}
+
+    def begun(self, place: str) -> bool:
+        """Whether there is enough of the set for a training to begin."""
+        from tidewheel.shards.growing import wave_key
+
+        return storage.store(place).child(SHARDS).exists(wave_key(0))
 
     def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
         try:
@@ -153,6 +161,8 @@ class TrainKind:
                 overrides += [f"data.uri={shards}", f"data.validation={json.dumps(storage.join(uri, VALIDATION))}"]
             else:
                 overrides.append(f"data.mixture.domains.{role.partition('.')[2]}.shards={shards}")
+        if task.entry.get("overlap") and not task.entry["config"]["data"].get("wait_seconds"):
+            overrides.append(f"data.wait_seconds={OVERLAP_SECONDS}")
         if task.max_workers is not None:
             most = max(task.max_workers, task.entry["config"]["elastic"]["min_workers"])
             overrides.append(f"elastic.max_workers={most}")

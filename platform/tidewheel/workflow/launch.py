@@ -7,6 +7,7 @@ there is room. The tasks end with the driver.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +90,7 @@ class RayLauncher:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended meanwhile
                 ray.cancel(reference, force=False, recursive=True)
 
-    def places(self, node: Node) -> int | None:
+    def places(self, node: Node, *, spare_cpus: float = 0) -> int | None:
         from tidewheel.elastic import layout, nodes
         from tidewheel.train.config import TrainConfig
 
@@ -97,4 +98,6 @@ class RayLauncher:
             return None
         wanted = build(TrainConfig, node.entry["config"]).elastic
         offers = [(each.cpus, each.gpus) for each in nodes.usable()]
-        return layout.slots(offers, wanted.cpus_per_worker, wanted.gpus_per_worker)
+        places = layout.slots(offers, wanted.cpus_per_worker, wanted.gpus_per_worker)
+        missing = spare_cpus - (sum(cpus for cpus, _ in offers) - places * wanted.cpus_per_worker)
+        return max(0, places - math.ceil(max(0.0, missing) / wanted.cpus_per_worker))

@@ -1,5 +1,7 @@
 """Running a graph: steps whose inputs are published run side by side, under leases; what is published is passed over.
 
+A training that overlaps its pipeline is started when that has published its first wave, and published after it.
+
 No Ray here: `launch` runs one step and returns its artifact, in a thread of ours; `interrupt` ends those that run.
 """
 
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 
 from tidewheel.errors import ClusterError, TidewheelError, root_cause
 from tidewheel.workflow.graph import Node
+from tidewheel.workflow.kinds import KINDS
 from tidewheel.workflow.lease import BEAT_SECONDS, Leases
 from tidewheel.workflow.records import Record, Records, message
 
@@ -41,8 +44,8 @@ class Launcher(Protocol):
     def interrupt(self, running: Sequence[Node]) -> None:
         """Let what runs save, then end it; `launch` raises soon."""
 
-    def places(self, node: Node) -> int | None:
-        """Places for workers of this training on the cluster; None: not limited."""
+    def places(self, node: Node, *, spare_cpus: float = 0) -> int | None:
+        """Places for workers of this training on the cluster, `spare_cpus` left free; None: not limited."""
 
 
 class Schedule:
@@ -66,6 +69,8 @@ class Schedule:
         self._granted: dict[str, int] = {}
         self._look_again: dict[str, float] = {}
         self._lost: set[str] = set()
+        self._begun: set[str] = set()
+        self._ended = threading.Event()
 
     def run(self) -> dict[str, Record]:
         """Records of all steps, by name.
@@ -74,8 +79,7 @@ class Schedule:
             StepsFailed: steps failed; the message names each, its log and how to go on.
             Cancelled: `stop` was set, or `Workflow.cancel` called.
         """
-        ended = threading.Event()
-        heart = threading.Thread(target=self._beat, args=(ended,), name="lease heartbeat", daemon=True)
+        heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
         heart.start()
         pool = ThreadPoolExecutor(max(1, len(self._nodes)), thread_name_prefix="step")
         try:
@@ -88,8 +92,8 @@ class Schedule:
         finally:
             if self._running:
                 self._launcher.interrupt([self._nodes[name] for name in self._running])
+            self._ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            ended.set()
             heart.join(timeout=30)
             for name in self._nodes:
                 self._leases.release(self._nodes[name].id)
@@ -101,7 +105,18 @@ class Schedule:
     def _ready(self) -> list[Node]:
         return [node for node in self._nodes.values()
                 if node.name not in self._done and node.name not in self._failed and node.name not in self._running
-                and all(need in self._done for need in node.needs.values())]
+                and all(need in self._done or (role == "data" and self._growing(node, need))
+                        for role, need in node.needs.items())]
+
+    def _growing(self, node: Node, need: str) -> bool:
+        """Whether a training that overlaps its pipeline, which runs, has enough to begin with."""
+        if not node.entry.get("overlap") or need not in self._running:
+            return False
+        if need not in self._begun and time.monotonic() >= self._look_again.get(need, 0.0):
+            self._look_again[need] = time.monotonic() + FOREIGN_SECONDS
+            if KINDS["pipeline"].begun(self._nodes[need].place):
+                self._begun.add(need)
+        return need in self._begun
 
     def _over(self) -> bool:
         return not self._running and not self._ready()
@@ -132,15 +147,20 @@ class Schedule:
 
     def _share(self, node: Node, ready: Sequence[Node]) -> int | None:
         """Workers that a training may take beside others that train or wait; None: as it likes; 0: not now."""
-        places = self._launcher.places(node) if node.kind == "train" else None
+        beside = [need for need in node.needs.values() if need not in self._done]
+        places = None
+        if node.kind == "train":  # a pipeline that never gets a CPU would be waited for in vain
+            places = self._launcher.places(node, spare_cpus=1) if beside else self._launcher.places(node)
         if places is None:
             return None
+        if beside and places < elastic(node)[0]:
+            return 0
         others = [elastic(other)[0] for other in ready if other.kind == "train" and other.name != node.name
                   and other.name not in self._running]
         share = grant(places, elastic(node), sum(self._granted.values()), others)
         if not share:
             return 0
-        alone = not self._granted and not others  # then it may also take what joins later
+        alone = not self._granted and not others and not beside  # then it may also take what joins later
         self._granted[node.name] = share
         return None if alone else share
 
@@ -148,8 +168,13 @@ class Schedule:
         self._records.tried(node, "running")
         began = time.monotonic()
         artifact = self._launcher.launch(node, share)
+        seconds = time.monotonic() - began
+        while not all(need in self._done for need in node.needs.values()):
+            if self._stop.is_set() or any(need in self._failed for need in node.needs.values()) \
+                    or self._ended.wait(POLL_SECONDS):
+                raise Cancelled("the pipeline that it reads has not ended", where=node.place)
         inputs = {role: self._nodes[need].key for role, need in node.needs.items()}
-        return self._records.publish(node, inputs, artifact, time.monotonic() - began)
+        return self._records.publish(node, inputs, artifact, seconds)
 
     def _collect(self) -> None:
         for name, future in list(self._running.items()):
@@ -165,6 +190,9 @@ class Schedule:
             if not future.done():
                 continue
             error = future.exception()
+            if error is not None and (gone := [need for need in node.needs.values() if need in self._failed]):
+                error = ClusterError(f"stopped, because {gone[0]} failed, whose shards it reads as they come",
+                                     where=node.place, mend="run the workflow again: it goes on where it was")
             if error is None:
                 self._done[name] = record = future.result()
                 self._say(f"{name}: published after {record.seconds:.1f} s, {record.place}")
@@ -172,6 +200,9 @@ class Schedule:
                 self._failed[name] = error
                 self._records.tried(node, "failed", error)
                 self._say(f"{name}: failed: {message(error).splitlines()[0]}")
+                if beside := [self._nodes[other] for other in self._running
+                              if name in self._nodes[other].needs.values()]:
+                    self._launcher.interrupt(beside)
             self._leases.release(node.id)
 
     # -- ends ----------------------------------------------------------------------------------
@@ -202,8 +233,8 @@ class Schedule:
             found.__cause__ = fault
         return found
 
-    def _beat(self, ended: threading.Event) -> None:
-        while not ended.wait(self._beat_seconds):
+    def _beat(self) -> None:
+        while not self._ended.wait(self._beat_seconds):
             try:
                 lost = self._leases.beat()
                 names = {node.id: name for name, node in self._nodes.items()}

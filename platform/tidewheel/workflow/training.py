@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.config import build, load
+from tidewheel.errors import ConfigError
 from tidewheel.workflow.pipeline import Pipeline
 from tidewheel.workflow.steps import REFERENCE
 
@@ -23,13 +24,18 @@ class Train:
         data: the `Pipeline` whose shards it reads, or the URI that a pipeline wrote to (its --output), or such
             pipelines or URIs by name: the domains of a mixture, with the weights that the configuration gives them.
         init_from: the `Train` whose last checkpoint it starts from.
+        overlap: in a workflow, start when the first wave of `data` is packed, not when all of it is; the pipeline must
+            say how many waves there are, pack(waves=...).
         overrides: settings by dotted name, with "__" for the dot: Train(..., optimizer__learning_rate=1e-3).
     """
 
     def __init__(self, config: str | dict[str, Any],
                  data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
-                 **overrides: Any) -> None:
-        self.config, self.data, self.init_from = config, data, init_from
+                 overlap: bool = False, **overrides: Any) -> None:
+        self.config, self.data, self.init_from, self.overlap = config, data, init_from, overlap
+        if overlap and not (isinstance(data, Pipeline) and data.config().step("pack").waves):
+            raise ConfigError("overlap needs a pipeline whose shards are read in waves", where="Train(...)",
+                              mend="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")
         self.overrides = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
 
     def resolve(self, data_uri: str | None = None, run_uri: str | None = None) -> TrainConfig:
@@ -68,7 +74,8 @@ class Train:
 
     def entry(self) -> dict[str, Any]:
         """What a workflow writes down about it; see `steps`."""
-        return {"kind": "train", "name": self.name, "config": self.resolve().canonical()}
+        overlap = {"overlap": True} if self.overlap else {}
+        return {"kind": "train", "name": self.name, "config": self.resolve().canonical(), **overlap}
 
     def run(self, *, address: str | None = None, data_uri: str | None = None,
             run_uri: str | None = None) -> TrainResult:

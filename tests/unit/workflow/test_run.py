@@ -41,7 +41,7 @@ class Here(RayLauncher):
         self.begun.append(node.name)
         return execute(self.task(node, max_workers), self._output, node.id)
 
-    def places(self, node: Node) -> int | None:
+    def places(self, node: Node, *, spare_cpus: float = 0) -> int | None:
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,15 +49,30 @@ class Steps:
     def interrupt(self, running: Any) -> None:
         self.interrupted.set()
 
-    def places(self, node: Node) -> int | None:
-        return self.free
+    def places(self, node: Node, *, spare_cpus: float = 0) -> int | None:
+        return None if self.free is None else self.free - int(spare_cpus)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("tidewheel.workflow.schedule.POLL_SECONDS", 0.01)
     monkeypatch.setattr("tidewheel.workflow.schedule.FOREIGN_SECONDS", 0.05)
-    monkeypatch.setattr("tidewheel.workflow.records.KINDS", {kind: Intact() for kind in ("function", "train")})
+    monkeypatch.setattr("tidewheel.workflow.records.KINDS", {kind: Intact() for kind in ("function", "train",
+                                                                                            "pipeline")})
+    monkeypatch.setattr("tidewheel.workflow.schedule.KINDS", {"pipeline": BEGUN})
+
+
+class Begun:
+    """A kind of pipelines that have published their first wave when `wave` is set."""
+
+    def __init__(self) -> None:
+        self.wave = threading.Event()
+
+    def begun(self, place: str) -> bool:
+        return self.wave.is_set()
+
+
+BEGUN = Begun()
 
 
 class Intact:
@@ -159,3 +175,75 @@ def test_trainings_share_the_cluster_and_wait_for_their_least(tmp_path):
     (8, (4, 8), 6, [], 0), (8, (2, 8), 6, [2], 2), (1, (2, 4), 0, [], 2), (8, (4, 8), 0, [8], 8)])
 def test_shares(places, wanted, taken, waiting, share):
     assert grant(places, wanted, taken, waiting) == share
+
+
+def overlapping(**sizes: int) -> list[Node]:
+    """A pipeline and a training that reads its waves."""
+    training = node("training", kind="train", **sizes)
+    entry = {**training.entry, "overlap": True}
+    return [node("web", kind="pipeline"), replace(training, entry=entry, needs={"data": "web"})]
+
+
+def test_a_training_overlaps_its_pipeline_and_is_published_after_it(tmp_path):
+    BEGUN.wave.clear()
+    started, records = threading.Event(), Records(str(tmp_path))
+    nodes = overlapping(most=4)
+
+    def work(node: Node) -> None:
+        if node.name == "web":
+            assert not started.wait(0.3)
+            BEGUN.wave.set()
+            assert started.wait(10)
+            time.sleep(0.1)
+            assert records.published(nodes[1]) is None  # though it has ended
+        else:
+            started.set()
+
+    steps = Steps(work, places=3)
+    done = schedule(tmp_path, nodes, steps).run()
+    assert steps.begun == ["web", "training"]
+    assert steps.shares["training"] == 2  # a place is left for the pipeline
+    assert done["training"].inputs == {"data": "keyweb"}
+    assert done["training"].finished >= done["web"].finished
+
+
+def test_without_room_for_both_the_training_waits_for_the_pipeline(tmp_path):
+    BEGUN.wave.set()
+    steps = Steps(lambda node: time.sleep(0.2) if node.name == "web" else None, places=1)
+    schedule(tmp_path, overlapping(), steps).run()
+    assert (steps.begun, steps.together) == (["web", "training"], 1)
+
+
+def test_a_pipeline_that_fails_ends_the_training_beside_it(tmp_path):
+    BEGUN.wave.set()
+    started = threading.Event()
+
+    def work(node: Node) -> None:
+        if node.name == "web":
+            assert started.wait(10)
+            raise ConfigError("no such thing", where="there", mend="do this")
+        started.set()
+        assert steps.interrupted.wait(10)
+        raise RuntimeError("cancelled")
+
+    steps = Steps(work)
+    with pytest.raises(StepsFailed) as failed:
+        schedule(tmp_path, overlapping(), steps).run()
+    assert "step web failed: there: no such thing" in str(failed.value)
+    assert "step training failed: /nowhere/training: stopped, because web failed" in str(failed.value)
+
+
+def test_a_training_that_ended_before_a_pipeline_that_fails_is_not_published(tmp_path):
+    BEGUN.wave.set()
+    ended = threading.Event()
+
+    def work(node: Node) -> None:
+        if node.name == "training":
+            ended.set()
+        else:
+            assert ended.wait(10)
+            raise ConfigError("no such thing")
+
+    with pytest.raises(StepsFailed, match="stopped, because web failed"):
+        schedule(tmp_path, overlapping(), Steps(work)).run()
+    assert Records(str(tmp_path)).published(overlapping()[1]) is None

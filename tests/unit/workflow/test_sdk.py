@@ -64,6 +64,22 @@ def test_training_reads_a_mixture():
     assert found == {"web": ("s3://b/web/shards", 3), "code": ("/code/shards", 1)}
 
 
+def test_overlap_needs_waves_and_changes_no_key(tmp_path):
+    (tmp_path / "x.jsonl").write_text("{}")
+    start = tw.Pipeline("a").read("x.jsonl").tokenize(train={"vocabulary_size": 300})
+    with pytest.raises(ConfigError, match="read in waves") as told:
+        tw.Train({}, data=start.pack(), overlap=True)
+    assert "waves=8" in told.value.mend
+    with pytest.raises(ConfigError, match="read in waves"):
+        tw.Train({}, data="s3://bucket/clean", overlap=True)
+    keys = [[(node.key, node.place) for node in Workflow("w", tw.Train({}, data=start.pack(waves=4), overlap=overlap))
+             .nodes(str(tmp_path / "out"), input=str(tmp_path))] for overlap in (False, True)]
+    assert keys[0] == keys[1]
+    old, new = ([node.key for node in Workflow("w", start.pack(**waves)).nodes(
+        str(tmp_path / "out"), input=str(tmp_path))] for waves in ({}, {"waves": 0}))
+    assert old == new
+
+
 def test_an_empty_workflow_is_refused():
     with pytest.raises(ConfigError, match="without steps"):
         Workflow("w")

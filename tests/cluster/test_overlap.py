@@ -1,0 +1,28 @@
+"""A pipeline and a training side by side on a real Ray: the training is at work before the pipeline has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cluster.small_ray import small_ray
+from tests.unit.workflow.test_overlap import overlapped
+from tidewheel.workflow.graph import Node
+from tidewheel.workflow.launch import RayLauncher, execute
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+class FromHere(RayLauncher):
+    """Runs the pipeline's driver in this process, where the test can hold a wave back."""
+
+    def launch(self, node: Node, max_workers: int | None) -> dict[str, Any]:
+        if node.kind == "pipeline":
+            return execute(self.task(node, max_workers), self._output, node.id)
+        return super().launch(node, max_workers)
+
+
+def test_training_begins_with_the_first_wave(tmp_path):
+    with small_ray(2):
+        overlapped(tmp_path, FromHere)
