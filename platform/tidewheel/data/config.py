@@ -294,8 +294,8 @@ class PackStep(Config):
     def _without_no_waves(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """So that a recipe without waves has the hash that it had before there were any."""
         values: dict[str, Any] = serialize(self)
-        if not values["waves"]:
-            del values["waves"]
+        if not values.get("waves"):  # left out already when only what is set is wanted
+            values.pop("waves", None)
         return values
 
 

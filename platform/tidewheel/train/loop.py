@@ -47,7 +47,8 @@ from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
 from tidewheel.train.reproducible.kernels import deterministic_kernels
-from tidewheel.train.runtime import Control, MadeWay, Runtime
+from tidewheel.train.run_state import Progress, finite
+from tidewheel.train.runtime import MadeWay, Runtime, read_again
 from tidewheel.train.save_schedule import SaveSchedule
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
 from tidewheel.train.timeline import Category, Timeline
@@ -98,24 +99,6 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
 
 
 @dataclass
-class Progress:
-    """Where the run is; `extra` of a checkpoint holds the same."""
-
-    step: int = 0
-    """Steps done."""
-    tokens: int = 0
-    """Real tokens trained on."""
-    recorded: int = 0
-    """Last step recorded before this generation began; steps up to it are done again."""
-    loss: float | None = None
-    validation_loss: float | None = None
-    validated: int = -1
-    """Step of `validation_loss`."""
-    saved: int = -1
-    """Step of the last save."""
-
-
-@dataclass
 class Loop:
     """One worker's share of a run; see `train`."""
 
@@ -159,7 +142,7 @@ class Loop:
         cache = Path(config.data.cache) if config.data.cache else None
         positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length))
         reading: dict[str, Any] = {"cache": cache, "verify": config.data.verify,
-                                   "on_damage": partial(_read_again, runtime.control)}
+                                   "on_damage": partial(read_again, runtime.control)}
         reader = BatchReader(Loader(SourceReader(source, **reading), prefetch=0), config.batch, positions,
                              model.share, device=device, steps=config.steps, ahead=config.data.prefetch)
         record = RunRecord(storage.store(config.run_uri))
@@ -246,9 +229,8 @@ class Loop:
         lines = self.patience(lambda: read_rollbacks(self.record.store)) if self.runtime.rank == 0 else []
         mine = [(line["start"], line["end"]) for line in lines]
         count = self.collectives.from_first(len(mine))
-        mine = mine or [(0, 0)] * count
         first = self.collectives.from_first
-        return [(first(start), first(end)) for start, end in mine]
+        return [(first(start), first(end)) for start, end in mine or [(0, 0)] * count]
 
     def _pass_over(self, windows: Sequence[Window]) -> None:
         """From now on steps take the positions that lie outside `windows`."""
@@ -366,8 +348,8 @@ class Loop:
 
     def _write(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
         config, progress = self.config, self.progress
-        figures = {"tokens": progress.tokens, "loss": _finite(result.loss),
-                   "gradient_norm": _finite(result.gradient_norm), "learning_rate": self.optimizer.learning_rate}
+        figures = {"tokens": progress.tokens, "loss": finite(result.loss),
+                   "gradient_norm": finite(result.gradient_norm), "learning_rate": self.optimizer.learning_rate}
         if self.loss_scale is not None:
             figures["loss_scale"] = self.loss_scale.scale
         if self.runtime.rank == 0:
@@ -485,9 +467,8 @@ class Loop:
         if self.progress.saved == step and self.runtime.checkpoints.saves().failed:
             self.progress.saved = -1
             return  # nothing is given up that is not kept: the wish is heard again at the next step
-        self.metrics.flush()
-        self.record.flush()
-        self.timeline.flush()
+        for each in (self.metrics, self.record, self.timeline):
+            each.flush()
         self.runtime.control.hold(step)
         self.timeline.spent("idle")
 
@@ -517,12 +498,3 @@ class Loop:
         self.metrics.close()
         if self.runtime.rank == 0:
             self.record.flush()
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def _read_again(control: Control, where: str, what: str) -> None:
-    control.event("shard_read_again", shard=where, problem=what)

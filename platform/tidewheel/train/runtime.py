@@ -87,6 +87,11 @@ class Control(Protocol):
         """`step` of `steps` is done."""
 
 
+def read_again(control: Control, where: str, what: str) -> None:
+    """Tell that a shard is read once more."""
+    control.event("shard_read_again", shard=where, problem=what)
+
+
 class NoCheckpoints:
     """A `Checkpointer` that keeps nothing."""
 
