@@ -88,6 +88,17 @@ def test_a_run_that_does_not_fit_its_pods_is_told() -> None:
     assert any(problem.path == "config: run.uri" for problem in lint(manifests, local))
 
 
+def test_a_run_is_for_the_groups_that_its_placement_names() -> None:
+    manifests, _ = whole()
+    both, stays, none = (config("llama_8b.yaml", f"elastic.placement.groups={groups}")
+                         for groups in ("[gpu-on-demand, gpu-spot]", "[gpu-on-demand]", "[gpus]"))
+    assert lint(manifests, both) == []
+    assert ["maxReplicas" in problem.path for problem in lint(manifests, stays)] == [True]  # one group is not enough
+    [problem] = lint(manifests, none)
+    assert "no group with ray.io/node-group=gpus and with GPUs" in problem.what
+    assert "elastic.placement" in problem.mend
+
+
 def test_the_configuration_in_the_manifests_is_checked_and_used() -> None:
     manifests = copy.deepcopy(whole()[0])
     held = next(manifest for manifest in manifests if "train.yaml" in manifest.get("data", {}))

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 # Rooms in the order in which data flows; a room imports only rooms to its left (and itself). The tuple is one level.
 LEVELS = [
-    ("errors",), ("storage",), ("s3",), ("config",), ("jsonlog", "console"),
+    ("errors",), ("storage",), ("s3",), ("config",), ("jsonlog", "console", "placement"),
     ("shards",),
     ("data", "models"),
     ("train",),

@@ -1,24 +1,12 @@
-"""Node groups: what kind of machine a node is, told by Ray's own labels, on every kind of cluster.
-
-A group's nodes carry `ray.io/node-group` (KubeRay sets it to the worker group's name) and `ray.io/market-type` (spot or
-on-demand). Placement asks for labels, so the same configuration means the same on a laptop and on Kubernetes.
-"""
+"""Node groups of clusters that we start: equal nodes, which Ray is told the labels of (see `placement`)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidewheel.errors import ConfigError
-
-GROUP_LABEL = "ray.io/node-group"
-MARKET_LABEL = "ray.io/market-type"
-SPOT, ON_DEMAND = "spot", "on-demand"
-#: A selector that keeps what must not be lost, drivers for one, off spot nodes. Nodes without the label match too.
-NOT_SPOT = {MARKET_LABEL: f"!{SPOT}"}
-
-_WORD = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+from tidewheel.placement import GROUP_LABEL, MARKET_LABEL, ON_DEMAND, SPOT, WORD, is_label
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ def parse_group(text: str, *, cpus: float = 1.0, labels: dict[str, str] | None =
     head, *more = text.split(",")
     name, *numbers = head.split(":")
     mend = "NAME, NAME:NODES or NAME:NODES:CPUS, and behind it ,RESOURCE=AMOUNT: --group gpu-spot:2:1,accelerator=1"
-    if not _WORD.fullmatch(name) or len(numbers) > 2:
+    if not WORD.fullmatch(name) or len(numbers) > 2:
         raise ConfigError(f"{text!r} is not a node group", where="--group", mend=mend)
     try:
         nodes = int(numbers[0]) if numbers else 1
@@ -74,8 +62,7 @@ def parse_labels(texts: Sequence[str]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for pair in (part for text in texts for part in text.split(",")):
         key, sep, value = pair.strip().partition("=")
-        parts = key.split("/")
-        if not sep or len(parts) > 2 or not all(_WORD.fullmatch(part) for part in [*parts, value]):
+        if not sep or not is_label(key) or not WORD.fullmatch(value):
             raise ConfigError(f"{pair!r} is not a label", where="--labels",
                               mend="KEY=VALUE, of letters, digits and _ . - (the key may have a prefix, team.org/key)")
         labels[key] = value

@@ -46,7 +46,8 @@ class Submission:
     """Variables of the job and its workers. They are visible to all who may list jobs: no secrets."""
     excludes: Sequence[str] = EXCLUDES
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Selector of the node that the driver runs on."""
+    """Selector of the node that the driver runs on (`placement`). Without one Ray runs it on the head, which is never a
+    spot node and which an autoscaler never takes away; with one, on any node that matches."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def upload(self) -> Upload | None:

@@ -46,14 +46,13 @@ class Keeper:
     def start(self, *, cpus: float, object_store_bytes: int, dashboard_port: int,
               labels: Mapping[str, str] | None = None, autoscaled: bool = False) -> dict[str, Any]:
         """Start the head; `dashboard_port` 0: none. `autoscaled`: `autoscale` will be called."""
-        if autoscaled:
-            from tidewheel.cluster.autoscaling import HEAD_ENVIRONMENT
+        from tidewheel.cluster.autoscaling import HEAD_ENVIRONMENT
 
-            os.environ.update(HEAD_ENVIRONMENT)
         self.head = self._node(head=True, cpus=cpus, object_store_bytes=object_store_bytes,
                                include_dashboard=bool(dashboard_port), dashboard_port=dashboard_port or None,
                                include_log_monitor=bool(dashboard_port), no_monitor=True, labels=dict(labels or {}),
-                               _system_config={**FAST_DETECTION, **KEEP_WORKERS})
+                               env_vars=HEAD_ENVIRONMENT if autoscaled else None,
+                               _system_config={**FAST_DETECTION, **KEEP_WORKERS, "enable_autoscaler_v2": autoscaled})
         from ray._private.utils import write_ray_address
 
         # where Ray's job server looks for the address that it gives a job; else it takes any cluster of this machine
@@ -69,7 +68,7 @@ class Keeper:
         """
         from tidewheel.cluster.autoscaling import ENVIRONMENT, autoscaler_config
 
-        config = autoscaler_config(self.head.gcs_address, groups, idle_seconds)
+        config = autoscaler_config(self.head.gcs_address, self.temp_dir, groups, idle_seconds)
         path = f"{self.temp_dir}/autoscaler.json"
         with open(path, "w") as file:
             json.dump(config, file)
@@ -190,7 +189,7 @@ class BackgroundKeeper(Keeper):
         return {"nodes": self._table(), "jobs": self._jobs()}
 
     def _table(self) -> list[dict[str, Any]]:
-        from tidewheel.cluster.groups import GROUP_LABEL
+        from tidewheel.placement import GROUP_LABEL
 
         draining = self._state().get_draining_nodes()
         rows = []

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from tidewheel.cluster.autoscaling import AutoscaledGroup
+from tidewheel.cluster.groups import Group
 from tidewheel.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
@@ -112,9 +113,19 @@ class LocalCluster:
         """Worker nodes that are up, oldest first."""
         return list(self._nodes)
 
-    def add_node(self, cpus: float | None = None) -> NodeHandle:
-        """Start one more worker node; returns when the cluster's table has it. Any thread may call it."""
-        answer = self._ask("add", cpus=self._cpus if cpus is None else cpus, object_store_bytes=self._store_bytes)
+    def add_node(self, cpus: float | None = None, *, group: Group | None = None) -> NodeHandle:
+        """Start one more worker node; returns when the cluster's table has it. Any thread may call it.
+
+        Args:
+            cpus: that it offers; as at the start, or as `group` says.
+            group: what kind of node it is: one node of it is started.
+        """
+        given: dict[str, Any] = {"cpus": self._cpus}
+        if group is not None:
+            given = {"cpus": group.cpus, "labels": group.node_labels, "resources": group.resources}
+        if cpus is not None:
+            given["cpus"] = cpus
+        answer = self._ask("add", object_store_bytes=self._store_bytes, **given)
         node = NodeHandle(answer["node_id"], answer["pid"])
         self._nodes.append(node)
         return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import cyclopts
@@ -13,8 +14,10 @@ from cyclopts import Parameter
 from tidewheel.cluster import background
 from tidewheel.cluster.background import DEFAULT_NAME, State
 from tidewheel.commands.options import AsJson
+from tidewheel.config import build
 from tidewheel.console import console, print_table
 from tidewheel.errors import ClusterError, ConfigError
+from tidewheel.placement import PlacementConfig
 
 cluster_app = cyclopts.App(name="cluster", help="A Ray cluster of several nodes on this machine, in the background.")
 job_app = cyclopts.App(name="job", help="Jobs on a Ray cluster's job server: list, follow, stop.")
@@ -157,6 +160,9 @@ def submit(
                        "for the job and its workers; may be given again. Not for secrets: whoever may list jobs sees "
                        "it.")] = None,
     job_id: Annotated[str, Parameter(name="--id", help="Id of the job; made here if left out.")] = "",
+    driver: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="LABEL=CONDITION of the "
+                      "node that the driver runs on, ray.io/market-type=!spot for one; may be given again. Left out, "
+                      "it is the head, which clusters keep off spot nodes.")] = None,
     wait: Annotated[bool, Parameter(help="Show the job's log until it ends, and exit with its code.")] = True,
     dry_run: Annotated[bool, Parameter(negative="", help="Show what would be uploaded and run, then stop.")] = False,
 ) -> int:
@@ -172,7 +178,8 @@ def submit(
     if wrong := [key for key, sep, _ in pairs if not sep or not key]:
         raise ConfigError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--env", mend="--env NAME=VALUE")
     wanted = Submission(command_of(command), working_dir, job_id, {key: value for key, _, value in pairs},
-                        (*EXCLUDES, *(exclude or ())), metadata={"submitted_by": "tidewheel"})
+                        (*EXCLUDES, *(exclude or ())), labels=_selector(driver or ()),
+                        metadata={"submitted_by": "tidewheel"})
     address = server_address(address)
     uploaded = wanted.upload()
     if uploaded is not None:
@@ -185,6 +192,15 @@ def submit(
     job = server.submit(wanted)
     console.print(f"job {job} on {server.address}", markup=False)
     return _follow(server, job) if wait else 0
+
+
+def _selector(texts: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [text for text, (key, sep, _) in zip(texts, pairs, strict=True) if not sep or not key]:
+        raise ConfigError(f"{wrong[0]!r} is not of the form LABEL=CONDITION", where="--driver",
+                          mend="--driver ray.io/market-type=!spot")
+    values = {"labels": {key: condition for key, _, condition in pairs}}
+    return build(PlacementConfig, values, where="--driver").selector
 
 
 @job_app.command(name="list")

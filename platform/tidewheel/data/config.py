@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from tidewheel.config import Config
+from tidewheel.config import Config, recipe_hash
 from tidewheel.data.filters.c4 import C4
 from tidewheel.data.filters.classifier import Classifier
 from tidewheel.data.filters.fineweb import FineWeb
@@ -20,6 +20,7 @@ from tidewheel.data.filters.refinedweb import RefinedWeb
 from tidewheel.data.filters.repetition import GopherRepetition
 from tidewheel.data.filters.urls import UrlFilter
 from tidewheel.data.filters.words import WordFilter
+from tidewheel.placement import PlacementConfig
 
 
 class ReadConfig(Config):
@@ -359,6 +360,10 @@ def _editing(step: Step) -> list[str]:
     return [step.kind] if step.kind == "dedup_lines" or getattr(step.settings, "action", None) == "cut" else []
 
 
+#: Settings that say where a pipeline is computed, not what.
+UNDECISIVE = ("placement",)
+
+
 class PipelineConfig(Config):
     """A recipe: documents in, token shards out."""
 
@@ -374,6 +379,8 @@ class PipelineConfig(Config):
     """Partitions of the documents by id: the unit of work after reading. `auto` takes one per 64 MiB of input
     (compressed files count three times), rounded up to a power of two, at least 4; it never depends on the cluster. A
     worker's memory follows the size of a partition, so more of them need less."""
+    placement: PlacementConfig = PlacementConfig()
+    """Nodes that its tasks run on."""
     steps: tuple[Step, ...]
     """What is done, in this order. The last two are tokenize and pack."""
 
@@ -401,6 +408,10 @@ class PipelineConfig(Config):
         if self.read.kind == "preferences" and self.step("pack").waves:
             raise ValueError("pack.waves is for packed sequences, which training reads in order; leave it out")
         return self
+
+    def recipe_hash(self) -> str:
+        """Hash of what decides the result: not where it is computed."""
+        return recipe_hash({name: value for name, value in self.canonical().items() if name not in UNDECISIVE})
 
     def step(self, kind: str) -> Any:
         """Settings of the step of this kind, or None."""

@@ -31,6 +31,7 @@ from tidewheel.data.stages import (
 )
 from tidewheel.data.stages.execute import Finished, Runner, Task
 from tidewheel.data.stages.job import Job, resolve
+from tidewheel.data.stages.ray_data import placed
 from tidewheel.data.stages.summary import Ledger
 from tidewheel.errors import InputError
 from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
@@ -115,12 +116,14 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
     Raises:
         StorageError: input or output cannot be used.
         InputError: no file matches, too many records are bad, too many documents are contaminated, or none is left.
+        ClusterError: no node is one that `placement` asks for.
     """
     job = resolve(config, input=input, output=output)
     job.store.check()
     _sweep(job)
     runner, ledger = Runner(job.output, on_progress), Ledger()
-    packed, tokenizer_file, evaluation_sets = _stages(job, runner, ledger, fail_above)
+    with placed(config.placement.selector):
+        packed, tokenizer_file, evaluation_sets = _stages(job, runner, ledger, fail_above)
     ledger.publish_verdicts(job)
     if ledger.near_index:
         near_index.commit(job, ledger.near_index)

@@ -89,7 +89,7 @@ class Coordinator:
         self._token, self._several = secrets.token_hex(16), max(sizes) > 1
         self._store: Any = None
         self._agents = AgentKeeper(Agents(run_uri)) if memory_tier else None
-        self._waiting: dict[str, tuple[str, float]] = {}  # workers whose node has no agent yet: node, since when
+        self._waiting: dict[str, tuple[str, bool, float]] = {}  # whose node has no agent yet: node, spot, since when
         self._up, self._problem = threading.Event(), ""
         self._ended = threading.Event()
 
@@ -228,12 +228,12 @@ class Coordinator:
     # -- what workers say ------------------------------------------------------------------------------
     def opened(self, name: str, hello: dict[str, Any]) -> None:
         self._known.add(name)
-        node = str(hello["node"])
+        node, spot = str(hello["node"]), bool(hello.get("spot"))
         if self._agents is None or self._agents.has(node):
-            self._membership.hello(name, node, time.monotonic())
+            self._membership.hello(name, node, time.monotonic(), spot=spot)
         else:
             self._agents.want([node])
-            self._waiting[name] = (node, time.monotonic())
+            self._waiting[name] = (node, spot, time.monotonic())
 
     def received(self, name: str, message: dict[str, Any]) -> None:
         now, membership = time.monotonic(), self._membership
@@ -273,11 +273,11 @@ class Coordinator:
 
     def tick(self) -> None:
         now = time.monotonic()
-        for name, (node, since) in list(self._waiting.items()):
+        for name, (node, spot, since) in list(self._waiting.items()):
             assert self._agents is not None
             if self._agents.has(node) or now - since > AGENT_SECONDS:
                 del self._waiting[name]
-                self._membership.hello(name, node, now)
+                self._membership.hello(name, node, now, spot=spot)
         self._membership.tick(now)
 
     def _placement(self) -> dict[str, Any] | None:
@@ -319,7 +319,7 @@ class Coordinator:
         known: dict[str, Node] | None = None
         while not self._ended.wait(WATCH_SECONDS):
             try:
-                now = {node.node_id: node for node in nodes.alive()}
+                now = {node.node_id: node for node in nodes.alive(self._elastic.placement.selector)}
             except Exception as error:  # the GCS may be away for a moment: go on watching
                 self.event("node_watch_failed", {"error": f"{type(error).__name__}: {error}"[:300]})
                 continue
@@ -331,7 +331,8 @@ class Coordinator:
         for node_id in known.keys() - now.keys():
             self.event("node_lost", {"node": node_id, "host": known[node_id].host})
         for node_id in now.keys() - known.keys():
-            self.event("node_joined", {"node": node_id, "host": now[node_id].host, "cpus": now[node_id].cpus})
+            self.event("node_joined", {"node": node_id, "host": now[node_id].host,
+                                       "cpus": now[node_id].resources.get("CPU", 0.0)})
         for node_id in now.keys() & known.keys():
             if now[node_id].draining and not known[node_id].draining:
                 self.event("node_draining", {"node": node_id, "host": now[node_id].host})

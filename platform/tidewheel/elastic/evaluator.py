@@ -44,7 +44,9 @@ def evaluating(config: TrainConfig) -> Iterator[None]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": wanted.gpus, "max_restarts": 3}
-    if not wanted.gpus:
+    if wanted.gpus:
+        options["label_selector"] = config.elastic.placement.selector
+    else:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(EvaluationActor)

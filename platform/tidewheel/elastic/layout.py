@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tidewheel.train.parallel.legal import legal_sizes, sizes
 
@@ -15,13 +15,8 @@ def largest_fit(sizes: Iterable[int], slots: int) -> int:
     return max((size for size in sizes if size <= slots), default=0)
 
 
-def slots(nodes: Iterable[tuple[float, float]], cpus_per_worker: float, gpus_per_worker: float = 0) -> int:
-    """Places for workers on nodes given as (CPUs, GPUs): a worker never spans two nodes."""
-    return sum(_slots_of_node(cpus, gpus, cpus_per_worker, gpus_per_worker) for cpus, gpus in nodes)
-
-
-def _slots_of_node(cpus: float, gpus: float, cpus_per_worker: float, gpus_per_worker: float) -> int:
-    places = cpus / cpus_per_worker
-    if gpus_per_worker:
-        places = min(places, gpus / gpus_per_worker)
-    return math.floor(places + 1e-6)  # 0.1 CPUs go ten times into one
+def slots(nodes: Iterable[Mapping[str, float]], needs: Mapping[str, float]) -> int:
+    """Places for workers that need so much each, on nodes that offer so much (resources by Ray's names): a worker never
+    spans two nodes."""
+    return sum(min(math.floor(offers.get(name, 0.0) / amount + 1e-6)  # 0.1 CPUs go ten times into one
+                   for name, amount in needs.items()) for offers in nodes)

@@ -7,7 +7,7 @@ fenced, and those that are there form the next one in the same processes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -79,6 +79,8 @@ class Worker:
     name: str
     node: str = ""
     connected: bool = False
+    spot: bool = False
+    """Its node may be taken away at any time."""
     leaving: bool = False
     """Its node is being drained, or it was asked to end."""
     beat: float = 0.0
@@ -150,10 +152,10 @@ class Membership:
         for name in names:
             self.workers.setdefault(name, Worker(name))
 
-    def hello(self, name: str, node: str, now: float) -> None:
+    def hello(self, name: str, node: str, now: float, *, spot: bool = False) -> None:
         """A worker is ready for a rank."""
         worker = self.workers.setdefault(name, Worker(name))
-        worker.node, worker.connected, worker.beat, worker.left = node, True, now, None
+        worker.node, worker.spot, worker.connected, worker.beat, worker.left = node, spot, True, now, None
         worker.leaving = node in self._draining or node in self.avoided
         if self.phase is Phase.OVER:
             self._outbox.send(name, {"do": "over"})
@@ -389,10 +391,8 @@ class Membership:
         if self._fresh and starting and size < max(self.sizes) \
                 and now - self._gathering_since < self._limits.start:
             return
-        before = self._ended.members if self._ended is not None else ()
-        known = {name: index for index, name in enumerate(before)}
-        chosen = sorted(there, key=lambda worker: known.get(worker.name, len(known)))[:size]
-        members = tuple(worker.name for worker in _by_node(chosen))
+        chosen = _chosen(there, size, self._ended.members if self._ended is not None else ())
+        members = tuple(worker.name for worker in chosen)
         generation = Generation(self._next, members, now)
         self._next, self._fresh, self._gathering_since = self._next + 1, False, None
         self.generation, self.phase = generation, Phase.RUNNING
@@ -437,9 +437,16 @@ class Membership:
             self._outbox.send(name, message)
 
 
-def _by_node(workers: Iterable[Worker]) -> list[Worker]:
-    """In the order given, but those of a node together: neighbouring ranks talk most."""
+def _chosen(there: Sequence[Worker], size: int, before: Sequence[str]) -> list[Worker]:
+    """`size` of those that are there, in rank order: those of the generation before first, in their order, but those
+    of a node together, as neighbouring ranks talk most, and nodes that stay before spot nodes: rank 0, which writes
+    the run's records, is on one of them whenever there is one."""
+    known = {name: index for index, name in enumerate(before)}
+    ranked = sorted(there, key=lambda worker: (known.get(worker.name, len(known)), worker.spot))
+    chosen, others = ranked[:size], ranked[size:]
+    if all(worker.spot for worker in chosen):
+        chosen[-1:] = [worker for worker in others if not worker.spot][:1] or chosen[-1:]
     groups: dict[str, list[Worker]] = {}
-    for worker in workers:
+    for worker in chosen:
         groups.setdefault(worker.node, []).append(worker)
-    return [worker for group in groups.values() for worker in group]
+    return [worker for group in sorted(groups.values(), key=lambda group: group[0].spot) for worker in group]

@@ -43,6 +43,7 @@ from tidewheel.elastic import layout, nodes
 from tidewheel.elastic.policy import Recovery
 from tidewheel.elastic.ray_workers import Workers
 from tidewheel.errors import ClusterError, TidewheelError, root_cause
+from tidewheel.placement import with_labels
 from tidewheel.train.config import ElasticConfig
 
 #: Read by the driver, the controller and the workers; what the user has set stays. Ray's defaults are in brackets.
@@ -81,9 +82,10 @@ class ElasticScaling(ScalingPolicy):
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         self._ask_autoscaler()
-        usable = nodes.usable(patience_seconds=SETTLE_SECONDS)
-        offers = nodes.free() if self.distrust_totals else [(node.cpus, node.gpus) for node in usable]
-        size = layout.largest_fit(self._sizes, self._slots(offers))
+        selector = self._elastic.placement.selector
+        usable = nodes.usable(selector, SETTLE_SECONDS)
+        offers = nodes.free(selector) if self.distrust_totals else [node.resources for node in usable]
+        size = layout.largest_fit(self._sizes, layout.slots(offers, self._elastic.needs))
         if size:
             self._waiting_since, self.distrust_totals = None, False
             return self._resize(size)
@@ -98,9 +100,6 @@ class ElasticScaling(ScalingPolicy):
     def _get_num_workers_for_resource_request(self) -> int:
         return max(self._sizes)
 
-    def _slots(self, offers: Any) -> int:
-        return layout.slots(offers, self._elastic.cpus_per_worker, self._elastic.gpus_per_worker)
-
     def _resize(self, size: int) -> ResizeDecision:
         return ResizeDecision(num_workers=size, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
 
@@ -111,8 +110,8 @@ class ElasticScaling(ScalingPolicy):
             self._waiting_since = now
             self._coordinator.say.remote("waiting for nodes")
         if now - self._waiting_since > self._elastic.start_timeout_seconds:
-            raise ClusterError(f"no node could take {min(self._sizes)} worker(s) for "
-                               f"{self._elastic.start_timeout_seconds:g} s", where="elastic.min_workers",
+            raise ClusterError(f"no node{with_labels(self._elastic.placement.selector)} could take {min(self._sizes)} "
+                               f"worker(s) for {self._elastic.start_timeout_seconds:g} s", where="elastic.min_workers",
                                mend="add nodes and start the run again: it continues from its last checkpoint")
         time.sleep(IDLE_SECONDS)
 
@@ -204,15 +203,13 @@ class ElasticTrainer(DataParallelTrainer):
 
     def __init__(self, worker: Callable[[dict[str, Any]], Any], settings: dict[str, Any], *, elastic: ElasticConfig,
                  sizes: tuple[int, ...], coordinator: Any, name: str, storage_path: str) -> None:
-        resources = {"CPU": elastic.cpus_per_worker}
-        if elastic.gpus_per_worker:
-            resources["GPU"] = elastic.gpus_per_worker
         # Ray's own bookkeeping: never a checkpoint, so a folder on the driver's machine will do.
         run_config: Any = RunConfig(name=name, storage_path=storage_path)
         super().__init__(
             worker, train_loop_config=settings, backend_config=BackendConfig(),  # process groups are ours
-            scaling_config=ScalingConfig(num_workers=max(sizes), resources_per_worker=resources,
-                                         use_gpu=bool(elastic.gpus_per_worker)),
+            scaling_config=ScalingConfig(num_workers=max(sizes), resources_per_worker=elastic.needs,
+                                         use_gpu=bool(elastic.gpus_per_worker),
+                                         label_selector=elastic.placement.selector or None),  # for the autoscaler
             run_config=run_config)
         self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
         self._controller: Any = None

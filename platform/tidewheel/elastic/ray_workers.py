@@ -102,7 +102,7 @@ class Workers:
 
     def slots(self, node: Node) -> int:
         """Workers that a node has room for."""
-        return layout.slots([(node.cpus, node.gpus)], self.elastic.cpus_per_worker, self.elastic.gpus_per_worker)
+        return layout.slots([node.resources], self.elastic.needs)
 
     def discard(self) -> None:
         """End the processes that were kept."""
@@ -124,7 +124,8 @@ class Workers:
         """Ids of nodes with room for up to `wanted` more workers, one for each, those of a node together."""
         places: list[str] = []
         if wanted > 0:
-            for node in nodes.usable(patience_seconds):
+            usable = nodes.usable(self.elastic.placement.selector, patience_seconds)
+            for node in sorted(usable, key=lambda node: node.spot):  # one that stays is there for rank 0
                 if node.node_id in avoided:
                     continue
                 places += [node.node_id] * max(0, self.slots(node) - taken[node.node_id])

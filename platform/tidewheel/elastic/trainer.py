@@ -10,13 +10,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.elastic import layout
 from tidewheel.errors import ClusterError
 from tidewheel.jsonlog import JsonLog
+from tidewheel.placement import with_labels
 from tidewheel.train import checks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.metrics import weights_and_biases
@@ -153,18 +154,24 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
 
     elastic = config.elastic
     sizes = layout.sizes(config)
-    offers = [(node.cpus, node.gpus) for node in nodes.usable()]
-    places = layout.slots(offers, elastic.cpus_per_worker, elastic.gpus_per_worker)
+    selector = elastic.placement.selector
+    offers = [node.resources for node in nodes.usable(selector)]
+    places = layout.slots(offers, elastic.needs)
     if places < sizes[0] and not nodes.can_grow():
-        needs = f"{elastic.cpus_per_worker:g} CPUs" + (
-            f" and {elastic.gpus_per_worker:g} GPUs" if elastic.gpus_per_worker else "")
-        has = ", ".join(f"{cpus:g} CPUs" + (f" {gpus:g} GPUs" if gpus else "") for cpus, gpus in offers) or "no nodes"
+        needs = _told(elastic.needs)
+        has = "; ".join(_told({name: there.get(name, 0.0) for name in elastic.needs}) for there in offers) or "no nodes"
         mesh = f" for {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""
-        raise ClusterError(f"{sizes[0]} worker(s) of {needs} each{mesh} do not fit: the cluster's {len(offers)} "
-                           f"node(s) ({has}) have room for {places}", where="elastic.min_workers",
+        raise ClusterError(f"{sizes[0]} worker(s) of {needs} each{mesh} do not fit: the cluster's "
+                           f"{len(offers)} node(s){with_labels(selector)} ({has}) have room for {places}",
+                           where="elastic.min_workers",
                            mend="lower elastic.min_workers or cpus_per_worker, "
-                           + ("make the mesh smaller, " if mesh else "") + "or add nodes")
+                           + ("make the mesh smaller, " if mesh else "")
+                           + ("correct elastic.placement, " if selector else "") + "or add nodes")
     return sizes
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}{'s' * (name in ('CPU', 'GPU'))}" for name, amount in resources.items())
 
 
 @contextlib.contextmanager

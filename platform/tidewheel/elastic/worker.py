@@ -17,6 +17,7 @@ from tidewheel.elastic.channel import Client, Message
 from tidewheel.elastic.membership import How
 from tidewheel.elastic.nodes import NAMESPACE
 from tidewheel.errors import TidewheelError, root_cause
+from tidewheel.placement import is_spot
 
 if TYPE_CHECKING:
     from tidewheel.elastic.process_group import GenerationGroup
@@ -44,7 +45,7 @@ class Member:
     When the connection closes the process ends: whoever is cut off must not go on training.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, name: str, node: str) -> None:
+    def __init__(self, address: tuple[str, int], token: str, name: str, node: str, *, spot: bool = False) -> None:
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         """Messages that the training thread waits for: join, raise, over."""
         self.stop = False
@@ -57,7 +58,8 @@ class Member:
         self._aborted = -1
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._client = Client(address, {"name": name, "node": node, "token": token}, self._hear, _end)
+        hello = {"name": name, "node": node, "spot": spot, "token": token}
+        self._client = Client(address, hello, self._hear, _end)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def begin(self, generation: int, group: Any) -> None:
@@ -168,22 +170,24 @@ def run_worker(settings: dict[str, Any]) -> Any:
     context = ray.get_runtime_context()
     answer: Any = coordinator.place.remote()
     place: dict[str, Any] = ray.get(answer)
-    return take_part(config, place, name=context.get_actor_id(), node=context.get_node_id())
+    return take_part(config, place, name=context.get_actor_id(), node=context.get_node_id(),
+                     spot=is_spot(context.get_node_labels()))
 
 
-def take_part(config: TrainConfig, place: dict[str, Any], *, name: str, node: str) -> TrainResult | None:
+def take_part(config: TrainConfig, place: dict[str, Any], *, name: str, node: str,
+              spot: bool = False) -> TrainResult | None:
     """Be one of the run's workers until it is over; its result.
 
     Args:
         place: what `Coordinator.place` says.
-        name: of this process, unique; node: id of its machine.
+        name: of this process, unique; node: id of its machine; spot: that may be taken away at any time.
     """
     from tidewheel import storage
     from tidewheel.elastic.warm import warm_up
     from tidewheel.train.record import read_result
 
     warm_up(config, deeply=place["runs"])
-    member = Member(tuple(place["address"]), place["token"], name, node)
+    member = Member(tuple(place["address"]), place["token"], name, node, spot=spot)
     _members.append(member)
     error: BaseException | None = None
     try:

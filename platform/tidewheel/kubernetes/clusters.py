@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from tidewheel import placement
 from tidewheel.kubernetes.problem import Manifest, get
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
 
 GPU = "nvidia.com/gpu"
-MARKET = "ray.io/market-type"
-"""Label of Ray: "spot" or "on-demand"."""
 Path = tuple[str | int, ...]
 _SUFFIX: dict[str, int | Fraction] = {
     "": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
@@ -132,13 +131,22 @@ def workers_per_pod(template: Template, config: TrainConfig) -> int:
 
 
 def training_groups(cluster: Cluster, config: TrainConfig) -> list[Template]:
-    """The worker groups a training run is for: those with GPUs, or without when it trains on CPUs."""
-    return [worker for worker in cluster.workers if bool(worker.offers(GPU)) == bool(config.elastic.gpus_per_worker)]
+    """The worker groups a training run is for: those with GPUs, or without when it trains on CPUs, that its placement
+    asks for."""
+    selector = config.elastic.placement.selector
+    return [worker for worker in cluster.workers if bool(worker.offers(GPU)) == bool(config.elastic.gpus_per_worker)
+            and placement.matches(selector, node_labels(worker))]
+
+
+def node_labels(template: Template) -> dict[str, str]:
+    """Labels, for Ray, of the nodes of a worker group."""
+    return {placement.GROUP_LABEL: get(template.group, "groupName", default=""),
+            **get(template.group, "labels", default={})}
 
 
 def is_spot(template: Template) -> bool:
     """Whether the pods of a worker group may be taken away."""
-    return get(template.group, "labels", MARKET) == "spot"
+    return placement.is_spot(node_labels(template))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pydantic import Field
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import LossConfig, ModelConfig
+from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.checkpoint_config import CheckpointConfig
@@ -129,6 +130,8 @@ class ElasticConfig(Config):
     """CPUs reserved, and threads used, per worker."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
     """GPUs reserved per worker; 0: train on CPU."""
+    resources_per_worker: dict[str, float] = Field(default_factory=dict)
+    """Further resources reserved per worker, by the names that nodes offer them under: {accelerator: 1}."""
     max_failures: int = Field(default=-1, ge=-1)
     """Give up after so many restarts caused by failures; -1: never."""
     join_wait_seconds: float = Field(default=5.0, ge=0)
@@ -155,6 +158,24 @@ class ElasticConfig(Config):
     """A worker that gives no sign of life for this long, while the others wait for it, is cut off."""
     leave_seconds: float = Field(default=5.0, gt=0)
     """A worker that does not let go of a broken generation for this long is cut off."""
+    placement: PlacementConfig = PlacementConfig()
+    """Nodes that workers run on; others are not counted, and not asked for where an autoscaler brings nodes."""
+
+    @pydantic.field_validator("resources_per_worker")
+    @classmethod
+    def _further(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, amount in value.items():
+            if name in ("CPU", "GPU"):
+                raise ValueError(f"{name} has a setting of its own: {name.lower()}s_per_worker")
+            if amount <= 0:
+                raise ValueError(f"{amount:g} {name}: amounts are positive")
+        return value
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What is reserved per worker, by Ray's names."""
+        gpus = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
+        return {"CPU": self.cpus_per_worker, **gpus, **self.resources_per_worker}
 
     @pydantic.model_validator(mode="after")
     def _ordered(self) -> ElasticConfig:

@@ -53,7 +53,9 @@ class PipelineKind:
     """`tw.Pipeline`: a folder with shards/, validation/, verdicts/ ..."""
 
     def recipe(self, entry: Entry) -> Any:
-        return entry["config"]
+        from tidewheel.data.config import UNDECISIVE
+
+        return {name: value for name, value in entry["config"].items() if name not in UNDECISIVE}
 
     def content(self, entry: Entry, input: str, output: str) -> Any:
         from tidewheel.data.config import PipelineConfig

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tidewheel.config import build
+from tidewheel.placement import matches
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.kinds import KINDS, Task
 from tidewheel.workflow.records import StepLog
@@ -97,7 +98,8 @@ class RayLauncher:
         if nodes.can_grow():
             return None
         wanted = build(TrainConfig, node.entry["config"]).elastic
-        offers = [(each.cpus, each.gpus) for each in nodes.usable()]
-        places = layout.slots(offers, wanted.cpus_per_worker, wanted.gpus_per_worker)
-        missing = spare_cpus - (sum(cpus for cpus, _ in offers) - places * wanted.cpus_per_worker)
-        return max(0, places - math.ceil(max(0.0, missing) / wanted.cpus_per_worker))
+        there = nodes.usable()
+        places = layout.slots([each.resources for each in there if matches(wanted.placement.selector, each.labels)],
+                              wanted.needs)
+        free = sum(each.resources.get("CPU", 0.0) for each in there) - places * wanted.cpus_per_worker
+        return max(0, places - math.ceil(max(0.0, spare_cpus - free) / wanted.cpus_per_worker))

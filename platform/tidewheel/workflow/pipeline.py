@@ -21,7 +21,7 @@ class Pipeline:
 
     Args:
         name: name of the pipeline, used in paths and reports.
-        options: other top-level settings: seed, partitions, max_bad_fraction.
+        options: other top-level settings: seed, partitions, max_bad_fraction, placement.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Pipeline:
     tokenizer: Tokenizer | None = None
 
     def set(self, **options: Any) -> Pipeline:
-        """Top-level settings: seed, partitions, max_bad_fraction."""
+        """Top-level settings: seed, partitions, max_bad_fraction, placement={"groups": ["data"]}."""
         return replace(self, options=(*self.options, *options.items()))
 
     def read(self, *paths: str, **fields: Any) -> Pipeline:

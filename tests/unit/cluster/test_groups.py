@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tidewheel.cluster.groups import GROUP_LABEL, MARKET_LABEL, Group, parse_group, parse_labels
+from tidewheel.cluster.groups import Group, parse_group, parse_labels
 from tidewheel.errors import ConfigError
+from tidewheel.placement import GROUP_LABEL, MARKET_LABEL
 
 
 @pytest.mark.parametrize(("text", "group"), [

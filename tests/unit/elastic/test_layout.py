@@ -26,7 +26,8 @@ def test_no_upper_bound_and_none_that_fits():
 
 
 def test_a_worker_never_spans_two_nodes():
-    assert slots([(3, 0), (3, 0)], 2) == 2
-    assert slots([(1, 0)], 0.1) == 10
-    assert slots([(8, 2), (8, 0)], 1, 1) == 2
-    assert slots([], 1) == 0
+    assert slots([{"CPU": 3}, {"CPU": 3}], {"CPU": 2}) == 2
+    assert slots([{"CPU": 1}], {"CPU": 0.1}) == 10
+    assert slots([{"CPU": 8, "GPU": 2}, {"CPU": 8}], {"CPU": 1, "GPU": 1}) == 2
+    assert slots([{"CPU": 8, "nic": 3}, {"CPU": 1, "nic": 3}], {"CPU": 2, "nic": 1}) == 3
+    assert slots([], {"CPU": 1}) == 0

@@ -36,9 +36,9 @@ class World:
         self.it.expect(names, self.now, anew=True)
         self.come(*names)
 
-    def come(self, *names: str) -> None:
+    def come(self, *names: str, spot: bool = False) -> None:
         for name in names:
-            self.it.hello(name, f"node of {name}", self.now)
+            self.it.hello(name, f"node of {name}", self.now, spot=spot)
 
     def run(self, step: int) -> None:
         for name in self.members:
@@ -336,3 +336,42 @@ def test_growing_must_pay_before_the_next_loss_is_expected(before_the_loss, grow
     world.told("stop")
     world.wait(30, *world.it.workers)
     assert bool(world.told("stop")) is grows
+
+
+def test_rank_0_is_on_a_node_that_stays_when_there_is_one():
+    world = World()
+    world.it.expect(["a", "b", "c", "d"], world.now, anew=True)
+    world.come("a", "b", spot=True)
+    world.come("c")
+    world.come("d", spot=True)
+    assert world.members == ("c", "a", "b", "d")  # the others as they came
+    world.run(1)
+    world.lose("c")
+    world.leave("a", "b", "d")
+    assert world.members == ("a", "b")  # none is left that stays
+
+
+def test_one_on_a_node_that_stays_takes_rank_0_when_it_comes_in():
+    world = World((1, 2))
+    world.it.expect(["a", "b"], world.now, anew=True)
+    world.come("a", "b", spot=True)
+    world.run(1)
+    world.come("d", spot=True)
+    world.come("c")
+    assert world.members == ("a", "b")  # nothing is interrupted for it
+    world.lose("b")
+    world.leave("a")
+    assert world.members == ("c", "a")
+    world.run(2)
+    world.leave("c", "a")
+    assert world.members == ("c", "a")
+
+
+def test_of_more_than_have_a_rank_one_on_a_node_that_stays_is_among_them():
+    world = World((2,))
+    world.it.expect(["a", "b"], world.now, anew=True)
+    world.come("a", "b", spot=True)
+    world.run(1)
+    world.come("c")
+    world.leave("a", "b")
+    assert world.members == ("c", "a")

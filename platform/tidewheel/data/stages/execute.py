@@ -1,16 +1,14 @@
 """Units on Ray Data: one streaming execution a stage, and shuffles as keyed repartitions.
 
-The only module of the data room that talks to Ray. A stage hands over pure functions; whatever Ray does with
-them (order, retries, which node), the same units are published.
+The only module of the data room, with its settings in `ray_data`, that talks to Ray. A stage hands over pure functions;
+whatever Ray does with them (order, retries, which node), the same units are published.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +18,12 @@ import numpy as np
 import pyarrow as pa
 
 from tidewheel.data.stage import Published, Unit, UnitWriter, lookup
+from tidewheel.data.stages.ray_data import settings
 from tidewheel.errors import root_cause
 from tidewheel.storage import Stamp, Store, store
 
 OnProgress = Callable[[str, int, int, str], None]
 _RESULT = pa.schema([pa.field("published", pa.string())])
-_SILENT = logging.CRITICAL + 1
-SHUFFLE_BYTES, SHUFFLE_MOST, SHUFFLE_MAPS = 64 << 20, 1 << 30, 256
-"""Input that the map side of a shuffle takes at once: 64 MiB, which every CPU gets some of and whose copies reuse
-memory (Ray's default of 1 GiB is one task up to there, and takes twice the CPU time). A partition holds as much, so
-beyond 256 partitions it grows with them: maps x partitions objects are a load of their own."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +176,7 @@ def _table(units: Sequence[Published]) -> pa.Table:
 def _results(tasks: Sequence[Task], chain: Callable[[Any], Any], partitions: int = 1) -> Iterator[Published]:
     import ray.data
 
-    with _quiet(partitions):  # from the start: a dataset keeps the settings it was made under
+    with settings(partitions):  # from the start: a dataset keeps the settings it was made under
         dataset = chain(ray.data.from_arrow([pa.table({"task": [_encode(task)]}) for task in tasks]))
         try:
             for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
@@ -193,55 +187,6 @@ def _results(tasks: Sequence[Task], chain: Callable[[Any], Any], partitions: int
             if cause is error:
                 raise
             raise cause from None  # what a person can mend is told without Ray's traces
-
-
-@contextlib.contextmanager
-def _quiet(partitions: int) -> Iterator[None]:
-    """Ray Data as the pipeline needs it, and silent: progress is ours to show, errors ours to tell."""
-    from ray.data import DataContext
-    from ray.data.context import ShuffleStrategy
-
-    context = DataContext.get_current()
-    wanted = {"enable_progress_bars": False, "print_on_execution_start": False,
-              "shuffle_strategy": ShuffleStrategy.SHUFFLE_V2, "shuffle_compression": "lz4",
-              "shuffle_input_batch_bytes": min(SHUFFLE_MOST, SHUFFLE_BYTES * max(1, partitions // SHUFFLE_MAPS)),
-              "memory_usage_poll_interval_s": None,  # it walks the page tables of every worker each second
-              "raise_original_map_exception": True}  # wrapped, ours would lose its parts on the way here
-    before = {name: getattr(context, name) for name in wanted}
-    logger = logging.getLogger("ray.data")
-    level = logger.level
-    for name, value in wanted.items():
-        setattr(context, name, value)
-    logger.setLevel(_SILENT)
-    try:
-        with _same_workers():
-            yield
-    finally:
-        logger.setLevel(level)
-        for name, value in before.items():
-            setattr(context, name, value)
-
-
-@contextlib.contextmanager
-def _same_workers() -> Iterator[None]:
-    """Shuffles in the worker processes that are there.
-
-    Ray gives each side of a shuffle an environment of its own and with it new processes, so that object store pages do
-    not count as memory of other tasks'; starting those takes longer than most shuffles, and on a node without room for
-    idle ones that is at each stage.
-    """
-    from ray.data._internal.execution.operators import hash_shuffle_v2
-    from ray.data._internal.execution.operators.shuffle_operators import shuffle_reduce_operator
-
-    sides = [hash_shuffle_v2._SHUFFLE_MAP_RUNTIME_ENV, shuffle_reduce_operator._SHUFFLE_REDUCE_RUNTIME_ENV]
-    before = [side["env_vars"] for side in sides]
-    for side in sides:
-        side["env_vars"] = {}
-    try:
-        yield
-    finally:
-        for side, variables in zip(sides, before):
-            side["env_vars"] = variables
 
 
 def _encode(task: Task) -> str:

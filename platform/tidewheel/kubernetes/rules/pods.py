@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tidewheel.kubernetes.clusters import GPU, MARKET, Template, clusters, is_spot, quantity, templates
+from tidewheel.kubernetes.clusters import GPU, Template, clusters, is_spot, quantity, templates
 from tidewheel.kubernetes.kustomize import split_image
 from tidewheel.kubernetes.problem import Manifest, Problem, at, get
+from tidewheel.placement import MARKET_LABEL, SPOT
 
 DRAIN_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DRAIN_DEFAULT_SECONDS, MARGIN_SECONDS = 30, 15
@@ -155,7 +156,7 @@ def placement(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """The head never on spot nodes; groups where their name says; GPU pods let onto GPU nodes."""
     for cluster in clusters(manifests):
         head = cluster.head
-        if get(cluster.spec, "headGroupSpec", "labels", MARKET) == "spot" or _wants_spot(head.spec):
+        if get(cluster.spec, "headGroupSpec", "labels", MARKET_LABEL) == SPOT or _wants_spot(head.spec):
             yield at(cluster.manifest, (*head.path, "spec", "nodeSelector"), "the head is on spot nodes",
                      "an on-demand pool: with the head go driver, job server and tables")
         if str(get(cluster.spec, "headGroupSpec", "rayStartParams", "num-cpus")) != "0":
@@ -170,8 +171,8 @@ def placement(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                 yield at(cluster.manifest, (*here, "nodeSelector"), "labelled spot, but not put on spot nodes",
                          "select the spot pool, or correct the group's label")
             if _wants_spot(template.spec) and not is_spot(template):
-                yield at(cluster.manifest, (*template.path[:-1], "labels", MARKET), "on spot nodes, and Ray is not "
-                         "told", f"{MARKET}: spot")
+                yield at(cluster.manifest, (*template.path[:-1], "labels", MARKET_LABEL), "on spot nodes, and Ray "
+                         "is not told", f"{MARKET_LABEL}: {SPOT}")
             if template.offers(GPU) and GPU not in keys and not tolerates_all:
                 yield at(cluster.manifest, (*here, "tolerations"), f"GPU nodes are tainted {GPU}",
                          f"{{key: {GPU}, operator: Exists, effect: NoSchedule}}")

@@ -10,6 +10,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.kubernetes.clusters import GPU, Cluster, Template, clusters, training_groups, workers_per_pod
 from tidewheel.kubernetes.documents import read
 from tidewheel.kubernetes.problem import Manifest, Problem, at, get, join, name_of
+from tidewheel.placement import with_labels
 from tidewheel.storage import is_remote
 
 if TYPE_CHECKING:
@@ -54,9 +55,10 @@ def _sizes(cluster: Cluster, config: TrainConfig) -> Iterator[Problem]:
     elastic = config.elastic
     if not groups:
         kind = f"elastic.gpus_per_worker is {elastic.gpus_per_worker:g}"
-        missing = f"no group {'with' if elastic.gpus_per_worker else 'without'} GPUs"
+        asked = with_labels(elastic.placement.selector)
+        missing = f"no group{asked} {'and ' * bool(asked)}{'with' if elastic.gpus_per_worker else 'without'} GPUs"
         yield at(cluster.manifest, where, f"{missing}, but {kind}",
-                 "another overlay, or another elastic.gpus_per_worker")
+                 f"another overlay, or another elastic.gpus_per_worker{' or elastic.placement' * bool(asked)}")
         return
     sizes = legal.sizes(config)
     places = {id(group): workers_per_pod(group, config) for group in groups}

@@ -1,0 +1,101 @@
+"""Which nodes work goes to: node groups and labels, which are Ray's own and mean the same on every kind of cluster.
+
+A node's group is its label `ray.io/node-group` (KubeRay sets it to the worker group's name, Ray's cluster launcher to
+the node type), and `ray.io/market-type` says whether it may be taken away (spot) or not (on-demand). What asks for
+nodes has a selector: label by label what a node must, or must not, have there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import pydantic
+from pydantic import Field
+
+from tidewheel.config import Config
+
+Selector: TypeAlias = Mapping[str, str]
+"""A condition for each label: "value", "in(a,b)", and with "!" before it the contrary, which nodes without the label
+meet too. Ray's syntax of `label_selector`."""
+
+GROUP_LABEL = "ray.io/node-group"
+MARKET_LABEL = "ray.io/market-type"
+SPOT, ON_DEMAND = "spot", "on-demand"
+#: A selector that keeps what must not be lost off spot nodes. Nodes without the label match too.
+NOT_SPOT = {MARKET_LABEL: f"!{SPOT}"}
+
+WORD = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+"""Names of groups, and names and values of labels: those of Kubernetes."""
+_CONDITION = re.compile(rf"(!?)(?:({WORD.pattern})|in\(({WORD.pattern}(?:, ?{WORD.pattern})*)\))")
+
+
+class PlacementConfig(Config):
+    """Which nodes are used. The result does not depend on it."""
+
+    groups: tuple[str, ...] = ()
+    """Node groups, by name, whose nodes are used, [gpu-on-demand, gpu-spot]; empty: those of any group."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Further labels that a node must have, {ray.io/accelerator-type: H100}, in the syntax of Ray's label selectors:
+    a value, in(a, b), or with ! before it the contrary."""
+
+    @pydantic.field_validator("groups")
+    @classmethod
+    def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in value if not WORD.fullmatch(name)]:
+            raise ValueError(f"{wrong[0]!r} is no name of a node group: letters, digits and _ . - only")
+        return value
+
+    @pydantic.field_validator("labels")
+    @classmethod
+    def _conditions(cls, value: dict[str, str]) -> dict[str, str]:
+        for key, condition in value.items():
+            if not is_label(key):
+                raise ValueError(f"{key!r} is no name of a label: letters, digits and _ . -, with a prefix or without")
+            if not _CONDITION.fullmatch(condition):
+                raise ValueError(f"{condition!r} is no condition of label {key}: write a value, in(a, b), or ! before "
+                                 "either")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _once(self) -> PlacementConfig:
+        if self.groups and GROUP_LABEL in self.labels:
+            raise ValueError(f"groups and the label {GROUP_LABEL} say the same: leave one out")
+        return self
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """Groups and labels as one selector, without spaces, which Ray takes for part of a value; {}: any node."""
+        found = {key: condition.replace(" ", "") for key, condition in self.labels.items()}
+        if not self.groups:
+            return found
+        return {GROUP_LABEL: self.groups[0] if len(self.groups) == 1 else f"in({','.join(self.groups)})", **found}
+
+
+def matches(selector: Selector, labels: Mapping[str, str]) -> bool:
+    """Whether a node with these labels is one that the selector asks for."""
+    return all(_meets(labels.get(key), condition) for key, condition in selector.items())
+
+
+def _meets(value: str | None, condition: str) -> bool:
+    found = _CONDITION.fullmatch(condition)
+    assert found is not None, condition
+    contrary, single, several = found[1], found[2], found[4]
+    return (value in ([single] if single else several.split(","))) != bool(contrary)
+
+
+def is_spot(labels: Mapping[str, str]) -> bool:
+    """Whether a node with these labels may be taken away at any time. Without a word about it: no."""
+    return labels.get(MARKET_LABEL) == SPOT
+
+
+def is_label(key: str) -> bool:
+    """Whether Ray takes `key` as a label's name: with a prefix and a slash before it, or without."""
+    parts = key.split("/")
+    return len(parts) <= 2 and all(WORD.fullmatch(part) for part in parts)
+
+
+def with_labels(selector: Selector) -> str:
+    """A selector in messages, behind "node": " with ray.io/node-group=data, team=a"; "" where any node will do."""
+    return " with " + ", ".join(f"{key}={condition}" for key, condition in selector.items()) if selector else ""
