@@ -2,50 +2,77 @@
 
     python -m tests.benchmarks.autoscaling
 
-A head without CPUs and two groups that begin at zero nodes: `data` (1 CPU each) and `train` (2 CPUs each, which the
-pipeline's tasks do not need and the training's workers do). A pipeline scales `data` up; a training begins with the
-first node that can take a worker, grows, and shrinks when a node is drained. Exit code 1 if a node above the minimum is
-left after the idle time, or anything went wrong.
+A head without CPUs and two groups that begin at zero nodes, at most two each: `data`, and `gpu`, whose nodes have the
+custom resource `accelerator` in the place of a GPU. A pipeline scales `data` up and lets it go. A training asks for two
+workers with an accelerator each, begins when the first node is there, grows when the second is, shrinks when one is
+drained, and grows into the node that the autoscaler puts in its place. Prints a table of times beside their bounds;
+exit code 1 if one is exceeded, if a node is left after the idle time, or if work asked for the other's nodes.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from tidewheel import jsonlog
+from tests.unit.train.helpers import config, write_shards
 from tidewheel.cluster.autoscaling import AutoscaledGroup
 from tidewheel.cluster.faults import drain_node
-from tidewheel.cluster.groups import GROUP_LABEL
 from tidewheel.cluster.local import LocalCluster
 from tidewheel.config import load
+from tidewheel.console import print_table
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
 from tidewheel.demo.corpus import build_corpus
-from tidewheel.elastic.trainer import fit
+from tidewheel.elastic.trainer import run_workers
+from tidewheel.placement import GROUP_LABEL
 from tidewheel.storage import store
-from tidewheel.train.config import TrainConfig
+from tidewheel.train.audit import audit
 
-IDLE_SECONDS = 10.0
+GROUPS = (AutoscaledGroup("data", 0, 2), AutoscaledGroup("gpu", 0, 2, resources={"accelerator": 1}))
+IDLE_SECONDS, NOTICE_SECONDS, STEP_SECONDS, STEPS = 10.0, 20.0, 0.2, 600
+UP, DONE, DOWN = "pipeline: first unit, from no node", "pipeline: done", "pipeline: last node gone, after its end"
+FIRST, GROWN = "training: first step, from no node", "training: with two workers"
+SHRUNK, AGAIN = "training: with one, after the notice", "training: with two again, after the notice"
+OVER = "training: last node gone, after its end"
+#: Seconds. Raylets and workers start within UP and FIRST (on a cloud the machine's own start comes on top), and a node
+#: is gone so long after the idle time as the autoscaler takes to see it, to ask its raylet and to end it.
+BOUNDS = {UP: 60.0, DOWN: IDLE_SECONDS + 20.0, FIRST: 60.0, GROWN: 90.0, SHRUNK: 10.0, AGAIN: 90.0,
+          OVER: IDLE_SECONDS + 20.0}
+PATIENCE_SECONDS = 120.0
 
 
 class Watch:
     """How many nodes each group has, over time."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.began = time.monotonic()
         self.seen: list[tuple[float, dict[str, int]]] = [(0.0, {})]
-        self._ended = threading.Event()
-        threading.Thread(target=self._look, daemon=True).start()
+        self._say, self._ended = say, threading.Event()
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def now(self) -> dict[str, int]:
+        """Nodes by group."""
         return self.seen[-1][1]
+
+    def wait(self, group: str, count: int, seconds: float) -> float:
+        """Seconds until the group has so many nodes; raises when it takes longer than `seconds`."""
+        began = time.monotonic()
+        while self.now().get(group, 0) != count:
+            if time.monotonic() - began > seconds:
+                raise TimeoutError(f"{group} has {self.now().get(group, 0)} nodes after {seconds:g} s, not {count}")
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+    def end(self) -> None:
+        """Look no more."""
+        self._ended.set()
 
     def _look(self) -> None:
         while not self._ended.wait(0.2):
@@ -55,74 +82,96 @@ class Watch:
                     counts[group] = counts.get(group, 0) + 1
             if counts != self.now():
                 self.seen.append((time.monotonic() - self.began, counts))
-                print(f"{self.seen[-1][0]:6.1f} s  {counts or 'no nodes'}", flush=True)
+                self._say(f"{self.seen[-1][0]:6.1f} s  {counts or 'no nodes'}")
 
-    def wait(self, group: str, count: int, seconds: float) -> float:
-        """Seconds until the group has so many nodes; raises when it takes longer than `seconds`."""
-        began = time.monotonic()
-        while self.now().get(group, 0) != count:
-            if time.monotonic() - began > seconds:
-                raise TimeoutError(f"{group} has {self.now().get(group, 0)} nodes after {seconds} s, not {count}")
-            time.sleep(0.1)
-        return time.monotonic() - began
+
+def scale_pipeline(folder: Path, watch: Watch) -> dict[str, float]:
+    """Run a pipeline from no nodes, and wait until its nodes are gone; seconds."""
+    build_corpus(store(folder / "raw"), max_bytes=400_000)
+    began, seen = time.monotonic(), dict[str, float]()
+
+    def on_unit(stage: str, done: int, total: int, note: str = "") -> None:
+        if done:
+            seen.setdefault(UP, time.monotonic() - began)
+
+    recipe = load(PipelineConfig, "pipelines/demo.yaml", ["placement.groups=[data]"])
+    pipeline.run(recipe, input=str(folder / "raw"), output=str(folder / "data"), on_progress=on_unit)
+    seen[DONE] = time.monotonic() - began
+    seen[DOWN] = watch.wait("data", 0, PATIENCE_SECONDS)
+    return seen
+
+
+def scale_training(folder: Path, address: str, watch: Watch) -> dict[str, float]:
+    """Train from no nodes through growth, a drain and the node put in its place; wait until the nodes are gone."""
+    write_shards(folder / "shards", rows=200)
+    wanted = config(folder, "autoscaled", f"steps={STEPS}", "data.validation=", "evaluation.every_steps=0",
+                    "evaluation.sample_tokens=0", "checkpoint.every_steps=1000", "elastic.placement.groups=[gpu]",
+                    "elastic.resources_per_worker={accelerator: 1}", "elastic.join_wait_seconds=0.5",
+                    "elastic.resize_interval_seconds=1")
+    began, seen, hurry = time.monotonic(), dict[str, float](), folder / "hurry"
+    noticed: list[float] = []
+
+    def worker(settings: dict[str, Any]) -> Any:
+        """Ours, with steps that take time until everything has happened."""
+        from tidewheel.elastic.worker import run_worker
+        from tidewheel.train import loop
+
+        step = loop.train_step
+
+        def slow_step(*arguments: Any, **named: Any) -> Any:
+            time.sleep(0 if hurry.exists() else STEP_SECONDS)
+            return step(*arguments, **named)
+
+        loop.train_step = slow_step
+        return run_worker(settings)
+
+    def on_progress(progress: dict[str, Any]) -> None:
+        size, now = progress.get("world_size"), time.monotonic()
+        if progress.get("step"):
+            seen.setdefault(FIRST, now - began)
+        if size == 2 and not noticed:
+            seen[GROWN] = now - began
+            noticed.append(now)
+            node = next(row for row in ray.nodes() if row["Alive"] and row["Labels"].get(GROUP_LABEL) == "gpu")
+            drain_node(address, node["NodeID"], NOTICE_SECONDS, "spot reclaim")
+        elif size == 1 and noticed:
+            seen.setdefault(SHRUNK, now - noticed[0])
+        elif size == 2 and SHRUNK in seen:
+            seen.setdefault(AGAIN, now - noticed[0])
+            hurry.touch()
+
+    run_workers(wanted, worker, on_progress)
+    seen[OVER] = watch.wait("gpu", 0, PATIENCE_SECONDS)
+    found = audit(wanted.run_uri)
+    assert found.ok, found.summary()
+    return seen
+
+
+def violations(seen: dict[str, float], watch: Watch) -> list[str]:
+    """What did not go as it should."""
+    told = [f"{name}: never" for name in BOUNDS if name not in seen]
+    told += [f"{name}: {seconds:.1f} s, the bound is {BOUNDS[name]:g} s" for name, seconds in seen.items()
+             if seconds > BOUNDS.get(name, seconds)]
+    told += [f"{count} node(s) of group {group} left" for group, count in watch.now().items()]
+    told += ["a node of both groups at once: work asked for a group that it does not run in" for _, counts in watch.seen
+             if len(counts) > 1][:1]
+    return told
 
 
 def main() -> int:
     """See the module."""
-    folder = tempfile.mkdtemp(prefix="tidewheel-autoscaling-")
-    build_corpus(store(f"{folder}/raw"), max_bytes=600_000)
-    groups = [AutoscaledGroup("data", 0, 2, 1), AutoscaledGroup("train", 0, 2, 2)]
-    with LocalCluster(nodes=0, autoscaled=groups, idle_seconds=IDLE_SECONDS) as cluster:
-        os.environ.update(cluster.client_environment)
+    folder = Path(tempfile.mkdtemp(prefix="tidewheel-autoscaling-"))
+    with LocalCluster(nodes=0, autoscaled=GROUPS, idle_seconds=IDLE_SECONDS) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        watch = Watch()
-        began, first = time.monotonic(), []
-
-        def on_unit(stage: str, done: int, total: int, note: str = "") -> None:
-            if done:
-                first.append(time.monotonic() - began)
-
-        config = load(PipelineConfig, "pipelines/demo.yaml")
-        pipeline.run(config, input=f"{folder}/raw", output=f"{folder}/data", on_progress=on_unit)
-        took = time.monotonic() - began
-        print(f"pipeline: first unit after {first[0]:.1f} s from no nodes, done after {took:.1f} s", flush=True)
-        released = max(watch.wait(group, 0, 90) for group in ("data", "train"))
-        print(f"pipeline: all nodes let go {released:.1f} s after its end (idle time {IDLE_SECONDS:g} s)", flush=True)
-        return _train(folder, cluster, watch)
-
-
-def _train(folder: str, cluster: LocalCluster, watch: Watch) -> int:
-    settings = TrainConfig.model_validate({
-        "run": {"id": "elastic", "uri": f"{folder}/runs"}, "data": {"uri": f"{folder}/data/shards"}, "steps": 3000,
-        "model": {"dim": 64, "num_layers": 2, "num_heads": 2, "tie_embeddings": True},
-        "batch": {"global_sequences": 4, "micro_sequences": 2, "virtual_ranks": 2},
-        "evaluation": {"sample_tokens": 0}, "checkpoint": {"every_steps": 50},
-        "elastic": {"min_workers": 1, "max_workers": 2, "cpus_per_worker": 2, "join_wait_seconds": 1,
-                    "resize_interval_seconds": 1}})
-    began, seen, drained = time.monotonic(), {}, threading.Event()
-
-    def on_progress(progress: dict[str, Any]) -> None:
-        if progress.get("step"):
-            seen.setdefault("first step", time.monotonic() - began)
-        if progress.get("world_size") == 2:
-            seen.setdefault("two workers", time.monotonic() - began)
-            if not drained.is_set() and progress["step"] > 20:
-                drained.set()
-                node = next(row for row in ray.nodes() if row["Alive"] and row["Labels"].get(GROUP_LABEL) == "train")
-                drain_node(cluster.address, node["NodeID"], 20, "spot reclaim")
-        if drained.is_set() and progress.get("world_size") == 1:
-            seen.setdefault("shrunk", time.monotonic() - began)
-
-    result = fit(settings, on_progress=on_progress)
-    ended = time.monotonic()
-    print("training: " + ", ".join(f"{name} after {seconds:.1f} s" for name, seconds in seen.items())
-          + f"; {result.steps} steps after {ended - began:.1f} s", flush=True)
-    sizes = [event["detail"]["world_size"] for event in jsonlog.read(store(settings.run_uri), "events.jsonl")
-             if event["kind"] in ("start", "resume")]
-    print(f"training: world sizes {' -> '.join(map(str, sizes))}")
-    released = watch.wait("train", 0, 90)
-    print(f"training: all nodes let go {released:.1f} s after its end; left: {watch.now() or 'none'}", flush=True)
-    return 0 if result.steps == settings.steps and "first step" in seen and not watch.now() else 1
+        watch = Watch(lambda text: print(text, flush=True))
+        seen = {**scale_pipeline(folder, watch), **scale_training(folder, cluster.address, watch)}
+        watch.end()
+        ray.shutdown()
+    print_table([{"what": name, "seconds": f"{seconds:.1f}", "bound": f"{BOUNDS[name]:g}" if name in BOUNDS else "-"}
+                 for name, seconds in seen.items()])
+    wrong = violations(seen, watch)
+    print("\n".join(wrong) or "every node above the minimum was let go")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

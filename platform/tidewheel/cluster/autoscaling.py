@@ -1,7 +1,8 @@
 """Ray's own autoscaler on one machine: node groups that grow when work asks for nodes and shrink when they are idle.
 
-The autoscaler (v2, as KubeRay runs it) is the real one; only the "cloud" is Ray's provider that starts raylets on this
-machine. So what asks for capacity (a pipeline's tasks, an elastic training's wish) is tested with what will answer it.
+The autoscaler (v2, as KubeRay runs it) is the real one; only the "cloud" is Ray's provider of fake nodes, which starts
+raylets on this machine (`fake_cloud`). So what asks for capacity (a pipeline's tasks, an elastic training's wish) is
+tested with what will answer it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 
 from tidewheel.cluster.groups import Group
 
-HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # that of Ray's provider
+HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # Ray's provider counts on from it
 HEAD_TYPE = "ray.head.default"
-#: Of the head's processes and of the autoscaler: what Ray's own test cluster sets.
-HEAD_ENVIRONMENT = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
-                    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID}
+#: Tells the head's raylet who it is in the cloud: the autoscaler asks for that.
+HEAD_ENVIRONMENT = {"RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID}
+#: Of the autoscaler's process: the provider insists on the first; the second is the time between two looks (Ray: 5 s).
 ENVIRONMENT = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+NODE_MEMORY = 2 << 30
+"""Bytes of memory that each node offers: Ray Data's tasks ask for some."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,18 @@ class AutoscaledGroup:
     name: str
     least: int = 0
     most: int = 2
-    cpus: float = 1.0
-    resources: dict[str, float] = field(default_factory=dict)
+    cpus: int = 1
+    resources: dict[str, int] = field(default_factory=dict)
 
     def described(self, object_store_bytes: int) -> dict[str, Any]:
         """As JSON values, for the keeper."""
-        labels = Group(self.name).node_labels
-        return {"name": self.name, "least": self.least, "most": self.most, "labels": labels, "resources": {
-            "CPU": self.cpus, "object_store_memory": object_store_bytes, **self.resources}}
+        return {"name": self.name, "least": self.least, "most": self.most, "labels": Group(self.name).node_labels,
+                "resources": {"CPU": self.cpus, "memory": NODE_MEMORY, "object_store_memory": object_store_bytes,
+                              **self.resources}}
 
 
-def autoscaler_config(gcs_address: str, groups: Sequence[Mapping[str, Any]], idle_seconds: float) -> dict[str, Any]:
+def autoscaler_config(gcs_address: str, temp_dir: str, groups: Sequence[Mapping[str, Any]],
+                      idle_seconds: float) -> dict[str, Any]:
     """The autoscaler's configuration (a cluster launcher file's values) for groups of `AutoscaledGroup.described`."""
     types = {group["name"]: {"resources": dict(group["resources"]), "labels": dict(group["labels"]), "node_config": {},
                              "min_workers": group["least"], "max_workers": group["most"]} for group in groups}
@@ -45,8 +49,9 @@ def autoscaler_config(gcs_address: str, groups: Sequence[Mapping[str, Any]], idl
     return {
         "cluster_name": "tidewheel-local", "max_workers": sum(group["most"] for group in groups),
         "idle_timeout_minutes": idle_seconds / 60, "upscaling_speed": 100.0,
-        "provider": {"type": "fake_multinode", "gcs_address": gcs_address, "launch_multiple": True,
-                     "head_node_id": HEAD_ID},
+        "provider": {"type": "external", "module": "tidewheel.cluster.fake_cloud.LoopbackNodes",
+                     "gcs_address": gcs_address, "temp_dir": temp_dir, "head_node_id": HEAD_ID,
+                     "launch_multiple": True, "disable_node_updaters": True, "disable_launch_config_check": True},
         "available_node_types": types, "head_node_type": HEAD_TYPE, "auth": {}, "docker": {},
         "initialization_commands": [], "setup_commands": [], "head_setup_commands": [], "worker_setup_commands": [],
         "head_start_ray_commands": [], "worker_start_ray_commands": [], "file_mounts": {},

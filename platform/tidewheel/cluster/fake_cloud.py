@@ -1,0 +1,50 @@
+"""The cloud of an autoscaled local cluster: Ray's fake node provider, with nodes as `keeper` starts them.
+
+The autoscaler's process loads it. As Ray has it, nodes listen at the machine's outside address and outlive the
+autoscaler when that is killed; here each has a loopback address of its own and ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
+from ray.autoscaler.tags import (
+    NODE_KIND_WORKER,
+    STATUS_UP_TO_DATE,
+    TAG_RAY_NODE_KIND,
+    TAG_RAY_NODE_NAME,
+    TAG_RAY_NODE_STATUS,
+    TAG_RAY_USER_NODE_TYPE,
+)
+
+from tidewheel.cluster.keeper import MANY_LOOPBACKS
+
+
+class LoopbackNodes(FakeMultiNodeProvider):
+    """See the module."""
+
+    def _create_node_with_resources_and_labels(self, node_config: Mapping[str, Any], tags: Mapping[str, str],
+                                               count: int, resources: Mapping[str, float],
+                                               labels: Mapping[str, str]) -> None:
+        with self.lock:
+            node_id = self._next_hex_node_id()
+            number = int(node_id[-5:])
+        node_type, left = tags[TAG_RAY_USER_NODE_TYPE], dict(resources)
+        parameters: dict[str, Any] = {
+            "gcs_address": self._gcs_address, "temp_dir": self.provider_config["temp_dir"], "min_worker_port": 0,
+            "max_worker_port": 0, "dashboard_agent_listen_port": 0, "include_log_monitor": False,
+            "node_ip_address": f"127.1.{number // 250}.{number % 250 + 1}" if MANY_LOOPBACKS else None,
+            "runtime_env_dir_name": f"runtime_{node_type}_{number}", "num_cpus": left.pop("CPU", 0),
+            "num_gpus": left.pop("GPU", 0), "memory": left.pop("memory", None),
+            "object_store_memory": left.pop("object_store_memory", None), "resources": left, "labels": dict(labels),
+            "env_vars": {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node_id, "RAY_CLOUD_INSTANCE_ID": node_id,
+                         "RAY_NODE_TYPE_NAME": node_type}}
+        node: Any = Node(RayParams(**parameters), head=False, shutdown_at_exit=False, spawn_reaper=True)
+        known = {TAG_RAY_NODE_KIND: NODE_KIND_WORKER, TAG_RAY_USER_NODE_TYPE: node_type, TAG_RAY_NODE_NAME: node_id,
+                 TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE, **tags}
+        with self.lock:
+            self._nodes[node_id] = {"tags": known, "node": node}

@@ -1,0 +1,28 @@
+"""Ray's autoscaler and our work: a pipeline and a training each get their nodes, and every one is let go.
+
+`python -m tests.benchmarks.autoscaling` prints the times.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.benchmarks.autoscaling import GROUPS, Watch, scale_pipeline, scale_training, violations
+from tidewheel.cluster.local import LocalCluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
+
+
+def test_groups_grow_for_the_work_and_shrink_after_it(tmp_path: Path):
+    with LocalCluster(nodes=0, autoscaled=GROUPS, idle_seconds=5) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            watch = Watch(print)
+            seen = {**scale_pipeline(tmp_path, watch), **scale_training(tmp_path, cluster.address, watch)}
+            assert not violations(seen, watch), watch.seen
+            watch.end()
+        finally:
+            ray.shutdown()
