@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
+from rich.console import Console
 
 import tidewheel
 from tidewheel.commands import checkpoint, cluster, data, k8s, plan, shards, workflow
@@ -212,20 +213,23 @@ def doctor(
             nodes = diagnose_cluster(storage)
         rows = flat(nodes)
         for node in nodes if not as_json else ():
-            console.print(f"[bold]{node.name}[/]")
-            _show_checks([vars(check) for check in node.checks])
+            _show_checks([vars(check) for check in node.checks], title=node.name)
         if as_json:
             print(json.dumps(rows, indent=2))
     return 2 if any(row["status"] == "failure" for row in rows) else 0
 
 
-def _show_checks(rows: Sequence[dict[str, str]]) -> None:
+def _show_checks(rows: Sequence[dict[str, str]], *, title: str = "") -> None:
+    """On standard output: they are what the command is for."""
+    said = Console(highlight=False, soft_wrap=True)
+    if title:
+        said.print(f"[bold]{title}[/]")
     marks = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "failure": "[red]failure[/]"}
     for row in rows:
-        console.print(f"{marks[row['status']]} {row['name']:<23} ", end="")
-        console.print(row["detail"], markup=False, soft_wrap=True)
+        said.print(f"{marks[row['status']]} {row['name']:<23} ", end="")
+        said.print(row["detail"], markup=False)
         if row["mend"] and row["status"] != "ok":
-            console.print(f"        mend: {row['mend']}", style="dim", markup=False)
+            said.print(f"        mend: {row['mend']}", style="dim", markup=False)
 
 
 @app.command

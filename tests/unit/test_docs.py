@@ -158,6 +158,8 @@ def test_tables_of_settings_have_the_defaults(name, group):
         assert len(settings) == len(told), names
         for setting, value in zip(settings, told):
             default = kind.model_fields[setting].default
+            if not isinstance(default, bool | int | float | str):
+                continue  # a group of settings, which is told in words
             shown = f"{default:g}" if isinstance(default, float) else str(default)
             assert value.strip().split(" ")[0] == shown, f"{setting}: {default}, not {value}"
             checked += 1
