@@ -118,8 +118,8 @@ class CheckpointManager:
             return
         # a daemon: a process that is told to stop must not wait for an upload
         self._upload = threading.Thread(target=upload, name=f"checkpoint-{step}", daemon=True)
-        self._upload.start()
         self._stalled = time.monotonic() - began
+        self._upload.start()
 
     def settle(self) -> None:
         """Return once what was handed over to `save` may change."""
