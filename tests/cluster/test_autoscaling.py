@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
 def test_groups_grow_for_the_work_and_shrink_after_it(tmp_path: Path):
     with LocalCluster(nodes=0, autoscaled=GROUPS, idle_seconds=5) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        watch = Watch(print)
         try:
-            watch = Watch(print)
             seen = {**scale_pipeline(tmp_path, watch), **scale_training(tmp_path, cluster.address, watch)}
             assert not violations(seen, watch), watch.seen
-            watch.end()
         finally:
+            watch.end()
             ray.shutdown()

@@ -16,7 +16,8 @@ from tidewheel.cluster.groups import Group
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # Ray's provider counts on from it
 HEAD_TYPE = "ray.head.default"
 #: Tells the head's raylet who it is in the cloud: the autoscaler asks for that.
-HEAD_ENVIRONMENT = {"RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID}
+HEAD_ENVIRONMENT = {"RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+                    "RAY_NODE_TYPE_NAME": HEAD_TYPE}
 #: Of the autoscaler's process: the provider insists on the first; the second is the time between two looks (Ray: 5 s).
 ENVIRONMENT = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
 NODE_MEMORY = 2 << 30
@@ -31,11 +32,14 @@ class AutoscaledGroup:
     least: int = 0
     most: int = 2
     cpus: int = 1
+    seconds_apart: float = 0.0
+    """Each node but the first takes so long to come, as where machines are scarce."""
     resources: dict[str, int] = field(default_factory=dict)
 
     def described(self, object_store_bytes: int) -> dict[str, Any]:
         """As JSON values, for the keeper."""
-        return {"name": self.name, "least": self.least, "most": self.most, "labels": Group(self.name).node_labels,
+        return {"name": self.name, "least": self.least, "most": self.most, "seconds_apart": self.seconds_apart,
+                "labels": Group(self.name).node_labels,
                 "resources": {"CPU": self.cpus, "memory": NODE_MEMORY, "object_store_memory": object_store_bytes,
                               **self.resources}}
 
@@ -43,8 +47,9 @@ class AutoscaledGroup:
 def autoscaler_config(gcs_address: str, temp_dir: str, groups: Sequence[Mapping[str, Any]],
                       idle_seconds: float) -> dict[str, Any]:
     """The autoscaler's configuration (a cluster launcher file's values) for groups of `AutoscaledGroup.described`."""
-    types = {group["name"]: {"resources": dict(group["resources"]), "labels": dict(group["labels"]), "node_config": {},
-                             "min_workers": group["least"], "max_workers": group["most"]} for group in groups}
+    types = {group["name"]: {"resources": dict(group["resources"]), "labels": dict(group["labels"]),
+                             "node_config": {"seconds_apart": group["seconds_apart"]}, "min_workers": group["least"],
+                             "max_workers": group["most"]} for group in groups}
     types[HEAD_TYPE] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
     return {
         "cluster_name": "tidewheel-local", "max_workers": sum(group["most"] for group in groups),

@@ -6,6 +6,7 @@ autoscaler when that is killed; here each has a loopback address of its own and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,13 +28,21 @@ from tidewheel.cluster.keeper import MANY_LOOPBACKS
 class LoopbackNodes(FakeMultiNodeProvider):
     """See the module."""
 
+    def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
+        super().__init__(provider_config, cluster_name)
+        self._seen: set[str] = set()
+        """Groups of which there has been a node."""
+
     def _create_node_with_resources_and_labels(self, node_config: Mapping[str, Any], tags: Mapping[str, str],
                                                count: int, resources: Mapping[str, float],
                                                labels: Mapping[str, str]) -> None:
+        node_type, left = tags[TAG_RAY_USER_NODE_TYPE], dict(resources)
+        if node_type in self._seen:
+            time.sleep(node_config["seconds_apart"])
+        self._seen.add(node_type)
         with self.lock:
             node_id = self._next_hex_node_id()
             number = int(node_id[-5:])
-        node_type, left = tags[TAG_RAY_USER_NODE_TYPE], dict(resources)
         parameters: dict[str, Any] = {
             "gcs_address": self._gcs_address, "temp_dir": self.provider_config["temp_dir"], "min_worker_port": 0,
             "max_worker_port": 0, "dashboard_agent_listen_port": 0, "include_log_monitor": False,
@@ -43,8 +52,27 @@ class LoopbackNodes(FakeMultiNodeProvider):
             "object_store_memory": left.pop("object_store_memory", None), "resources": left, "labels": dict(labels),
             "env_vars": {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node_id, "RAY_CLOUD_INSTANCE_ID": node_id,
                          "RAY_NODE_TYPE_NAME": node_type}}
-        node: Any = Node(RayParams(**parameters), head=False, shutdown_at_exit=False, spawn_reaper=True)
         known = {TAG_RAY_NODE_KIND: NODE_KIND_WORKER, TAG_RAY_USER_NODE_TYPE: node_type, TAG_RAY_NODE_NAME: node_id,
                  TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE, **tags}
+        with self.lock:  # before it starts: Ray may see its raylet first, and would take it for somebody else's
+            entry: dict[str, Any] = {"tags": known, "node": None}
+            self._nodes[node_id] = entry
+        node: Any = None
+        try:
+            node = Node(RayParams(**parameters), head=False, shutdown_at_exit=False, spawn_reaper=True)
+        finally:
+            with self.lock:
+                kept = node is not None and node_id in self._nodes
+                if kept:
+                    entry["node"] = node
+                else:
+                    self._nodes.pop(node_id, None)
+            if node is not None and not kept:  # no longer wanted by the time it was up
+                self._terminate_node({"node": node})
+
+    def terminate_node(self, node_id: str) -> None:
+        """End a node; one that is just starting ends when it is up."""
         with self.lock:
-            self._nodes[node_id] = {"tags": known, "node": node}
+            found = self._nodes.pop(node_id, None)
+        if found is not None and found["node"] is not None:
+            self._terminate_node(found)

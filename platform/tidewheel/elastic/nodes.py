@@ -75,13 +75,6 @@ def usable(selector: Selector = ANY, patience_seconds: float = 0.0) -> list[Node
         time.sleep(0.1)
 
 
-def can_grow() -> bool:
-    """Whether an autoscaler runs that may add nodes when workers are asked for."""
-    from ray._private import state
-
-    return bool(state.state.get_max_resources_from_cluster_config())
-
-
 def free(selector: Selector = ANY) -> list[Mapping[str, float]]:
     """The resources that nobody has taken, per node that matches and is alive."""
     from ray._private import state

@@ -39,6 +39,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tidewheel.autoscaler import can_grow
 from tidewheel.elastic import layout, nodes
 from tidewheel.elastic.policy import Recovery
 from tidewheel.elastic.ray_workers import Workers
@@ -67,18 +68,25 @@ class ElasticScaling(ScalingPolicy):
         super().__init__(scaling)
         self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
         self._waiting_since: float | None = None
-        self._autoscaled = False
+        self._run_context: Any = None
+        self._asking, self._look_again = False, 0.0
         self.distrust_totals = False
         """Set after a group found no place: others use the nodes too, so count what is free."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        self._autoscaled = nodes.can_grow()
-        if self._autoscaled:  # else nobody would answer, and asking starts one more actor
-            super().after_controller_start(train_run_context)
+        self._run_context = train_run_context
+        self._ask_autoscaler()
 
     def _ask_autoscaler(self) -> None:
-        if self._autoscaled:
+        """Once there is one: else nobody would answer, and asking starts one more actor."""
+        if self._asking:
             self._maybe_send_resource_request()
+        elif time.monotonic() >= self._look_again:
+            self._look_again = time.monotonic() + SETTLE_SECONDS
+            if not can_grow():
+                return
+            super().after_controller_start(self._run_context)
+            self._asking = True
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         self._ask_autoscaler()

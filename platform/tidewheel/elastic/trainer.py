@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
+from tidewheel.autoscaler import START_SECONDS, can_grow
 from tidewheel.elastic import layout
 from tidewheel.errors import ClusterError
 from tidewheel.jsonlog import JsonLog
@@ -157,7 +158,7 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
     selector = elastic.placement.selector
     offers = [node.resources for node in nodes.usable(selector)]
     places = layout.slots(offers, elastic.needs)
-    if places < sizes[0] and not nodes.can_grow():
+    if places < sizes[0] and not can_grow(START_SECONDS):
         needs = _told(elastic.needs)
         has = "; ".join(_told({name: there.get(name, 0.0) for name in elastic.needs}) for there in offers) or "no nodes"
         mesh = f" for {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""

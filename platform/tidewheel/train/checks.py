@@ -106,6 +106,8 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:
     """Raise ConfigError unless `config` may continue a run whose `identity` was `saved`."""
     now = identity(config, source)
+    if isinstance(model := saved.get("model"), dict):  # a setting that came after the run began had its default then
+        saved = {**saved, "model": {**type(config.model)().shape(), **model}}
     changed = [name for name in IDENTITY if saved.get(name) != now[name]]
     changed += [name for name in KIND if name in saved and saved[name] != now[name]]
     if changed:

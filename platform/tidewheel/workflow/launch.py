@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tidewheel.autoscaler import can_grow
 from tidewheel.config import build
 from tidewheel.placement import matches
 from tidewheel.workflow.graph import Node
@@ -95,7 +96,7 @@ class RayLauncher:
         from tidewheel.elastic import layout, nodes
         from tidewheel.train.config import TrainConfig
 
-        if nodes.can_grow():
+        if can_grow():
             return None
         wanted = build(TrainConfig, node.entry["config"]).elastic
         there = nodes.usable()

@@ -18,6 +18,7 @@ from tidewheel.jsonlog import JsonLog
 from tidewheel.models.decoder import IGNORED
 from tidewheel.shards.manifest import write_manifest
 from tidewheel.shards.reader import ShardSet
+from tidewheel.train import checks
 from tidewheel.train.audit import audit
 from tidewheel.train.batches import micro_batch
 from tidewheel.train.config import TrainConfig
@@ -233,6 +234,16 @@ def test_a_run_is_not_continued_with_another_order(reference: Path):
     write_shards(reference / "foreign", tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="other settings of: shards, tokenizer"):
         alone(config(reference, "strict", f"data.uri={reference / 'foreign'}", "data.validation=''"), generation=1)
+
+
+def test_a_run_from_before_a_model_setting_goes_on_with_its_default_alone(reference: Path):
+    settings = config(reference)
+    source, _ = checks.read_data(settings)
+    saved = json.loads(json.dumps(checks.identity(settings, source)))
+    del saved["model"]["norm_epsilon"]
+    checks.continues(saved, settings, source)
+    with pytest.raises(ConfigError, match="other settings of: model"):
+        checks.continues(saved, config(reference, "run", "model.norm_epsilon=0.1"), source)
 
 
 def test_a_number_of_workers_that_does_not_divide_is_refused(reference: Path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from tidewheel.autoscaler import START_SECONDS, can_grow
 from tidewheel.errors import ClusterError
 from tidewheel.placement import GROUP_LABEL, Selector, matches, with_labels
 
@@ -126,12 +127,11 @@ class _Placed:
 def _require_nodes(selector: Selector) -> None:
     """Say so when nothing could ever run, rather than wait."""
     import ray
-    from ray._private import state
 
     rows = [row for row in ray.nodes() if row["Alive"]]
     if any(row["Resources"].get("CPU") and matches(selector, row["Labels"] or {}) for row in rows):
         return
-    if not state.state.get_max_resources_from_cluster_config():  # no autoscaler
+    if not can_grow(START_SECONDS):
         groups = sorted({(row["Labels"] or {}).get(GROUP_LABEL, "none") for row in rows})
         raise ClusterError(f"no node{with_labels(selector)} has CPUs; groups of the nodes there are: "
                            f"{', '.join(groups)}", where="placement", mend="correct placement, or add such nodes")
