@@ -40,15 +40,18 @@ def shell_lines(page: Path) -> list[str]:
 
 def calls(page: Path, program: str) -> list[str]:
     """Commands of this program, also behind a pipe, a variable or in a list."""
-    parts = [part.strip() for line in shell_lines(page) for part in re.split(r"\s\|\s|&&|;|\s&$", line)]
+    parts = [part.strip() for line in shell_lines(page) for part in re.split(r"\s\|\s|&&|;|\s&(?:\s|$)", line)]
     parts = [re.sub(r"^(?:\w+=\S* |env (?:-u \w+ |\w+=\S+ )*)+", "", part) for part in parts]
     return [part for part in parts if part.startswith(program + " ")]
 
 
 def words(command: str) -> list[str]:
-    """The words of a command, without comments, optional brackets and what stands for more."""
+    """The words of a command, without comments, optional brackets, what stands for more, and the options that a shell
+    variable of the page holds (the page is run, too)."""
     command = re.sub(r"\s+\.\.\.$", "", re.sub(r"\[(-[^]]*)\]", r"\1", command))
-    return shlex.split(command, comments=True)
+    found = shlex.split(command, comments=True)
+    return [word for word, before in zip(found, ["", *found]) if not re.fullmatch(r"\$[a-z]+", word)
+            or before.startswith("--")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,7 +186,9 @@ def test_what_a_task_page_does_not_run_is_outside_and_says_so(page):
 
 def test_the_pages_show_what_a_newcomer_needs():
     run = {command for page in TASKS for command in calls(DOCS / f"{page}.md", "tidewheel")}
-    for start in ("data run", "train", "checkpoint export", "plan", "k8s render", "k8s lint"):
+    for start in ("data run", "train", "checkpoint export", "plan", "k8s render", "k8s lint", "doctor", "doctor --address",
+                  "cluster up", "cluster drain", "submit", "workflow plan", "workflow status", "checkpoint verify",
+                  "shards verify", "audit", "report"):
         assert any(command.startswith(f"tidewheel {start}") for command in run), start
     index = (DOCS / "README.md").read_text()
     assert not [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index]

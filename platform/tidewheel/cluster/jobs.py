@@ -93,6 +93,11 @@ def _job_of(path: str) -> str:
     return "prepare_data" if isinstance(values, dict) and "read" in values else "train"
 
 
+#: Of Ray's client: what is left out of an upload, and that a connection has closed, we tell ourselves.
+CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env.packaging",
+          "ray._private.runtime_env.working_dir")
+
+
 class JobServer:
     """A client of one job server that waits for it when it is away.
 
@@ -112,9 +117,10 @@ class JobServer:
         self._patience, self._say = patience_seconds, say or _to_stderr
         import ray.exceptions
         import requests
-
-        logging.getLogger("ray.dashboard.modules").setLevel(logging.WARNING)
         from ray.job_submission import JobSubmissionClient
+
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
 
         self._away = (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout)
         refused = (RuntimeError, ray.exceptions.AuthenticationError)

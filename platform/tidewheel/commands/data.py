@@ -27,6 +27,9 @@ def data_run(
     address: Address = None,
     fail_above: Annotated[float | None, Parameter(help="Fail when a larger share of the documents than this contains "
                                                        "evaluation items; instead of the recipe's own.")] = None,
+    verify: Annotated[bool, Parameter(negative="", help="Read what is published already, too, and write anew what is "
+                                                        "damaged. Without it, what has its length counts as "
+                                                        "intact until it is read.")] = False,
     dry_run: DryRun = False,
 ) -> int:
     """Run a data pipeline: documents in, packed shards out.
@@ -55,7 +58,7 @@ def data_run(
 
     with session(address), stage_bars() as on_progress:
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
-                               fail_above=fail_above)
+                               fail_above=fail_above, verify=verify)
     print_table(summary.rows(), title="what each stage kept")
     print(f"shards: {output}/shards")
     print(f"report: {write_pipeline_report(output)}")

@@ -30,14 +30,14 @@ def inspect(
 @app.command
 def verify(uri: Annotated[str, Parameter(help="A shard set: the folder that holds manifest.json.")]) -> int:
     """Check every hash, row and segment of a shard set. Exit code 2 if anything is wrong."""
+    from tidewheel.shards.manifest import REBUILD
     from tidewheel.shards.verify import verify as check
 
     problems = check(uri)
     for problem in problems:
         print(problem)
     if problems:
-        raise ShardError(f"{len(problems)} problem(s), listed above", where=uri,
-                         mend="run the pipeline again with the same output: what is damaged is written anew")
+        raise ShardError(f"{len(problems)} problem(s), listed above", where=uri, mend=REBUILD)
     print(f"{uri}: intact")
     return 0
 

@@ -103,7 +103,7 @@ class Plan:
 
 
 def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgress | None = None,
-        fail_above: float | None = None) -> PipelineSummary:
+        fail_above: float | None = None, verify: bool = False) -> PipelineSummary:
     """Run a pipeline on the Ray that is initialised in this process. Killed anywhere and run again, it goes on.
 
     Args:
@@ -112,6 +112,7 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
         output: URI to write to. Two runs must not write to one output at the same time.
         on_progress: called with (stage, units done, units in all, note).
         fail_above: instead of the decontamination step's own.
+        verify: read every file that is published already, and write anew what is damaged.
 
     Raises:
         StorageError: input or output cannot be used.
@@ -121,7 +122,7 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
     job = resolve(config, input=input, output=output)
     job.store.check()
     _sweep(job)
-    runner, ledger = Runner(job.output, on_progress), Ledger()
+    runner, ledger = Runner(job.output, on_progress, verify), Ledger()
     with placed(config.placement.selector):
         packed, tokenizer_file, evaluation_sets = _stages(job, runner, ledger, fail_above)
     ledger.publish_verdicts(job)

@@ -104,15 +104,16 @@ def code_version(*modules: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def published(place: Store, unit: Unit) -> Published | None:
+def published(place: Store, unit: Unit, *, verify: bool = False) -> Published | None:
     """The unit as published, if it is there and intact: the manifest's own hash fits, and every file has its length.
 
     The content of files is checked against its hash where it is read (`read_table`, `read_file`), so
-    that a second run of a finished pipeline does not read everything again.
+    that a second run of a finished pipeline does not read everything again; with `verify` it is, and checked here.
     """
     try:
         found = Published.from_json(place.read(unit.manifest_key))
-        intact = all(place.size(stamp.key) == stamp.bytes for stamp in found.files.values())
+        intact = all(place.size(stamp.key) == stamp.bytes and (not verify or place.hash(stamp.key) == stamp.hash)
+                     for stamp in found.files.values())
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, StorageError):
@@ -129,10 +130,10 @@ def counts(units: Iterable[Published], name: str) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def lookup(place: Store, units: Sequence[Unit]) -> dict[str, Published]:
-    """The units among `units` that are published, by key."""
+def lookup(place: Store, units: Sequence[Unit], *, verify: bool = False) -> dict[str, Published]:
+    """The units among `units` that are published, by key; `verify`: with every byte as it was."""
     with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
-        found = pool.map(lambda unit: published(place, unit), units)
+        found = pool.map(lambda unit: published(place, unit, verify=verify), units)
         return {entry.unit.key: entry for entry in found if entry is not None}
 
 

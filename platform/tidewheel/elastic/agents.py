@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.elastic.nodes import NAMESPACE
 
-START_SECONDS = 30.0
+START_SECONDS, LEAVE_SECONDS = 30.0, 2.0
 
 
 class AgentActor:
@@ -26,11 +27,17 @@ class AgentActor:
         self._token = token
         os.nice(NICENESS)
         # it ends by itself when nobody needs it any more; only the whole process takes the actor's name with it
-        self._agent = Agent(ray.util.get_node_ip_address(), token, run, on_stop=lambda: os._exit(0))
+        self._agent = Agent(ray.util.get_node_ip_address(), token, run, on_stop=_leave)
 
     def where(self) -> tuple[tuple[str, int], str]:
         """(address, the run's token)."""
         return tuple(self._agent.address), self._token  # type: ignore[return-value]
+
+
+def _leave() -> None:
+    """End the process, unless who stopped the agent does so before: Ray takes only that for an orderly end."""
+    time.sleep(LEAVE_SECONDS)
+    os._exit(0)
 
 
 class Agents:

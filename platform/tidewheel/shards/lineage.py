@@ -17,7 +17,7 @@ from tidewheel.errors import ShardError
 from tidewheel.storage import Store, store
 
 KEPT, NOT_REACHED = "kept", "not reached"
-_AGAIN = "run the pipeline again with the same output: what is damaged is written anew"
+_AGAIN = "run the pipeline again with the same output and --verify: what is damaged is written anew"
 
 
 def output_of(set_uri: str) -> Store | None:

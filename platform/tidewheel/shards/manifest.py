@@ -21,7 +21,7 @@ PACKED, PREFERENCES = "packed", "preferences"
 KINDS = (PACKED, PREFERENCES)
 VOCABULARY_MULTIPLE = 128
 """Padding of the vocabulary for tensor cores (Megatron-LM's `make_vocab_size_divisible_by`), if not said otherwise."""
-REBUILD = "run the pipeline again with the same output: what is damaged is written anew"
+REBUILD = "run the pipeline again with the same output and --verify: what is damaged is written anew"
 
 HASH = re.compile(r"blake3-[0-9a-f]{64}")
 _NAME = re.compile(r"[0-9a-f]{32}\.arrow")

@@ -96,6 +96,7 @@ def test_a_flipped_byte_is_found_when_the_file_is_read(tmp_path, unit, how, posi
     data[int(position * len(data))] ^= 0x40
     path.write_bytes(data)
     assert published(store(tmp_path), unit) is not None, "lookup is cheap: it compares lengths"
+    assert published(store(tmp_path), unit, verify=True) is None
     with pytest.raises(StorageError, match="not what was written"):
         how(store(tmp_path), stamp)
 

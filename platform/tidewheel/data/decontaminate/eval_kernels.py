@@ -10,6 +10,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from tidewheel.data.text.kernel_tools import compiled
+
 QUESTION, ANSWER, FORMULA = 0, 1, 2  # what a reading is of; a formula has next to no words with letters
 SEED_LENGTHS = (2, 3, 5)  # words of the n-grams that `find` looks up
 LONG = 24  # an item with as many words is aligned when its 5-grams cover `LONG_COVERED` words close together
@@ -31,7 +33,7 @@ def _mixed(h):
     return h if h != 0 else _ONE
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def gram_keys(words, starts, length, out):
     """Keys uint64 [n] of the n-grams of `length` words at `starts` int64 [n]."""
     for i in range(len(starts)):
@@ -41,7 +43,7 @@ def gram_keys(words, starts, length, out):
         out[i] = _mixed(h)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def insert(keys, table, grams):
     """Fill an open-addressing table (uint64, a power of two long, 0 is free) with keys; grams: index of the key."""
     mask = np.uint64(len(table) - 1)
@@ -164,7 +166,7 @@ def _accepted(best, weight, length, total, bits, spelled, kind, limits):
     return length >= limits[10] and equal >= part and equal >= limits[8] * length and equal >= limits[11] * span
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def seed_hits(words, offsets, tables, hits):
     """N-grams of documents that are seeds: hits int64 [3, room] (document, first word, n-gram), in order of words.
 
@@ -223,7 +225,7 @@ def seed_hits(words, offsets, tables, hits):
     return count
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def find(words, offsets, seeds, postings, readings, limits, hits, scores):
     """Matches of documents with items, all of them: a document may have several, an item several readings.
 

@@ -7,10 +7,11 @@ rows for any order of their input.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from tidewheel.data.text.kernel_tools import compiled
 
 ORDER = (("priority", "descending"), ("quality", "descending"), ("length", "descending"), ("id", "ascending"))
 ORDER_COLUMNS = (("id", pa.string()), ("priority", pa.int64()), ("quality", pa.float32()), ("length", pa.int64()))
@@ -196,7 +197,7 @@ def _group_heads(columns: list[np.ndarray]) -> np.ndarray:
     return np.maximum.accumulate(np.where(first, np.arange(count), 0)) if count else np.zeros(0, np.int64)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _decide(starts, worse, scores, survivor, score):
     """Topological pass: edges of node a are worse[starts[a]:starts[a+1]]. Nodes are numbered in id order.
 

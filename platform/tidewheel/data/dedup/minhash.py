@@ -18,6 +18,7 @@ import numba
 import numpy as np
 
 from tidewheel.data import text
+from tidewheel.data.text.kernel_tools import compiled
 
 MINHASH_VERSION = f"{text.TEXT_VERSION}/affine32-1"
 MAX_WORDS = 100_000  # longer texts saturate a signature and glue strangers together (Marin caps at 500,000 characters)
@@ -155,7 +156,7 @@ def _window(words, i, ngram):
     return h ^ (h >> np.uint64(33))
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _shingles(words, ngram, number, out):
     count = numbers = 0
     for i in range(min(len(words), len(out) + ngram - 1)):
@@ -166,7 +167,7 @@ def _shingles(words, ngram, number, out):
     return count
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _signatures(words, offsets, ngram, max_words, number, a, b, signatures, shingles):
     longest, power = np.int64(0), np.uint64(1)
     for document in range(len(offsets) - 1):
@@ -205,7 +206,7 @@ def _signatures(words, offsets, ngram, max_words, number, a, b, signatures, shin
                 signature[k] = min(signature[k], min(low, high))
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _characters(data, bounds, codes, offsets):
     """A 64-bit hash of each code point of UTF-8 documents data[bounds[i]:bounds[i+1]]; never 0."""
     count = 0
@@ -222,7 +223,7 @@ def _characters(data, bounds, codes, offsets):
         offsets[document + 1] = count
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _common(a, b):
     """How many values two ascending arrays of distinct values share."""
     i = j = common = 0

@@ -72,13 +72,15 @@ class Runner:
 
     output: str
     on_progress: OnProgress | None = None
+    verify: bool = False
+    """Read what is published, too, and do again what is damaged."""
 
     def complete(self, stage: str, tasks: Sequence[Task], execute: Callable[[list[Task]], Iterator[Published]],
                  note: str = "", follow: Callable[[Mapping[str, Published]], None] | None = None) -> Finished:
         """Every unit of `tasks`, published. `execute` gets the missing ones, and may leave out none; `follow` gets
         those that are published, by key, at first and again whenever one more is."""
         began = time.monotonic()
-        found = lookup(store(self.output), [task.unit for task in tasks])
+        found = lookup(store(self.output), [task.unit for task in tasks], verify=self.verify)
         reused, total = len(found), len(tasks)
         self.tell(stage, reused, total, f"{reused} there already" if reused else note)
         if follow is not None:

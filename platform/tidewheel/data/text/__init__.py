@@ -157,9 +157,9 @@ def ascii_letters() -> np.ndarray:
 def is_warm() -> bool:
     """Whether this machine has compiled the passes over documents before."""
     from tidewheel.data.filters import c4_kernels
-    from tidewheel.data.text import kernel_tools, line_kernels, textpass_kernels
+    from tidewheel.data.text import kernel_cache, line_kernels, textpass_kernels
 
-    return all(map(kernel_tools.is_kept, (textpass_kernels.scan, line_kernels.repetition_counts, c4_kernels.judge)))
+    return all(map(kernel_cache.is_kept, (textpass_kernels.scan, line_kernels.repetition_counts, c4_kernels.judge)))
 
 
 def warm_up() -> None:
@@ -170,9 +170,10 @@ def warm_up() -> None:
     from tidewheel.data import decontaminate, dedup
     from tidewheel.data.dedup import minhash
     from tidewheel.data.filters import c4, fineweb, refinedweb
-    from tidewheel.data.text import hashing, textpass
+    from tidewheel.data.text import hashing, kernel_cache, textpass
     from tidewheel.data.tokenize import pack
 
+    kernel_cache.forget_old()
     texts = pa.array(["a few words to scan, 1 2 3", "the same again"], pa.large_string())
     hashing.text_hashes(texts)
     minhash.minhash(texts)

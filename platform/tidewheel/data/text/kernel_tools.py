@@ -6,7 +6,6 @@ address keeps the array.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from tidewheel.data.text import kernel_cache
 
 SEED = np.uint64(0x8F1BBCDCCA62C1D6)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -29,23 +30,14 @@ _FROM_A, _BEHIND_Z = np.uint64(0x1F1F1F1F1F1F1F1F), np.uint64(0x0505050505050505
 
 
 def compiled(*modules: ModuleType) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: nopython, without the GIL, machine code kept on disk until this file, the function's own, or that of
-    one of `modules`, whose functions it calls, changes. numba by itself looks at the function's own file only."""
+    """Decorator: nopython, without the GIL, machine code kept on disk under the content of this file, the function's
+    own, and that of `modules`, whose functions it calls. numba by itself looks at the function's own file only."""
     def compile_(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(nogil=True, cache=True)(function)
-        index = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-        if index is not None:  # there is a place to keep it
-            files = [Path(__file__), *(Path(module.__file__ or "") for module in modules)]
-            digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
-            index._source_stamp = (index._source_stamp, *digests)
+        dispatcher = numba.njit(nogil=True)(function)
+        names = (__file__, function.__code__.co_filename, *(module.__file__ or "" for module in modules))
+        kernel_cache.keep(dispatcher, [path for path in map(Path, names) if path.is_file()])
         return dispatcher
     return compile_
-
-
-def is_kept(dispatcher: Any) -> bool:
-    """Whether machine code of a compiled function is on this machine's disk, and up to date."""
-    index = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    return index is not None and bool(index._load_index())
 
 
 def _pointer(builder, address, kind):
@@ -182,7 +174,7 @@ def mask(length):
     return (_U1 << np.uint64(8 * length)) - _U1 if length < 8 else ~_U0
 
 
-@numba.njit(nogil=True, cache=True)  # kept too: `textpass` calls it from Python, and each worker would compile it
+@compiled()  # kept too: `textpass` calls it from Python, and each worker would compile it
 def hash_bytes(at, start, stop):
     """64-bit hash of bytes [start, stop) of the text at an address."""
     h, i = SEED, start

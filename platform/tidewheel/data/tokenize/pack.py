@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import pyarrow as pa
 from llvmlite import ir
@@ -22,6 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tidewheel.data.text import frozen
+from tidewheel.data.text.kernel_tools import compiled
 
 WINDOW = 1 << 20  # pieces sorted by length at a time
 METHODS = ("best_fit", "concatenate")
@@ -173,7 +173,7 @@ def _lowest_bit(context: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count):
     one, low = np.uint64(1), np.uint64(63)
     for piece in order:
@@ -214,7 +214,7 @@ def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count
     return count
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _fill(tokens, sources, lengths, rows, sequence_length, matrix, columns, used):
     """Copy each piece behind what its row holds; columns [pieces], used [rows]."""
     for piece in range(len(rows)):

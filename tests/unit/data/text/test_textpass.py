@@ -14,7 +14,7 @@ from tests.unit.data.text.test_text import ALPHABET, is_frozen_unicode
 from tidewheel.data import text
 from tidewheel.data.dedup import minhash
 from tidewheel.data.filters import c4, fineweb, quality, repetition
-from tidewheel.data.text import hashing, textpass, textpass_kernels, token_table, unicode_table
+from tidewheel.data.text import hashing, textpass, token_table, unicode_table
 
 DOCUMENTS = st.one_of(
     LINES, TOKENS, REPEATS, st.text(ALPHABET, max_size=200),
@@ -77,18 +77,6 @@ def test_nothing_asked_for_and_nothing_given():
 def test_shipped_table_is_what_the_definition_gives():
     np.testing.assert_array_equal(token_table.load(), token_table.build())
     assert unicodedata.unidata_version == unicode_table.UNICODE_VERSION
-
-
-def test_machine_code_is_kept_and_depends_on_the_files_of_what_it_calls():
-    text.warm_up()
-    assert text.is_warm()
-    stamp = textpass_kernels.scan._cache._cache_file._source_stamp
-    assert len(stamp) == 4
-    textpass_kernels.scan._cache._cache_file._source_stamp = (*stamp[:3], "address_kernels.py has changed")
-    try:
-        assert not text.is_warm()
-    finally:
-        textpass_kernels.scan._cache._cache_file._source_stamp = stamp
 
 
 def test_special_words_join_to_their_chunk():
