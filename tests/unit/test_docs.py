@@ -186,9 +186,9 @@ def test_what_a_task_page_does_not_run_is_outside_and_says_so(page):
 
 def test_the_pages_show_what_a_newcomer_needs():
     run = {command for page in TASKS for command in calls(DOCS / f"{page}.md", "tidewheel")}
-    for start in ("data run", "train", "checkpoint export", "plan", "k8s render", "k8s lint", "doctor", "doctor --address",
-                  "cluster up", "cluster drain", "submit", "workflow plan", "workflow status", "checkpoint verify",
-                  "shards verify", "audit", "report"):
+    for start in ("data run", "train", "checkpoint export", "plan", "k8s render", "k8s lint", "doctor",
+                  "doctor --address", "cluster up", "cluster drain", "submit", "workflow plan", "workflow status",
+                  "checkpoint verify", "shards verify", "audit", "report"):
         assert any(command.startswith(f"tidewheel {start}") for command in run), start
     index = (DOCS / "README.md").read_text()
     assert not [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index]

@@ -49,8 +49,8 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainR
         TidewheelError: something else a user can mend, as a worker raised it.
     """
     config = _with_full_uris(config)
-    finished = read_result(storage.store(config.run_uri))
-    if finished is not None and finished.steps == config.steps:
+    finished = checks.finished(config)
+    if finished is not None:
         return finished
     from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker

@@ -13,6 +13,7 @@ from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.positions import Positions
+from tidewheel.train.record import TrainResult, read_result
 
 
 def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
@@ -114,6 +115,23 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
         raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
                           where=config.run_uri,
                           mend="restore them (run.json has the old ones), or start a new run with another run.id")
+
+
+def finished(config: TrainConfig) -> TrainResult | None:
+    """The result of the run, if it is over.
+
+    Raises:
+        ConfigError: it was of another model.
+    """
+    place = store(config.run_uri)
+    found = read_result(place)
+    if found is None or found.steps != config.steps:
+        return None
+    before = {**type(config.model)().shape(), **place.read_json("run.json")["config"]["model"]}
+    if any(before[name] != value for name, value in config.model.shape().items()):
+        raise ConfigError("this run is over, and was of another model", where=config.run_uri,
+                          mend="start a new run with another run.id (run.json has this one's settings)")
+    return found
 
 
 def same_history(extra: dict[str, Any], positions: Positions, config: TrainConfig) -> None:

@@ -45,7 +45,7 @@ from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.parallel.mesh import check_current
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
-from tidewheel.train.record import RunRecord, TrainResult, read_result, read_rollbacks
+from tidewheel.train.record import RunRecord, TrainResult, read_rollbacks
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.run_state import Progress, finite
 from tidewheel.train.runtime import MadeWay, Runtime, read_again
@@ -64,8 +64,8 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
         MadeWay: the cluster asked for the ranks to be changed, and everything is saved.
     """
     began, place, patience = time.time(), storage.store(config.run_uri), Patience.of(config, runtime)
-    finished = patience(lambda: read_result(place))
-    if finished is not None and finished.steps == config.steps:
+    finished = patience(lambda: checks.finished(config))
+    if finished is not None:
         return finished
     legal.check_world(config, runtime.world_size)
     check_precision(torch.device(runtime.device), config.precision)

@@ -25,7 +25,7 @@ Log = Callable[[str], None]
 SHARDS, VALIDATION = "shards", "validation"
 #: How long a training beside its pipeline waits for a wave, if its configuration does not say: one that fails ends it.
 OVERLAP_SECONDS = 3600
-#: A training's artifact has the hash of its recipe and of the batches it read; of a reproducible one the last
+#: A training's artifact has the hash of its key and of the batches it read; of a reproducible one the last
 #: checkpoint's tensors as well, up to this size.
 DIGEST_BYTES = 20 << 30
 #: Groups of a training's configuration that do not decide its result; see `TrainConfig.recipe_hash`.
@@ -197,7 +197,7 @@ class TrainKind:
 
             state = digest(task.place).state
         batches = [digests[step] for step in sorted(digests)]
-        decided = json.dumps([config.recipe_hash(), batches, state])
+        decided = json.dumps([task.key, batches, state])
         return {"hash": storage.content_hash(decided.encode()), "state": state, "steps": result.steps,
                 "tokens": result.tokens, "validation_loss": result.validation_loss,
                 "checkpoint": newest[0].name if newest else None,

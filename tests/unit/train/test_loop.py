@@ -246,6 +246,12 @@ def test_a_run_from_before_a_model_setting_goes_on_with_its_default_alone(refere
         checks.continues(saved, config(reference, "run", "model.norm_epsilon=0.1"), source)
 
 
+def test_a_run_that_is_over_is_not_taken_for_one_of_another_model(reference: Path):
+    assert alone(config(reference, "whole"))[0].steps == 8
+    with pytest.raises(ConfigError, match="is over, and was of another model"):
+        alone(config(reference, "whole", "model.dim=64"))
+
+
 def test_a_number_of_workers_that_does_not_divide_is_refused(reference: Path):
     with pytest.raises(ConfigError, match="3 workers cannot share 4 virtual ranks"):
         train(config(reference, "refused"), Runtime(world_size=3))
