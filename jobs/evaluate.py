@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from tidewheel.cli import run_command
+from tidewheel.cli import leave, run_command
 
 
 def main() -> int:
@@ -19,4 +19,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

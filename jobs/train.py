@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from tidewheel.cli import run_command
+from tidewheel.cli import leave, run_command
 
 
 def main() -> int:
@@ -20,4 +20,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

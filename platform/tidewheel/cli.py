@@ -6,10 +6,14 @@ what, where and how; 130 interrupted. Heavy imports happen inside the commands, 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import os
 import sys
+import threading
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import cyclopts
 from cyclopts import Parameter
@@ -271,9 +275,21 @@ def run_command(tokens: Sequence[str]) -> int:
         return cause.exit_code
 
 
+def leave(code: int) -> NoReturn:
+    """End the process as Python does, up to where C++ is taken down: there Arrow's threads now and then abort a process
+    that has done its work, with "terminate called without an active exception" (apache/arrow#34314)."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads it any more, or it is closed
+            if stream is not None:
+                stream.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """Entry point of the console command."""
-    sys.exit(run_command(sys.argv[1:]))
+    leave(run_command(sys.argv[1:]))
 
 
 if __name__ == "__main__":
