@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tidewheel.errors import ShardError
+from tidewheel.shards.manifest import REBUILD
 from tidewheel.storage import Store, store
 
 KEPT, NOT_REACHED = "kept", "not reached"
-_AGAIN = "run the pipeline again with the same output and --verify: what is damaged is written anew"
 
 
 def output_of(set_uri: str) -> Store | None:
@@ -160,4 +160,4 @@ def _files_of(output: Store, verdict_files: set[str]) -> list[str]:
 
 def _damaged(output: Store, key: str, error: Exception) -> ShardError:
     told = str(error).splitlines() or [type(error).__name__]
-    return ShardError(f"cannot be read ({told[0]})", where=output.at(key), mend=_AGAIN)
+    return ShardError(f"cannot be read ({told[0]})", where=output.at(key), mend=REBUILD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tidewheel.errors import CheckpointError, ConfigError, ShardError
+from tidewheel.models.config import ModelConfig
 from tidewheel.shards.integrity import check_files
 from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
 from tidewheel.shards.source import Source, open_source
@@ -108,13 +109,17 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
     """Raise ConfigError unless `config` may continue a run whose `identity` was `saved`."""
     now = identity(config, source)
     if isinstance(model := saved.get("model"), dict):  # a setting that came after the run began had its default then
-        saved = {**saved, "model": {**type(config.model)().shape(), **model}}
+        saved = {**saved, "model": _with_defaults(model)}
     changed = [name for name in IDENTITY if saved.get(name) != now[name]]
     changed += [name for name in KIND if name in saved and saved[name] != now[name]]
     if changed:
         raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
                           where=config.run_uri,
                           mend="restore them (run.json has the old ones), or start a new run with another run.id")
+
+
+def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    return {**ModelConfig().shape(), **model}
 
 
 def finished(config: TrainConfig) -> TrainResult | None:
@@ -127,7 +132,7 @@ def finished(config: TrainConfig) -> TrainResult | None:
     found = read_result(place)
     if found is None or found.steps != config.steps:
         return None
-    before = {**type(config.model)().shape(), **place.read_json("run.json")["config"]["model"]}
+    before = _with_defaults(place.read_json("run.json")["config"]["model"])
     if any(before[name] != value for name, value in config.model.shape().items()):
         raise ConfigError("this run is over, and was of another model", where=config.run_uri,
                           mend="start a new run with another run.id (run.json has this one's settings)")
