@@ -45,6 +45,8 @@ def train(
     set_: Overrides = None,
     address: Address = None,
     local: Annotated[bool, Parameter(negative="", help="Train in this process, without Ray: for debugging.")] = False,
+    take_over: Annotated[bool, Parameter(negative="", help="Take the run away from a driver that still trains it; "
+                                                           "nothing the other one writes counts any more.")] = False,
     dry_run: DryRun = False,
 ) -> int:
     """Train a model, or resume a run: the run URI decides which.
@@ -77,13 +79,13 @@ def train(
 
     with training_bar(settings.steps) as on_progress:
         if local:
-            result = fit_local(settings, on_progress=on_progress)
+            result = fit_local(settings, on_progress=on_progress, take_over=take_over)
         else:
             from tidewheel.cluster.session import session
 
             try:
                 with session(address), leaving_on_sigterm(settings.run_uri):
-                    result = fit(settings, on_progress=on_progress)
+                    result = fit(settings, on_progress=on_progress, take_over=take_over)
             except Stopped as stopped:
                 print(f"{stopped}; give the same command again to go on")
                 return EXIT_CODE

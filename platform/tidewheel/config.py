@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pydantic
 import yaml
 
+from tidewheel import yaml_text
 from tidewheel.errors import ConfigError
 
 C = TypeVar("C", bound="Config")
@@ -59,7 +60,7 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
     except UnicodeDecodeError:
         raise ConfigError("not UTF-8 text", where=where, mend="save the file as UTF-8 YAML") from None
     try:
-        values = yaml.load(text, _Loader)
+        values = yaml_text.load(text)
         values = {} if values is None else values
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -70,20 +71,6 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
         raise ConfigError(f"expected keys and values, found {type(values).__name__}", where=where,
                           mend="start from one of the examples in pipelines/ or jobs/configs/")
     return build(cls, values, overrides, where=where)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key that is there twice is an error, not a silent choice of the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice",
-                                                            key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "settings") -> C:
@@ -104,7 +91,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{override!r} is not of the form key=value", where="--set",
                           mend="write for example --set train.steps=100")
     try:
-        value = yaml.safe_load(text)
+        value = yaml_text.load(text)
     except yaml.YAMLError:
         raise ConfigError(f"the value in {override!r} is not valid YAML", where="--set",
                           mend="quote the value") from None

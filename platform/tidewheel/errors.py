@@ -8,6 +8,8 @@ keeps its trace.
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Iterator
 
 
 def without_credentials(text: str) -> str:
@@ -66,6 +68,10 @@ class CheckpointError(TidewheelError):
     """A checkpoint is damaged, incomplete or does not fit the run."""
 
 
+class OwnershipError(TidewheelError):
+    """Another driver owns the run, or has taken it over."""
+
+
 class ClusterError(TidewheelError):
     """The Ray cluster is missing, too small, or lost for good."""
 
@@ -84,3 +90,29 @@ def root_cause(error: BaseException) -> BaseException:
             cause = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
         seen = cause
     return found or error
+
+
+def related(error: BaseException) -> Iterator[BaseException]:
+    """`error` and every error that it keeps alive: causes, contexts, the members of groups, what Ray or
+    torch.distributed.checkpoint wrapped."""
+    waiting: list[BaseException] = [error]
+    visited: set[int] = set()
+    while waiting:
+        current = waiting.pop()
+        if id(current) in visited:
+            continue
+        visited.add(id(current))
+        yield current
+        held = [current.__cause__, current.__context__, getattr(current, "cause", None)]
+        held += getattr(current, "exceptions", ())  # of an exception group
+        failures = getattr(current, "failures", None)  # of torch's CheckpointException, by rank
+        if isinstance(failures, dict):
+            held += [part for failure in failures.values() if isinstance(failure, tuple) for part in failure]
+        waiting += [other for other in held if isinstance(other, BaseException)]
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables that `error` and all errors behind it keep alive; their tracebacks can still be
+    printed. Frames that still run keep theirs."""
+    for one in related(error):
+        traceback.clear_frames(one.__traceback__)

@@ -23,6 +23,8 @@ meet too. Ray's syntax of `label_selector`."""
 GROUP_LABEL = "ray.io/node-group"
 MARKET_LABEL = "ray.io/market-type"
 SPOT, ON_DEMAND = "spot", "on-demand"
+DOMAIN_LABELS = ("tidewheel.io/failure-domain", "topology.kubernetes.io/zone", "ray.io/availability-zone")
+"""What names a node's failure domain, a rack or a zone whose nodes may be lost together. The first it has counts."""
 #: A selector that keeps what must not be lost off spot nodes. Nodes without the label match too.
 NOT_SPOT = {MARKET_LABEL: f"!{SPOT}"}
 
@@ -88,6 +90,11 @@ def _meets(value: str | None, condition: str) -> bool:
 def is_spot(labels: Mapping[str, str]) -> bool:
     """Whether a node with these labels may be taken away at any time. Without a word about it: no."""
     return labels.get(MARKET_LABEL) == SPOT
+
+
+def failure_domain(labels: Mapping[str, str]) -> str:
+    """The failure domain of a node with these labels; "": they do not say."""
+    return next((labels[name] for name in DOMAIN_LABELS if labels.get(name)), "")
 
 
 def is_label(key: str) -> bool:

@@ -3,66 +3,82 @@
 Objects are written whole: one PUT when small, else a multipart upload that is completed at the end or
 aborted. Nothing is visible under a key before that, and nothing is ever renamed.
 
-What a store does on a bad day (500, 503 SlowDown, a reset connection, a body that ends early) is tried again: three
-times by botocore, three times by s3fs, and `ATTEMPTS` times here, with full jitter. Every request may be repeated: an
-object's content is the same whoever wrote it, and a completed upload that is completed again is recognised.
+What a store does on a bad day (500, 503 SlowDown, a reset connection, silence, a body that ends early) is tried again
+for about half a minute, see `s3_requests`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import io
 import os
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, cast
 
-from tidewheel.errors import StorageAwayError, StorageError
-from tidewheel.storage import CHUNK_BYTES, HashingWriter, Stamp, Store, Writer, join, safe_key
+from tidewheel import s3_problems, s3_requests
+from tidewheel.errors import StorageError
+from tidewheel.s3_requests import RetryPolicy, Transfer, send
+from tidewheel.storage import CHUNK_BYTES, HashingWriter, Stamp, Store, Upload, Writer, join, safe_key
 
 PART_BYTES = 16 << 20  # of a multipart upload: 10,000 parts at most, so objects up to 160 GiB
+READ_BYTES = 64 << 20
+"""A longer range is read in several requests: what breaks off is read again from there."""
 DELETE_BATCH = 1000  # the protocol's limit for one DeleteObjects call
-IDENTITY = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
-            "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION")
-ATTEMPTS = 6
-WAIT_SECONDS, WAIT_AT_MOST = 0.2, 8.0
-"""Waits are random up to 0.2, 0.4, 0.8 ... seconds ("full jitter", M. Brooker, AWS Architecture Blog, 2015)."""
-TRANSIENT_CODES = frozenset({"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling",
-                             "ThrottlingException", "RequestLimitExceeded", "500", "502", "503", "504"})
-T = TypeVar("T")
+PART_SECONDS = 0.5
+"""The completion of an upload gets this much time for each part: stores take minutes for thousands."""
 _buckets_seen: set[tuple[str, str]] = set()
 
 
 class S3Store(Store):
     """A prefix of a bucket. Credentials and endpoint come from the environment (AWS_ACCESS_KEY_ID,
-    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL) or the machine's role. Safe to use from several threads."""
+    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL) or the machine's role. Safe to use from several threads.
 
-    def __init__(self, uri: str) -> None:
+    Args:
+        uri: s3://bucket/prefix.
+        policy: deadlines and tries of its requests; default: `s3_requests.POLICY`.
+    """
+
+    def __init__(self, uri: str, policy: RetryPolicy | None = None) -> None:
         super().__init__(uri)
+        self._policy = policy
         self.path = uri.removeprefix("s3://")
         self.bucket, _, self.prefix = self.path.partition("/")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (S3Store, (self.uri,))
+        return (S3Store, (self.uri, self._policy))
+
+    def child(self, *parts: str) -> Store:
+        return S3Store(join(self.uri, *(safe_key(part) for part in parts)), self._policy)
 
     @property
-    def fs(self) -> Any:
-        """The s3fs client of this process for the identity and endpoint now in the environment."""
-        identity = "\0".join(os.environ.get(name, "") for name in IDENTITY)
-        return _s3_filesystem(os.getpid(), hashlib.sha256(identity.encode()).hexdigest())
+    def policy(self) -> RetryPolicy:
+        """Deadlines and tries of a request."""
+        return self._policy or s3_requests.POLICY
 
-    def _path(self, key: str) -> str:
-        return f"{self.path}/{safe_key(key)}"
+    def _name(self, key: str) -> str:
+        """`key` with the prefix: the name of the object in its bucket."""
+        return f"{self.path}/{safe_key(key)}".partition("/")[2]
 
-    def call(self, method: str, key: str, **arguments: Any) -> Any:
+    def call(self, method: str, key: str, *, extra_seconds: float = 0.0, **arguments: Any) -> Any:
         """One request of the S3 protocol about `key`, for example call("head_object", "a/b")."""
-        name = self._path(key).partition("/")[2]
-        return _patiently(lambda: self.fs.call_s3(method, Bucket=self.bucket, Key=name, **arguments))
+        return self._ask(method, extra_seconds, Key=self._name(key), **arguments)
+
+    def _ask(self, method: str, extra_seconds: float = 0.0, **arguments: Any) -> Any:
+        """One request of the S3 protocol about the bucket."""
+        async def work(transfer: Transfer) -> Any:
+            client = transfer.client
+            try:
+                return await client._call_s3(method, Bucket=self.bucket, **arguments)
+            except OSError as error:
+                if s3_problems.code(error) not in s3_problems.MUTE_CODES or not method.startswith("head_"):
+                    raise
+            # the answer to a HEAD has no body that says why: ask in another way, and if that is allowed, as before
+            await client._call_s3("list_objects_v2", Bucket=self.bucket, MaxKeys=1)
+            return await client._call_s3(method, Bucket=self.bucket, **arguments)
+
+        return send(work, self.policy, nbytes=len(arguments.get("Body", b"")), extra_seconds=extra_seconds)
 
     def open(self, key: str) -> BinaryIO:
         size = self.size(key)
@@ -73,19 +89,38 @@ class S3Store(Store):
             self.size(key)  # a missing object is missing here too
             return b""
         with self._explained(key):
-            try:
-                # one request: the client's parallel ranges of a whole file are not tried again when one breaks off
-                return _patiently(lambda: self.fs.cat_file(
-                    self._path(key), start=start or None, end=None if length is None else start + length,
-                    max_concurrency=1))
-            except OSError as error:
-                if _code(error) == "InvalidRange":  # begins at or behind the end
-                    return b""
-                raise
+            if length is None or length <= READ_BYTES:
+                return self._range(key, start, length)
+            data = bytearray()
+            while len(data) < length:
+                wanted = min(READ_BYTES, length - len(data))
+                piece = self._range(key, start + len(data), wanted)
+                data += piece
+                if len(piece) < wanted:  # the object ends here
+                    break
+            return bytes(data)
+
+    def _range(self, key: str, start: int, length: int | None) -> bytes:
+        """Bytes [start, start + length) by one request."""
+        name = self._name(key)
+        wanted: dict[str, Any] = {}
+        if start or length is not None:
+            wanted["Range"] = f"bytes={start}-" if length is None else f"bytes={start}-{start + length - 1}"
+
+        async def work(transfer: Transfer) -> bytes:
+            answer = await transfer.client._call_s3("get_object", Bucket=self.bucket, Key=name, **wanted)
+            return await transfer.body(answer)
+
+        try:
+            return send(work, self.policy)
+        except OSError as error:
+            if s3_problems.code(error) == "InvalidRange":  # begins at or behind the end
+                return b""
+            raise
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
-        upload = _Upload(self, key)
+        upload = _Sender(self, key)
         hashing = HashingWriter(key, upload)
         try:
             yield hashing
@@ -99,9 +134,10 @@ class S3Store(Store):
             try:
                 self.call("put_object", key, Body=data, IfNoneMatch="*")
             except OSError as error:
-                if _code(error) in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
-                    return False
-                raise
+                if s3_problems.code(error) not in ("PreconditionFailed", "412"):
+                    raise
+                # a try of ours may have made it, of which only the answer was lost; aiohttp, too, sends a PUT again
+                return self.read(key) == data
         return True
 
     def exists(self, key: str) -> bool:
@@ -116,29 +152,61 @@ class S3Store(Store):
             return int(self.call("head_object", key)["ContentLength"])
 
     def list(self, prefix: str = "") -> Sequence[Stamp]:
-        top = self._path(prefix) if prefix else self.path
+        return self._list(prefix, "")
+
+    def list_named(self, folder: str, beginning: str) -> Sequence[Stamp]:
+        return self._list(folder, beginning)
+
+    def _list(self, prefix: str, beginning: str) -> Sequence[Stamp]:
+        top = self._name(prefix) if prefix else self.prefix
+        cut = len(self.prefix) + 1 if self.prefix else 0
+        page: dict[str, Any] = {}
+        found: list[Stamp] = []
         with self._explained(prefix):
-            found = _patiently(lambda: self.fs.find(top, detail=True))
-            if not found:
-                self._require_bucket()
-        cut = len(self.path) + 1
-        return sorted((Stamp(path[cut:], int(info["size"]), "") for path, info in found.items()
-                       if path.startswith(top + "/") and not path.endswith("/")), key=lambda entry: entry.key)
+            while True:
+                page = self._ask("list_objects_v2", Prefix=(f"{top}/" if top else "") + beginning, **_continued(page))
+                for entry in page.get("Contents", ()):
+                    if not entry["Key"].endswith("/"):
+                        found.append(Stamp(entry["Key"][cut:], int(entry["Size"]), ""))
+                if not page.get("IsTruncated"):
+                    break
+        return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         with self._explained(key):
             self.call("delete_object", key)
 
     def delete_tree(self, prefix: str) -> None:
-        names = [self._path(entry.key).partition("/")[2] for entry in self.list(safe_key(prefix))]
+        names = [self._name(entry.key) for entry in self.list(safe_key(prefix))]
         for begin in range(0, len(names), DELETE_BATCH):
             batch = {"Objects": [{"Key": name} for name in names[begin:begin + DELETE_BATCH]], "Quiet": True}
             with self._explained(prefix):
-                refused = _patiently(functools.partial(self.fs.call_s3, "delete_objects", Bucket=self.bucket,
-                                                       Delete=batch)).get("Errors")
+                refused = self._ask("delete_objects", Delete=batch).get("Errors")
             if refused:
                 raise StorageError(f"{len(refused)} objects cannot be deleted ({refused[0].get('Code')})",
                                    where=join(self.uri, prefix), mend="allow s3:DeleteObject on this bucket")
+
+    def written_at(self, key: str) -> float:
+        with self._explained(key):
+            return float(self.call("head_object", key)["LastModified"].timestamp())
+
+    def uploads(self, prefix: str = "") -> Sequence[Upload]:
+        top = self._name(prefix) if prefix else self.prefix
+        cut = len(self.prefix) + 1 if self.prefix else 0
+        found: list[Upload] = []
+        after: dict[str, Any] = {}
+        with self._explained(prefix):
+            while True:
+                page = self._ask("list_multipart_uploads", Prefix=f"{top}/" if top else "", **after)
+                for entry in page.get("Uploads", ()):
+                    found.append(Upload(entry["Key"][cut:], entry["UploadId"], entry["Initiated"].timestamp()))
+                if not page.get("IsTruncated"):
+                    return found
+                after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def abort(self, upload: Upload) -> None:
+        with self._explained(upload.key), contextlib.suppress(FileNotFoundError):
+            self.call("abort_multipart_upload", upload.key, UploadId=upload.id)
 
     def local_path(self, key: str) -> Path | None:
         return None
@@ -150,7 +218,7 @@ class S3Store(Store):
 
     def check(self) -> None:
         with self._explained():
-            _patiently(lambda: self.fs.call_s3("list_objects_v2", Bucket=self.bucket, MaxKeys=1))
+            self._ask("list_objects_v2", MaxKeys=1)
 
     # -- errors --------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -165,21 +233,8 @@ class S3Store(Store):
         except FileNotFoundError:
             self._require_bucket()
             raise FileNotFoundError(where) from None
-        except (PermissionError, bx.NoCredentialsError, bx.PartialCredentialsError, bx.ProfileNotFound) as error:
-            raise StorageError(f"access refused ({_short(error)})", where=where,
-                               mend="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role that may read "
-                                    "and write this bucket; `tidewheel doctor --storage URI` tests it") from None
-        except (bx.EndpointConnectionError, bx.ConnectTimeoutError, bx.ProxyConnectionError) as error:
-            raise StorageAwayError(
-                f"the object store does not answer ({_short(error)})", where=where,
-                mend="check AWS_ENDPOINT_URL and that the server is up") from None
-        except bx.ParamValidationError:
-            raise StorageError(f"{self.bucket!r} is not a possible bucket name", where=where,
-                               mend="3 to 63 small letters, digits, dots and dashes") from None
         except (OSError, bx.BotoCoreError, bx.ClientError, aiohttp.ClientError, ValueError) as error:
-            raise StorageAwayError(
-                f"the object store failed ({_short(error)})", where=where,
-                mend="try again; if it persists, check AWS_ENDPOINT_URL and the store's health") from error
+            raise s3_problems.explained(error, where, self.bucket) from error
 
     def _require_bucket(self) -> None:
         """StorageError when the bucket itself is missing; asked once a process and bucket."""
@@ -187,7 +242,7 @@ class S3Store(Store):
         if place in _buckets_seen:
             return
         try:
-            _patiently(lambda: self.fs.call_s3("head_bucket", Bucket=self.bucket))
+            self._ask("head_bucket")
         except FileNotFoundError:
             raise StorageError(f"there is no bucket {self.bucket!r}", where=self.uri,
                                mend="create the bucket or correct the URI; AWS_ENDPOINT_URL chooses the server"
@@ -240,7 +295,7 @@ class _Reader(io.RawIOBase):
         return data
 
 
-class _Upload:
+class _Sender:
     """Collects what is written; sends it as one object at `finish`, or in parts when it is long."""
 
     def __init__(self, store: S3Store, key: str) -> None:
@@ -269,16 +324,18 @@ class _Upload:
         with self._store._explained(self._key):
             try:
                 self._store.call("complete_multipart_upload", self._key, UploadId=self._id,
-                                 MultipartUpload={"Parts": self._parts})
+                                 extra_seconds=PART_SECONDS * len(self._parts), MultipartUpload={"Parts": self._parts})
             except OSError as error:
-                if _code(error) != "NoSuchUpload" or self._store.size(self._key) != self._sent:
+                if s3_problems.code(error) != "NoSuchUpload" or self._store.size(self._key) != self._sent:
                     raise  # else an earlier attempt completed it, and only its answer was lost
 
     def abort(self) -> None:
-        """Leave nothing behind. Best effort: the error on its way is the one to tell."""
+        """Leave nothing behind. Best effort, by one try: the error on its way is the one to tell, and `Store.uploads`
+        finds what is left."""
         if self._id:
+            once = replace(self._store.policy, budget_seconds=self._store.policy.request_seconds)
             with contextlib.suppress(Exception):
-                self._store.call("abort_multipart_upload", self._key, UploadId=self._id)
+                S3Store(self._store.uri, once).call("abort_multipart_upload", self._key, UploadId=self._id)
 
     def _send_part(self) -> None:
         with self._store._explained(self._key):
@@ -292,47 +349,7 @@ class _Upload:
         self._buffer.clear()
 
 
-def _patiently(call: Callable[[], T]) -> T:
-    """`call()`, tried again while the store has a bad day."""
-    for attempt in range(ATTEMPTS - 1):
-        try:
-            return call()
-        except Exception as error:
-            if not _transient(error):
-                raise
-            time.sleep(random.random() * min(WAIT_AT_MOST, WAIT_SECONDS * 2 ** attempt))
-    return call()
-
-
-def _transient(error: BaseException) -> bool:
-    """Worth another try. A server that cannot be reached at all is not: that is told at once."""
-    import aiohttp
-    import botocore.exceptions as bx
-
-    if isinstance(error, bx.EndpointConnectionError | bx.ConnectTimeoutError | bx.ProxyConnectionError):
-        return False
-    lost = (bx.HTTPClientError, bx.IncompleteReadError, bx.ResponseStreamingError, aiohttp.ClientPayloadError,
-            aiohttp.ServerDisconnectedError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
-    return isinstance(error, lost) or isinstance(error.__cause__, lost) or _code(error) in TRANSIENT_CODES
-
-
-def _code(error: BaseException) -> str:
-    """The protocol's error code behind an error of the client, such as "NoSuchKey"."""
-    response = getattr(error.__cause__ or error, "response", None) or {}
-    return str(response.get("Error", {}).get("Code", ""))
-
-
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-
-
-@lru_cache(maxsize=8)
-def _s3_filesystem(pid: int, identity: str) -> Any:
-    """One client per process and identity (a hash of the environment's): s3fs clients do not survive a fork."""
-    import s3fs
-
-    client = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True,
-                               config_kwargs={"connect_timeout": 5, "read_timeout": 30,
-                                              "retries": {"max_attempts": 3, "mode": "standard"}})
-    client.retries = 3  # of throttled and timed-out calls, each with botocore's three attempts in it
-    return client
+def _continued(page: dict[str, Any]) -> dict[str, Any]:
+    """What asks for the page of a listing behind `page`."""
+    token = page.get("NextContinuationToken")
+    return {"ContinuationToken": token} if token else {}

@@ -21,7 +21,9 @@ from urllib.parse import unquote
 
 from blake3 import blake3
 
-from tidewheel.errors import StorageError
+from tidewheel import time_limit
+from tidewheel.disk_errors import Guarded, closing, readable, unlistable, writable
+from tidewheel.errors import StorageAwayError, StorageError
 
 CHUNK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".tmp-"
@@ -34,6 +36,17 @@ class Stamp:
     key: str
     bytes: int
     hash: str
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A write that is under way, or that a killed writer left behind."""
+
+    key: str
+    """Of the object it would become; in a folder, of the temporary file."""
+    id: str
+    started: float
+    """Unix time, by the store's clock; in a folder, when the file was last written to."""
 
 
 class Writer(Protocol):
@@ -134,6 +147,10 @@ class Store:
         """Every object below the folder `prefix`, sorted by key, hash left empty."""
         raise NotImplementedError
 
+    def list_named(self, folder: str, beginning: str) -> Sequence[Stamp]:
+        """The objects of `list(folder)` whose names begin with `beginning`; object stores list only those."""
+        return [entry for entry in self.list(folder) if entry.key.startswith(f"{folder}/{beginning}")]
+
     def delete(self, key: str) -> None:
         """Remove one object; none there is no error."""
         raise NotImplementedError
@@ -157,8 +174,22 @@ class Store:
     def create(self, key: str, data: bytes) -> bool:
         """Write an object unless there is one; True if this call made it.
 
-        Atomic on local folders, and on object stores that honour If-None-Match; some ignore it and overwrite.
+        Atomic on local folders, and on object stores that honour If-None-Match; some ignore it and overwrite. On an
+        object store a request may be sent twice, so there an object with the same content counts as made by this call:
+        writers that compete must write different bytes.
         """
+        raise NotImplementedError
+
+    def uploads(self, prefix: str = "") -> Sequence[Upload]:
+        """Writes below the folder `prefix` that are not completed: uploads in parts, or temporary files."""
+        raise NotImplementedError
+
+    def abort(self, upload: Upload) -> None:
+        """Give up an upload and delete what there is of it; none there is no error."""
+        raise NotImplementedError
+
+    def written_at(self, key: str) -> float:
+        """Unix time at which an object was written, by the store's clock; FileNotFoundError when there is none."""
         raise NotImplementedError
 
     # -- built on the above --------------------------------------------------------------------
@@ -228,6 +259,13 @@ class Store:
             return f"{size} bytes, expected {stamp.bytes}"
         return "" if self.hash(stamp.key) == stamp.hash else "hash differs: the content has changed"
 
+    def abort_uploads(self, prefix: str = "", *, before: float) -> int:
+        """Give up the uploads below the folder `prefix` that began before the unix time `before`; returns how many."""
+        old = [upload for upload in self.uploads(prefix) if upload.started < before]
+        for upload in old:
+            self.abort(upload)
+        return len(old)
+
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below the folder `prefix`; none there is no error."""
         for entry in self.list(safe_key(prefix)):
@@ -287,48 +325,76 @@ class HashingWriter:
 
 
 class LocalStore(Store):
-    """A folder. Publication is write to a temporary name, fsync, rename."""
+    """A folder. Publication is write to a temporary name, fsync, rename.
+
+    Folders are made as they are needed. But one that this store has written to and that went away is not made again: it
+    may be a disk that comes back, and would hide what was written meanwhile.
+    """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).expanduser().absolute()
+        self._written: tuple[str, tuple[int, int]] | None = None  # the newest key, and device and inode of the root
         super().__init__(str(self.root))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_written": None}  # another machine may see another device
+
+    def _require_root(self) -> None:
+        """StorageAwayError when the folder that was written to is no longer there."""
+        if self._written is None:
+            return
+        key, identity = self._written
+        with contextlib.suppress(OSError):
+            if _identity(self.root) == identity or self._path(key).exists():
+                return
+        raise StorageAwayError("the folder is gone, or another one is in its place", where=self.uri,
+                               mend="mount its disk again, or move it back: what was written is in the folder that was")
 
     def _path(self, key: str) -> Path:
         return self.root / safe_key(key)
 
     def open(self, key: str) -> BinaryIO:
         path = self._path(key)
-        with _readable(path):
+        with readable(path):
             return path.open("rb")
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
         path = self._path(key)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
-        with _writable(path):
+        self._require_root()
+        with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             sink = temporary.open("wb")
         try:
-            with sink:
-                hashing = HashingWriter(key, _Guarded(sink, path))
+            with closing(sink, path):
+                hashing = HashingWriter(key, Guarded(sink, path))
                 yield hashing  # what the caller raises here is the caller's own and passes through
-                with _writable(path):
+                time_limit.current().check()
+                with writable(path):
                     sink.flush()
                     os.fsync(sink.fileno())
-            with _writable(path):
+            with writable(path):
                 os.replace(temporary, path)
                 _fsync_folder(path.parent)
+                self._written = key, _identity(self.root)
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the error on its way says more
+                temporary.unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
-        with _writable(path):
+        self._require_root()
+        with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
             try:
+                with temporary.open("wb") as sink:
+                    sink.write(data)
+                    sink.flush()
+                    os.fsync(sink.fileno())  # a commit must outlive a power failure, whole
                 os.link(temporary, path)
+                _fsync_folder(path.parent)
             except FileExistsError:
                 return False
             finally:
@@ -340,15 +406,30 @@ class LocalStore(Store):
 
     def size(self, key: str) -> int:
         path = self._path(key)
-        with _readable(path):
+        with readable(path):
             if path.is_dir():
                 raise FileNotFoundError(path)
             return path.stat().st_size
 
+    def uploads(self, prefix: str = "") -> Sequence[Upload]:
+        found = []
+        for path in (self._path(prefix) if prefix else self.root).rglob(f"{TEMPORARY_PREFIX}*"):
+            with contextlib.suppress(FileNotFoundError):  # it has become its object
+                found.append(Upload(path.relative_to(self.root).as_posix(), "", path.stat().st_mtime))
+        return found
+
+    def abort(self, upload: Upload) -> None:
+        self.delete(upload.key)
+
+    def written_at(self, key: str) -> float:
+        path = self._path(key)
+        with readable(path):
+            return path.stat().st_mtime
+
     def list(self, prefix: str = "") -> Sequence[Stamp]:
         top = self._path(prefix) if prefix else self.root
         found = []
-        for folder, _, names in os.walk(top, onerror=_unlistable):
+        for folder, _, names in os.walk(top, onerror=unlistable):
             for name in names:
                 if name.startswith(TEMPORARY_PREFIX):
                     continue
@@ -359,12 +440,12 @@ class LocalStore(Store):
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with _writable(path), contextlib.suppress(NotADirectoryError):
+        with writable(path), contextlib.suppress(NotADirectoryError):
             path.unlink(missing_ok=True)
 
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
-        with _writable(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with writable(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             shutil.rmtree(path)
 
     def local_path(self, key: str) -> Path | None:
@@ -383,50 +464,9 @@ class LocalStore(Store):
             raise StorageError("the folder is read-only", where=self.uri, mend="choose another path")
 
 
-class _Guarded:
-    """A file object whose write errors are told as ours."""
-
-    def __init__(self, sink: BinaryIO, path: Path) -> None:
-        self._sink, self._path = sink, path
-
-    def write(self, data: Any, /) -> int:
-        with _writable(self._path):
-            return self._sink.write(data)
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Missing files stay FileNotFoundError; what else the system says becomes a StorageError."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except NotADirectoryError:
-        raise FileNotFoundError(path) from None
-    except IsADirectoryError:
-        raise StorageError("this is a folder, not a file", where=str(path), mend="give the path of a file") from None
-    except PermissionError:
-        raise StorageError("no permission to read", where=str(path), mend="change its owner or its mode") from None
-    except OSError as error:
-        raise StorageError(f"cannot read: {error.strerror}", where=str(path), mend="check the disk") from None
-
-
-@contextlib.contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except PermissionError:
-        raise StorageError("no permission to write", where=str(path),
-                           mend="choose another output folder, or change its owner") from None
-    except OSError as error:
-        raise StorageError(f"cannot write: {error.strerror}", where=str(path),
-                           mend="check free space and that the path is a folder you own") from None
-
-
-def _unlistable(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise StorageError(f"cannot list: {error.strerror}", where=str(error.filename),
-                           mend="change the folder's owner or mode")
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _fsync_folder(path: Path) -> None:

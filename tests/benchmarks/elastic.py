@@ -8,7 +8,8 @@ SIGKILLed).
 Real raylets on this machine, one worker each. `seconds` is the longest time without a step from the event on,
 less a step; `redone` counts steps. Ray Train's side is its TorchTrainer with ScalingConfig(num_workers=(1, 2)) around
 our training loop and our asynchronous checkpoints: what differs is only who deals with the event. It takes up to two
-minutes an event. Exit code 1 when one of ours misses its limit.
+minutes an event. Exit code 1 when one of ours misses its limit. The limits are those of an idle machine; where other
+programs take the CPU too, which is measured before and after each event, they are as many times longer.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tidewheel.train.config import TrainConfig
 AT_STEP, SAVE_EVERY = 33, 20
 LIMITS = {"worker": 1.5, "node": 3.0, "frozen": 5.0, "drain": 2.0, "join": 2.0, "standby": 2.0, "kept": 5.0}
 """Seconds, from the issue. Redone: at most one step of a worker or node that died, none otherwise."""
+WORK_SECONDS = 1.0
 REDONE = {"worker": 1, "node": 1, "frozen": 1, "standby": 1, "kept": 1}
 PEERS = ("worker", "node", "frozen", "drain", "join")
 MOST_SECONDS = 240.0
@@ -107,7 +109,8 @@ def peer(config: TrainConfig, seconds: float, done: Path) -> None:
         place, context = storage.store(config.run_uri), ray.train.get_context()
         log = jsonlog.JsonLog(place, "events.jsonl")
         before = [event for event in jsonlog.read(place, "events.jsonl") if event["kind"] in ("start", "resume")]
-        manager = CheckpointManager.of(place.child("checkpoints"), config.checkpoint, lambda kind, detail: None)
+        manager = CheckpointManager.of(place.child("checkpoints"), config.checkpoint, lambda kind, detail: None,
+                                       generation=None)
         train(config, Runtime(rank=context.get_world_rank(), world_size=context.get_world_size(), checkpoints=manager,
                               control=Control(), generation=len(before)))
 
@@ -260,23 +263,33 @@ def main() -> int:
     missed: list[str] = []
     for event in chosen.only:
         theirs = _tried(event, "peer", chosen.step_seconds) if event in PEERS and not chosen.ours_only else None
+        before = crowding()
         mine = _tried(event, "ours", chosen.step_seconds)
-        limit = LIMITS.get(event)
-        late = not _within(event, mine)
+        crowded = max(before, crowding())
+        limit = LIMITS[event] * crowded if event in LIMITS else None
+        late = not _within(event, mine, crowded)
         missed += [event] * late
         rows.append({"event": event, **_cells("Ray Train", theirs), **_cells("Tidewheel", mine),
-                     "limit, s": f"{limit:g}" if limit else "", "": "missed" if late else ""})
+                     "limit, s": f"{limit:.1f}" if limit else "", "": "missed" if late else ""})
         print_table(rows[-1:])
     print_table(rows, title="What events cost")
     return 1 if missed else 0
 
 
-def _within(event: str, found: Cost | str) -> bool:
+def crowding() -> float:
+    """How many times longer a piece of work takes here than on an idle machine: 1 when nobody else computes."""
+    began, until = time.monotonic(), time.thread_time() + WORK_SECONDS
+    while time.thread_time() < until:
+        pass
+    return max(1.0, (time.monotonic() - began) / WORK_SECONDS)
+
+
+def _within(event: str, found: Cost | str, crowded: float) -> bool:
     if isinstance(found, str):
         return False
     if event not in LIMITS:
         return True
-    return found.seconds <= LIMITS[event] and found.redone <= REDONE.get(event, 0)
+    return found.seconds <= LIMITS[event] * crowded and found.redone <= REDONE.get(event, 0)
 
 
 def _tried(event: str, side: str, seconds: float) -> Cost | str:

@@ -3,9 +3,11 @@
 Prints its progress as JSON lines. Its workers do what `tidewheel train`'s do, and what the environment asks for beside:
 
 CHAOS_STEP_SECONDS      each step takes so much longer, as if the model were larger
+CHAOS_HURRY             a path; once there is a file, it no longer does
 CHAOS_SLOW              a path; the file there, if any, is {"node": first 12 digits of its id, "factor": f}, and on that
                         node a step's own work takes f times as long
 CHAOS_STORAGE_AWAY      a path; while there is a file, no object of the store can be read, written or listed
+CHAOS_STORAGE_SILENT    a path; while there is a file, such calls do not return; after 30 s they fail
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tidewheel.errors import StorageError
+from tidewheel.errors import StorageAwayError, StorageError
+
+REQUEST_SECONDS = 30.0
+"""What a request to an object store may take in all, see `tidewheel.s3`."""
 
 
 def worker(settings: dict[str, Any]) -> Any:
@@ -39,7 +44,7 @@ def worker(settings: dict[str, Any]) -> Any:
 
 def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[..., Any]:
     """`step` that takes `seconds` longer, and more CPU time where CHAOS_SLOW says so."""
-    file = Path(os.environ.get("CHAOS_SLOW", "/nowhere"))
+    file, hurry = Path(os.environ.get("CHAOS_SLOW", "/nowhere")), Path(os.environ.get("CHAOS_HURRY", "/nowhere"))
 
     def train_step(*arguments: Any, **named: Any) -> Any:
         began = time.thread_time()
@@ -49,28 +54,33 @@ def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[...,
         until = time.thread_time() + (factor - 1) * (time.thread_time() - began)
         while time.thread_time() < until:
             pass
-        time.sleep(seconds)
+        time.sleep(0.0 if hurry.exists() else seconds)
         return result
 
     return train_step
 
 
 def storage_faults() -> None:
-    """Make this process's stores fail while the file named by CHAOS_STORAGE_AWAY is there."""
+    """Make this process's stores fail, or hang, while the file is there that the environment names."""
     from tidewheel.storage import LocalStore
 
-    flag = os.environ.get("CHAOS_STORAGE_AWAY")
-    if not flag or hasattr(LocalStore, "chaos"):
+    away, silent = (os.environ.get(f"CHAOS_STORAGE_{how}", "/nowhere") for how in ("AWAY", "SILENT"))
+    if hasattr(LocalStore, "chaos"):
         return
     LocalStore.chaos = True  # type: ignore[attr-defined]
-    for name in ("open", "writer", "list", "check", "size", "delete"):
-        setattr(LocalStore, name, _unless_away(getattr(LocalStore, name), Path(flag)))
+    for name in ("open", "writer", "create", "list", "check", "size", "delete"):
+        setattr(LocalStore, name, _unless_away(getattr(LocalStore, name), Path(away), Path(silent)))
 
 
-def _unless_away(method: Callable[..., Any], flag: Path) -> Callable[..., Any]:
+def _unless_away(method: Callable[..., Any], away: Path, silent: Path) -> Callable[..., Any]:
     def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
-        if flag.exists():
+        if away.exists():
             raise StorageError("the store does not answer", where=self.uri, mend="wait until it is back")
+        until = time.monotonic() + REQUEST_SECONDS
+        while silent.exists():
+            if time.monotonic() > until:
+                raise StorageAwayError("the store does not answer", where=self.uri, mend="wait until it is back")
+            time.sleep(0.05)
         return method(self, *arguments, **named)
 
     return guarded

@@ -16,13 +16,14 @@ from tests.chaos.world import SAVE_EVERY, World
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.faults import drain_node, flip_byte
 from tidewheel.cluster.local import NodeHandle
-from tidewheel.errors import ClusterError
+from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.storage import store
 
 Event = Callable[[World, random.Random], str]
 REPLACED_SECONDS = 8.0
 """A new machine is there so long after one was lost."""
 AWAY_SECONDS = 10.0
+SILENT_SECONDS = 12.0
 NOTICE_SECONDS = 15.0
 
 
@@ -123,6 +124,28 @@ def storage_away(world: World, rng: random.Random) -> str:
     return f"{AWAY_SECONDS:g} s"
 
 
+def storage_silent(world: World, rng: random.Random) -> str:
+    """The store takes every request and answers none."""
+    flag = world.folder / "storage-silent"
+    flag.touch()
+    time.sleep(SILENT_SECONDS)
+    flag.unlink()
+    return f"{SILENT_SECONDS:g} s"
+
+
+def second_driver(world: World, rng: random.Random) -> str:
+    """Another driver of the same run, with another learning rate, while the first one trains: it must be refused."""
+    at = world.step
+    if not world.wait_for(lambda: world.step > at, 120) or world.over.is_set():
+        return "nobody trained: left alone"
+    code, error = world.second_driver("optimizer.learning_rate=1e-2")
+    if world.over.is_set():
+        return "the run ended meanwhile"
+    if code != OwnershipError.exit_code or "is being trained by" not in error:
+        world.problems.append(f"a second driver was not refused: code {code}, {error[-300:]}")
+    return f"code {code}: {error.splitlines()[0][:120] if error else ''}"
+
+
 def corrupt_newest(world: World, rng: random.Random) -> str:
     """A byte of the newest checkpoint; then all workers die, so that storage is what is left."""
     place = store(world.config.run_uri).child("checkpoints")
@@ -140,7 +163,7 @@ def corrupt_newest(world: World, rng: random.Random) -> str:
 
 EVENTS: dict[str, Event] = {function.__name__: function for function in (
     kill_worker, stop_worker, kill_node, kill_node_of_rank_0, freeze_node, drain, join, kill_two, kill_during_recovery,
-    kill_during_save, kill_driver, storage_away, corrupt_newest)}
+    kill_during_save, kill_driver, storage_away, storage_silent, second_driver, corrupt_newest)}
 
 
 # -- what they share ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ units on storage, is the same. One kill, and the end, are of a Ray with all its 
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.driver import Driver, set_hashes
+from tidewheel.data.pipeline import LEASES
+from tidewheel.lease import holding
 from tidewheel.shards.verify import verify
+from tidewheel.storage import store
 
 pytestmark = pytest.mark.chaos
 
@@ -76,3 +80,19 @@ def test_killed_five_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
     assert set_hashes(str(output)) == set_hashes(str(tmp_path / "quiet"))
     assert verify(str(output / "shards")) == []
     assert not list(output.rglob(".tmp-*"))
+
+
+@pytest.mark.timeout(300)
+def test_a_second_pipeline_on_one_output_is_told_who_writes(tmp_path):
+    corpus(tmp_path / "in")
+    output = tmp_path / "out"
+    with holding(store(output).child(LEASES), "pipeline", "another pipeline is writing to this output"):
+        refused = Driver(RECIPE, str(tmp_path / "in"), str(output), "--plain")
+        assert refused.wait(120)
+        with pytest.raises(RuntimeError, match=rf"another pipeline is writing to this output: process {os.getpid()}"):
+            refused.watch()
+    assert not (output / "shards" / "manifest.json").exists()
+    done = Driver(RECIPE, str(tmp_path / "in"), str(output), "--plain")
+    assert done.wait(120)
+    assert done.process.returncode == 0
+    done.close()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.training import run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
 def test_the_result_of_a_disturbed_run_is_that_of_an_undisturbed_one(tmp_path: Path):

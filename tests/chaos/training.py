@@ -3,7 +3,7 @@
     python -m tests.chaos.training --minutes 20 --seed 1 [--reproducible] [--peer]
 
 Every 20 to 60 s a random event of `tests/chaos/events.py`: real SIGKILLs, SIGSTOPs and drains of workers, nodes and the
-driver, a store that is away, a damaged checkpoint. Exit code 1 unless
+driver, a store that is away or silent, a second driver, a damaged checkpoint. Exit code 1 unless
 
 - the run finishes, and no driver ended but those that were killed;
 - the audit finds every sequence as planned, each exactly once;
@@ -103,6 +103,7 @@ def examine(world: World, happened: list[Happened], seconds: float, reference: T
         problems.append(f"audit: {found.summary()}")
     summary = summarise(jsonlog.read(world.place, "ledger.jsonl"), jsonlog.read(world.place, "events.jsonl"))
     problems += ledger_problems(summary, lived(world))
+    problems += world.problems
     if world.finished:
         problems += differences(world.config, reference)
     return Chaos(tuple(happened), seconds, summary.goodput, summary.parts, tuple(problems))

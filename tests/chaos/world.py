@@ -72,6 +72,8 @@ class World:
     closing: bool = False
     program: str = "tests.chaos.driver"
     """What drives the run."""
+    problems: list[str] = field(default_factory=list)
+    """What events found to be wrong."""
     _process: subprocess.Popen[str] | None = None
 
     @property
@@ -114,6 +116,21 @@ class World:
         if self._process is not None and self._process.poll() is None:
             self.drivers[-1].killed = True
             self._process.kill()
+
+    def second_driver(self, *overrides: str, seconds: float = 90.0) -> tuple[int | None, str]:
+        """Start one more driver of the run; (exit code, what it said on stderr). One that trains is ended."""
+        file = self.folder / "second.yaml"
+        values = build(TrainConfig, self.config.canonical(), overrides).canonical()
+        file.write_text(json.dumps(values))
+        process = subprocess.Popen([sys.executable, "-m", self.program, str(file), self.cluster.address],
+                                   env=self.environment, cwd=REPOSITORY, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE, text=True)
+        try:
+            _, error = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, error = process.communicate()
+        return process.returncode, error.strip()
 
     def close(self) -> None:
         """No further driver."""
@@ -163,6 +180,7 @@ def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_nod
     """A cluster with a run on it, under way; both end with the block."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     added = {"CHAOS_STEP_SECONDS": str(step_seconds), "CHAOS_STORAGE_AWAY": str(folder / "storage-away"),
+             "CHAOS_STORAGE_SILENT": str(folder / "storage-silent"),
              "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "platform"), str(REPOSITORY)]), **environment}
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)  # the cluster's processes have what is here when it starts

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(960)]
 
 
 def test_demo_on_an_object_store_with_a_killed_and_a_joined_node(tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))}
     ended = subprocess.run(
         [sys.executable, "-m", "tidewheel.cli", "demo", "--storage", "s3", "--steps", "240", "--output", str(tmp_path)],
-        env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=400, check=False)
+        env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=900, check=False)
     told = ended.stderr
     assert ended.returncode == 0, told
     assert "Traceback" not in told

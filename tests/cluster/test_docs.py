@@ -20,7 +20,7 @@ from tests.docs_pages import DOCS, ROOT, TASKS, blocks, script
 from tidewheel.cluster import background
 from tidewheel.cluster.s3_server import S3Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 CHECKOUT = ("platform", "jobs", "pipelines", "cluster", "k8s", "docs", "tests", "pyproject.toml", "constraints.txt",
             "Makefile", "README.md", ".gitignore")
 SECONDS = 500

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2, "tie_embeddings": True}
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[
     environment |= cluster.client_environment
     return subprocess.run(
         [str(BIN / "ray"), "job", "submit", "--address", cluster.dashboard_url, "--working-dir", ".", "--", *command],
-        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+        cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
         check=False)
 
 

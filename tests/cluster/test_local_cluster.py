@@ -16,7 +16,7 @@ from ray.job_submission import JobSubmissionClient
 from tidewheel.cluster.local import LocalCluster, NodeHandle
 from tidewheel.errors import ClusterError
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def alive(pid: int) -> bool:
@@ -26,7 +26,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int], seconds: float = 15) -> bool:
+def gone(pids: list[int], seconds: float = 90) -> bool:
     until = time.monotonic() + seconds
     while any(map(alive, pids)):
         if time.monotonic() > until:
@@ -54,7 +54,7 @@ def test_nodes_die_and_join():
             began = time.monotonic()
             assert first.pid in cluster.kill_node(first)
             while sum(row["Alive"] for row in ray.nodes()) == 3:
-                assert time.monotonic() - began < 20
+                assert time.monotonic() - began < 120
                 time.sleep(0.05)
             assert gone(processes)
             with pytest.raises(ClusterError, match="no such worker node"):
@@ -105,9 +105,9 @@ def test_nothing_is_left_when_the_owner_ends(end):
     assert len(pids) > 1
     if end != "exception":
         owner.send_signal(signal.Signals[end])
-    owner.wait(timeout=30)
+    owner.wait(timeout=90)
     owner.stdout.close()
-    assert gone([int(pid) for pid in pids], 25)
+    assert gone([int(pid) for pid in pids])
     assert not Path(folder).exists()
 
 

@@ -11,7 +11,7 @@ from tests.unit.workflow.test_overlap import overlapped
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.launch import RayLauncher, execute
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 class FromHere(RayLauncher):

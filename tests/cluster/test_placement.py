@@ -24,7 +24,7 @@ from tidewheel.placement import GROUP_LABEL, MARKET_LABEL, matches
 from tidewheel.storage import store
 from tidewheel.train.audit import audit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_ray_reads_selectors_as_we_do(cluster):
             there = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
             task: Any = ray.remote(num_cpus=0, scheduling_strategy=there, label_selector=selector)(lambda: None)
             try:
-                ray.get(task.remote(), timeout=20)
+                ray.get(task.remote(), timeout=90)
             except ray.exceptions.TaskUnschedulableError:
                 continue
             found.add(row["NodeID"])

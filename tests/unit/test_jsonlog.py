@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
+import os
+import resource
+import shutil
+import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +60,238 @@ def test_lines_are_collected_on_an_object_store(server: S3Server) -> None:
     log.flush()
     assert len(place.list("m.jsonl")) == 1
     assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(100))
+
+
+def test_a_flush_puts_the_newest_segment_again(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonlog, "SEGMENT_BYTES", 10 * len('{"step":10}\n'))
+    place = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    counts = []
+    for step in range(10, 55):
+        log.append({"step": step})
+        log.flush()
+        counts.append(len(place.list("m.jsonl")))
+    assert counts == [1 + flushes // 10 for flushes in range(45)]
+    for step in range(55, 100):  # more than a segment at once
+        log.append({"step": step})
+    log.flush()
+    assert len(place.list("m.jsonl")) == 9
+    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(10, 100))
+
+
+def test_writers_sort_by_their_order_and_start_whatever_the_clocks(server: S3Server,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    place = store(f"s3://logs/{uuid.uuid4().hex}")
+    clock = itertools.count(1_000_000, -1000)
+    monkeypatch.setattr(jsonlog.time, "time", lambda: next(clock))
+    monkeypatch.setattr(jsonlog.time, "time_ns", lambda: next(clock))
+    numbers = itertools.count()
+    for order in (2, 1, 2, 1_000_000, 2):
+        log = JsonLog(place, "m.jsonl", order=order)
+        for _ in range(2):
+            log.append({"order": order, "number": next(numbers)})
+            log.flush()
+    found = [(r["order"], r["number"]) for r in jsonlog.read(place, "m.jsonl")]
+    assert found == [(1, 2), (1, 3), (2, 0), (2, 1), (2, 4), (2, 5), (2, 8), (2, 9), (1_000_000, 6), (1_000_000, 7)]
+
+
+def test_a_log_of_an_older_version_goes_on(server: S3Server) -> None:
+    place = store(f"s3://logs/{uuid.uuid4().hex}")
+    for part in range(3):
+        content = f'{{"step":{2 * part}}}\n{{"step":{2 * part + 1}}}\n'
+        place.write(f"m.jsonl/{1_790_000_000_000_000_000 + part:020d}-0123abcd-{part:06d}.jsonl", content.encode())
+    log = JsonLog(place, "m.jsonl")
+    log.append({"step": 6})
+    log.flush()
+    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(7))
+    assert [r["step"] for r in jsonlog.newest_first(place, "m.jsonl")] == list(range(6, -1, -1))
+
+
+def test_a_put_that_arrives_late_takes_nothing_away(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender was told that it failed, and has put more since."""
+    place = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    late: list[tuple[str, bytes]] = []
+
+    def lose(_: Store, key: str, data: bytes) -> None:
+        late.append((key, data))
+        raise StorageError("no answer")
+
+    for step in range(6):
+        log.append({"step": step})
+        if step in (1, 4):
+            with monkeypatch.context() as broken:
+                broken.setattr(type(place), "write", lose)
+                with pytest.raises(StorageError):
+                    log.flush()
+        else:
+            log.flush()
+    assert len(late) == 2
+    for key, data in late:
+        place.write(key, data)
+    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(6))
+
+
+def test_the_newest_records_take_one_request(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonlog, "SEGMENT_BYTES", 100)
+    place = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    for step in range(300):
+        log.append({"step": step})
+    log.flush()
+    assert len(place.list("m.jsonl")) > 20
+    reads = []
+    real = type(place).read
+    monkeypatch.setattr(type(place), "read", lambda *given: reads.append(given[1]) or real(*given))
+    records = jsonlog.newest_first(place, "m.jsonl")
+    assert next(records)["step"] == 299
+    assert len(reads) == 1
+    assert [r["step"] for r in records] == list(range(298, -1, -1))
+    assert len(reads) == len(set(reads)) == len(place.list("m.jsonl"))
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_a_file_is_read_backwards(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonlog, "_BLOCK_BYTES", block)
+    place = store(tmp_path)
+    assert list(jsonlog.newest_first(place, "m.jsonl")) == []
+    log = JsonLog(place, "m.jsonl")
+    for step in range(50):
+        log.append({"step": step, "text": "ü" * (step % 11)})
+    with (tmp_path / "m.jsonl").open("ab") as sink:
+        sink.write(b'{"step":50')  # torn
+    assert list(jsonlog.newest_first(place, "m.jsonl")) == jsonlog.read(place, "m.jsonl")[::-1]
+
+
+@pytest.mark.parametrize("key", ["events.jsonl", "m.jsonl"])
+def test_lines_wait_in_bounded_memory_and_the_log_says_what_is_missing(place: Store, key: str, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonlog, "MOST_WAITING_BYTES", 50 * len('{"step":100}\n'))
+    log = JsonLog(place, key, flush_seconds=3600)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(place), "write", lambda *_: (_ for _ in ()).throw(StorageError("down")))
+        broken.setattr(jsonlog._File, "write", lambda *_: (_ for _ in ()).throw(StorageError("full")))
+        for step in range(100, 1000):
+            log.append({"step": step})
+        assert len(log.unwritten()) == 50 + (place.local_path(key) is not None)  # what is being tried is not dropped
+        with pytest.raises(StorageError):
+            log.flush()
+    log.flush()
+    records = jsonlog.read(place, key)
+    steps = [r["step"] for r in records if "step" in r]
+    assert steps[-50:] == list(range(950, 1000))
+    notes = [r for r in records if r.get("kind") == "log_dropped"]
+    assert len(notes) == (key == "events.jsonl")  # readers of other logs do not meet it
+    for note in notes:
+        assert note["detail"] == {"log": key, "lines": 900 - len(steps)}
+    assert list(jsonlog.newest_first(place, key)) == records[::-1]
+
+
+def unwritable(path: Path, how: str) -> None:
+    match how:
+        case "full":
+            path.symlink_to("/dev/full")
+        case "gone":
+            shutil.rmtree(path.parent)
+        case "no folder":
+            shutil.rmtree(path.parent)
+            path.parent.write_text("")
+        case "a folder":
+            path.mkdir()
+
+
+def writable(path: Path, how: str) -> None:
+    match how:
+        case "full":
+            path.unlink()
+        case "gone":
+            path.parent.mkdir()
+        case "no folder":
+            path.parent.unlink()
+            path.parent.mkdir()
+        case "a folder":
+            path.rmdir()
+
+
+@pytest.mark.parametrize(("how", "written"), [("full", True), ("full", False), ("no folder", True),
+                                              ("no folder", False), ("a folder", True), ("a folder", False),
+                                              ("gone", True)])
+def test_a_local_log_that_cannot_be_written_waits(tmp_path: Path, how: str, written: bool,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonlog, "RETRY_SECONDS", 0.0)
+    path = tmp_path / "run" / "events.jsonl"
+    path.parent.mkdir()
+    log = JsonLog(store(path.parent), path.name)
+    before = b""
+    if written:
+        log.append({"step": 0})
+        before = path.read_bytes()
+        path.unlink()
+    unwritable(path, how)
+    for step in range(1, 4):
+        log.append({"step": step})
+    log.flush_soon()
+    assert len(log.unwritten()) == 3
+    with pytest.raises(StorageError) as error:
+        log.flush()
+    assert error.value.mend
+    writable(path, how)
+    path.write_bytes(before)
+    log.append({"step": 4})
+    assert log.unwritten() == []
+    steps = [r["step"] for r in jsonlog.read(store(path.parent), path.name)]
+    assert steps == [0, 1, 2, 3, 4] if written else [1, 2, 3, 4]
+
+
+def test_a_folder_that_went_away_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a disk that comes back, and would hide what was written meanwhile."""
+    monkeypatch.setattr(jsonlog, "RETRY_SECONDS", 0.0)
+    log = JsonLog(store(tmp_path / "run"), "m.jsonl")
+    log.append({"step": 0})
+    (tmp_path / "run").rename(tmp_path / "away")
+    log.append({"step": 1})
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "away").rename(tmp_path / "run")
+    log.flush_soon()
+    assert [r["step"] for r in jsonlog.read(store(tmp_path / "run"), "m.jsonl")] == [0, 1]
+
+
+def _fill_the_disk(root: str) -> None:
+    """The first line fits, the second only in part, then there is room again."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log = JsonLog(store(root), "m.jsonl")
+    line = len('{"step":0}\n')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (line + line // 2, resource.RLIM_INFINITY))
+    for step in range(3):
+        log.append({"step": step})
+    if len(log.unwritten()) != 2 or (Path(root) / "m.jsonl").stat().st_size != line + line // 2:
+        os._exit(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    log.flush()
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    child = multiprocessing.get_context("fork").Process(target=_fill_the_disk, args=(str(tmp_path),))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert [r["step"] for r in jsonlog.read(store(tmp_path), "m.jsonl")] == [0, 1, 2]
+
+
+def test_a_burst_is_one_write(server: S3Server) -> None:
+    """`flush_due` waits for the interval, whoever calls it how often."""
+    place = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    for step in range(10):
+        log.append({"step": step})
+        log.flush_due()
+    assert list(place.list()) == []
+    log = JsonLog(place, "m.jsonl", flush_seconds=0)
+    log.append({"step": 10})
+    until = time.monotonic() + 60
+    while log.unwritten() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == [10]
 
 
 def test_lines_are_kept_while_the_object_store_fails(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import io
 import multiprocessing
 import os
 import pickle
+import shutil
+import signal
 import socket
 import time
 import uuid
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 
 from tidewheel import s3, storage
 from tidewheel.cluster.s3_server import S3Server
-from tidewheel.errors import StorageError
+from tidewheel.errors import StorageAwayError, StorageError
 from tidewheel.storage import LocalStore, Stamp, Store, join, safe_key, split, store
 
 
@@ -147,7 +149,7 @@ def test_aborted_write_leaves_nothing_and_passes_the_error_on(place: Store, size
     assert place.read("kept") == b"before"
     assert [entry.key for entry in place.list()] == ["kept"]
     if isinstance(place, s3.S3Store):
-        assert "Uploads" not in place.fs.call_s3("list_multipart_uploads", Bucket=place.bucket)
+        assert list(place.uploads()) == []
     else:
         assert os.listdir(place.uri) == ["kept"]
 
@@ -179,6 +181,64 @@ def test_failing_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StorageError, match="No space left"):
         store(tmp_path).write("x", b"1")
     assert os.listdir(tmp_path) == []
+
+
+def _begin_and_die(place: Store) -> None:
+    with place.writer("folder/long") as sink:
+        sink.write(bytes(40 << 20))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_writer_left_is_found_and_given_up(place: Store) -> None:
+    """An upload in parts, which object stores keep and charge for; a temporary file in a folder."""
+    child = multiprocessing.get_context("spawn").Process(target=_begin_and_die, args=(place,))
+    child.start()
+    child.join(60)
+    [left] = place.uploads()
+    assert list(place.list()) == []
+    assert place.uploads("folder") == [left]
+    assert list(place.uploads("elsewhere")) == []
+    place.write("later", b"1")
+    with place.writer("under/way") as sink:
+        sink.write(bytes(40 << 20))
+        assert place.abort_uploads(before=left.started) == 0
+        assert place.abort_uploads("elsewhere", before=time.time() + 1000) == 0
+        assert place.abort_uploads("folder", before=place.written_at("later") + 1) == 1
+    assert list(place.uploads()) == []
+    assert [entry.key for entry in place.list()] == ["later", "under/way"]
+    place.abort(left)  # none there is no error
+
+
+@pytest.mark.parametrize("write", [lambda place: place.write("y", b"2"), lambda place: place.create("y", b"2")])
+def test_a_folder_that_went_away_is_not_made_again(tmp_path: Path, write) -> None:
+    """It may be a disk that comes back, and would hide what was written meanwhile."""
+    place = store(tmp_path / "run")
+    place.write("x", b"1")
+    (tmp_path / "run").rename(tmp_path / "away")
+    with pytest.raises(StorageAwayError, match="the folder is gone") as error:
+        write(place)
+    assert "mount" in error.value.mend
+    (tmp_path / "run").mkdir()  # the empty mount point
+    with pytest.raises(StorageAwayError, match="another one is in its place"):
+        write(place)
+    (tmp_path / "run").rmdir()
+    shutil.copytree(tmp_path / "away", tmp_path / "run")  # mounted again: another device, the same content
+    write(place)
+    assert place.read("y") == b"2"
+    elsewhere = pickle.loads(pickle.dumps(place))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    write(elsewhere)  # on another machine it may be made
+
+
+def test_a_full_disk_is_told_with_a_fix_whatever_was_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing a file writes what it still holds, and fails again: that must not hide the first error."""
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode="r", *rest: real(Path("/dev/full"), mode) if "w" in mode
+                        else real(self, mode, *rest))
+    for size in (10, 5_000, 100_000):
+        with pytest.raises(StorageError, match="No space left on device") as error:
+            store(tmp_path).write("x", bytes(size))
+        assert "free some space" in error.value.mend
 
 
 # -- keys --------------------------------------------------------------------------------------

@@ -1,22 +1,76 @@
-"""A store that fails at every fifth request: everything still arrives, whole, and nothing is told wrongly."""
+"""Stores that misbehave: what can be outlasted is, the rest is told with its cause, and nothing waits for ever."""
 
 from __future__ import annotations
 
 import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError
 
-from tidewheel import s3
-from tidewheel.cluster.s3_faults import KINDS, Faults
+from tidewheel import s3, s3_problems, s3_requests
+from tidewheel.cluster.s3_faults import ELSEWHERE, KINDS, Faults
 from tidewheel.cluster.s3_server import S3Server
-from tidewheel.errors import StorageError
-from tidewheel.storage import content_hash, store
+from tidewheel.errors import StorageAwayError, StorageError
+from tidewheel.s3 import S3Store
+from tidewheel.s3_requests import RetryPolicy
+from tidewheel.storage import Store, content_hash, store
+from tidewheel.time_limit import TimeLimit, bounded
 
 pytestmark = pytest.mark.timeout(180)
+
+SHORT = RetryPolicy(request_seconds=0.5, budget_seconds=2.0)
+LONG_SECONDS = 60.0
+"""Nothing here takes as long, on any machine, unless it hangs."""
+OPERATIONS: dict[str, Callable[[Store], object]] = {
+    "check": lambda place: place.check(),
+    "write": lambda place: place.write("key", b"data"),
+    "write parts": lambda place: place.write("key", bytes(40 << 20)),
+    "create": lambda place: place.create("key", b"data"),
+    "read": lambda place: place.read("key"),
+    "size": lambda place: place.size("key"),
+    "list": lambda place: place.list(),
+    "delete": lambda place: place.delete("key"),
+}
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
+    """A server that takes connections and never answers; what it took."""
+    taken: list[socket.socket] = []
+    listener = socket.create_server(("127.0.0.1", 0), backlog=500)
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            taken.append(connection)
+
+    threading.Thread(target=accept, daemon=True).start()
+    for name, value in {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{listener.getsockname()[1]}",
+                        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+                        "AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    yield taken
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    for connection in taken:
+        connection.close()
+
+
+# -- outlasted -----------------------------------------------------------------------------------
 
 
 def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)  # a multipart upload of three parts
+    monkeypatch.setattr(s3, "READ_BYTES", 4 << 20)  # and as many requests to read it
     generator = random.Random(0)
     with S3Server(faults=Faults(0.2, 1)) as server:
         place = store(server.create_bucket("faulty") + "/data")
@@ -27,6 +81,7 @@ def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> N
             data = written[stamp.key]
             assert place.read(stamp.key) == data
             assert place.read(stamp.key, 3, 50) == data[3:53]
+            assert place.read(stamp.key, 0, 1 << 30) == data
             assert place.verify(stamp) == ""
             with place.open(stamp.key) as stream:
                 stream.seek(len(data) // 2)
@@ -41,13 +96,14 @@ def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(counts[kind] > 0 for kind in KINDS), counts
 
 
-def test_a_store_that_never_recovers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "ATTEMPTS", 2)
-    with S3Server(faults=Faults(1.0, 0, ("reset_before",))) as server:
-        place = store(server.create_bucket("broken") + "/data")
-        with pytest.raises(StorageError, match="object store") as error:
-            place.write("key", b"data")
-    assert error.value.mend
+def test_a_few_silent_requests_are_outlasted() -> None:
+    with S3Server(faults=Faults(0.3, 3, ("silent",))) as server:
+        bucket = server.create_bucket("nap")
+        place = S3Store(bucket, RetryPolicy(request_seconds=3.0, budget_seconds=60.0))
+        for number in range(12):
+            place.write(f"k{number}", b"data")
+        assert len(place.list()) == 12
+        assert server.fault_counts()["silent"] > 0
 
 
 def test_an_upload_completed_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +121,211 @@ def test_an_upload_completed_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(s3.S3Store, "call", twice)
         data = bytes(11 << 20)
         assert place.verify(place.write("long", data)) == ""
+
+
+def test_an_object_is_created_once_though_answers_are_lost() -> None:
+    """The second try finds the object that the first one made, and knows it for its own."""
+    with S3Server(faults=Faults(0.4, 0, ("reset_after",))) as server:
+        place = store(server.create_bucket("once"))
+        for number in range(12):
+            assert place.create(f"k{number}", b"first")
+            assert not place.create(f"k{number}", b"second")
+            assert place.read(f"k{number}") == b"first"
+        assert server.fault_counts()["reset_after"] > 0
+
+
+def test_a_server_that_was_reached_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with S3Server() as server:
+        # a busy machine must have time for a second try
+        place = S3Store(server.create_bucket("restart"), RetryPolicy(request_seconds=0.5, budget_seconds=8.0))
+        place.check()
+        endpoint = server.endpoint
+    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+                        "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StorageAwayError, match=r"does not answer .*[0-9]+ tries in"):
+        place.check()
+    s3_requests._reached.clear()  # as in a process that begins now
+    with pytest.raises(StorageAwayError, match="does not answer") as error:
+        place.check()
+    assert "tries" not in error.value.what
+
+
+# -- told ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_silent_store_is_told_once_the_budget_is_spent(silent: list[socket.socket], name: str) -> None:
+    with pytest.raises(StorageAwayError, match="takes requests but does not answer in time") as error:
+        OPERATIONS[name](S3Store("s3://bucket/data", SHORT))
+    assert "proxy" in error.value.mend
+    assert 1 <= len(silent) <= 20  # one policy: neither botocore nor s3fs multiplies the tries
+
+
+def test_with_the_default_policy_it_takes_about_half_a_minute(silent: list[socket.socket]) -> None:
+    """As docs/checkpoints.md says."""
+    def seconds(operation: Callable[[Store], object]) -> float:
+        began = time.monotonic()
+        with pytest.raises(StorageAwayError, match="does not answer in time"):
+            operation(store("s3://bucket/data"))
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor() as pool:
+        taken = list(pool.map(seconds, [OPERATIONS[name] for name in ("write", "read", "list", "size")]))
+    assert all(20 < each < 60 for each in taken), taken
+
+
+def test_minutes_of_503_end_after_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is simulated: each answer comes at once, the pauses are what takes the time."""
+    now = [0.0]
+    tries: list[float] = []
+
+    def answer(*arguments: object) -> None:
+        tries.append(now[0])
+        now[0] += 0.05
+        raise ClientError({"Error": {"Code": "503"}}, "PutObject")
+
+    class Clock:
+        monotonic = staticmethod(lambda: now[0])
+
+    def pause(self: TimeLimit, seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(s3_requests, "_wait", answer)
+    monkeypatch.setattr(s3_requests, "time", Clock)
+    monkeypatch.setattr(s3_requests.time_limit.TimeLimit, "pause", pause)
+    for _ in range(50):
+        now[0] = 0.0
+        tries.clear()
+        with pytest.raises(StorageAwayError, match="object store failed"):
+            store("s3://bucket/data").write("key", b"data")
+        assert 20 < now[0] <= 30 + 1
+        assert 6 <= len(tries) <= 80
+
+
+@pytest.mark.parametrize("kind", ["reset_before", "reset_after", "slow_down", "internal_error"])
+def test_a_store_that_never_recovers_is_told(kind: str) -> None:
+    with S3Server(faults=Faults(1.0, 0, (kind,))) as server:
+        place = S3Store(server.create_bucket("broken") + "/data", SHORT)
+        with pytest.raises(StorageAwayError, match="object store failed") as error:
+            place.write("key", b"data")
+    assert error.value.mend
+
+
+def test_a_byte_a_second_is_too_slow() -> None:
+    with S3Server(faults=Faults(0.0)) as server:
+        place = S3Store(server.create_bucket("slow"), RetryPolicy(request_seconds=2.5, budget_seconds=6.0))
+        place.write("key", bytes(100))
+        server.fail(Faults(1.0, 0, ("trickle",)))
+        for name in ("read", "list"):
+            with pytest.raises(StorageAwayError, match="does not answer in time"):
+                OPERATIONS[name](place)
+
+
+def test_a_slow_download_goes_on_while_it_makes_progress() -> None:
+    """It takes longer than a request may that moves nothing."""
+    with S3Server(faults=Faults(0.0)) as server:
+        bucket = server.create_bucket("patient")
+        S3Store(bucket).write("key", b"12345678")
+        server.fail(Faults(1.0, 0, ("trickle",)))
+        policy = RetryPolicy(request_seconds=4.0, least_bytes_per_second=0.2, budget_seconds=4.0)
+        assert S3Store(bucket, policy).read("key") == b"12345678"
+
+
+def test_a_bucket_in_another_region_is_found_or_told() -> None:
+    with S3Server(faults=Faults(0.0, region="eu-west-1")) as server:
+        place = S3Store(server.create_bucket("far"), SHORT)
+        place.write("key", b"data")  # the refusal says where: the client asks there
+        assert place.size("key") == 4
+        server.fail(Faults(1.0, 0, (ELSEWHERE,), region="eu-west-1"))
+        for name in ("check", "write", "read", "size"):
+            with pytest.raises(StorageError, match="the bucket 'far' is in region eu-west-1") as error:
+                OPERATIONS[name](place)
+            assert "AWS_REGION=eu-west-1" in error.value.mend
+            assert not isinstance(error.value, StorageAwayError)  # waiting does not help
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Writes a credentials file with this access key."""
+    def renew(key: str) -> None:
+        (tmp_path / "new").write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=secret\n")
+        (tmp_path / "new").replace(tmp_path / "credentials")
+
+    return renew
+
+
+@pytest.mark.parametrize("name", ["write", "size"])
+@pytest.mark.parametrize("source", ["file", "environment"])
+def test_credentials_that_expire_are_told_and_renewed(source: str, name: str, tmp_path: Path, credentials,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """`size` is a HEAD, whose answer has no body that says what is wrong."""
+    with S3Server(faults=Faults(0.0)) as server:
+        bucket = server.create_bucket("session")
+        S3Store(bucket).write("key", b"data")
+        if source == "file":
+            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+            renew = credentials
+        else:
+            def renew(key: str) -> None:
+                monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        renew("FIRST")
+        OPERATIONS[name](S3Store(bucket, SHORT))
+        server.fail(Faults(0.0, expired_key="FIRST"))
+        with pytest.raises(StorageAwayError, match="the credentials have expired") as error:
+            OPERATIONS[name](S3Store(bucket, SHORT))
+        assert "renew them" in error.value.mend
+        before = server.fault_counts()["requests"]
+        with ThreadPoolExecutor() as pool:
+            under_way = pool.submit(OPERATIONS[name], S3Store(bucket))
+            while server.fault_counts()["requests"] < before + 1:
+                time.sleep(0.01)
+            renew("SECOND")
+            under_way.result(timeout=LONG_SECONDS)
+
+
+def test_a_wrong_clock_is_told() -> None:
+    refused = PermissionError("The difference between the request time and the current time is too large.")
+    refused.__cause__ = ClientError({"Error": {"Code": "RequestTimeTooSkewed"}}, "PutObject")
+    told = s3_problems.explained(refused, "s3://bucket/key", "bucket")
+    assert "clock" in told.what
+    assert "doctor" in told.mend
+
+
+# -- limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_request_stops_when_its_time_limit_is_brought_forward(silent: list[socket.socket], name: str) -> None:
+    limit = TimeLimit(what="the save")
+
+    def end() -> None:
+        while not silent:
+            time.sleep(0.01)
+        limit.end("the generation has ended")
+
+    threading.Thread(target=end, daemon=True).start()
+    endless = RetryPolicy(request_seconds=3600, budget_seconds=3600)
+    with limit.applied(), pytest.raises(StorageAwayError, match="the save was broken off: the generation has ended"):
+        OPERATIONS[name](S3Store("s3://bucket/data", endless))
+
+
+def test_a_time_limit_comes_before_the_budget(silent: list[socket.socket]) -> None:
+    with pytest.raises(StorageAwayError, match="the save took longer than 1 s"):
+        bounded(lambda: store("s3://bucket/data").write("key", b"data"), TimeLimit(1.0, "the save"))
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize("endpoint", ["http://user:pLaNtEd@127.0.0.1:9", "user:pLa/NtEd@host", "https://pLaNtEd@host"])
+def test_an_endpoint_with_a_password_is_refused_before_any_request(monkeypatch: pytest.MonkeyPatch, name: str,
+                                                                   endpoint: str) -> None:
+    monkeypatch.setenv(name, endpoint)
+    monkeypatch.setattr(s3_requests, "_wait", lambda *_: pytest.fail("a request was sent"))
+    for use in (lambda: store("s3://bucket").read("key"), lambda: store("s3://bucket").check(),
+                lambda: list(store("s3://bucket").list())):
+        with pytest.raises(StorageError, match=f"holds a user or a password.*\\n.*remove.*{name}") as refused:
+            use()
+        assert not isinstance(refused.value, StorageAwayError)  # nobody waits for it
+        assert "pLaNtEd" not in str(refused.value)

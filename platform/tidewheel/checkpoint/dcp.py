@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tidewheel.checkpoint.manifest import DTYPES, KEY, CheckpointManifest, Chunk, TensorEntry
+from tidewheel.checkpoint.manifest import DTYPES, CheckpointManifest, Chunk, TensorEntry
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
 from tidewheel.checkpoint.staging import dtype_name
 from tidewheel.errors import CheckpointError
@@ -88,12 +88,15 @@ class Writer(StorageWriter):
         name: folder of this checkpoint.
         attempt: part of the file's name that no other attempt has, so that a checkpoint is never overwritten.
         describe: (files, tensors) to the manifest; called on rank 0.
-        persist: runs a write, again if it fails.
+        publish: writes the manifest and makes the checkpoint count; called on rank 0.
+        persist: runs a write, within the time limit of the save.
     """
 
     def __init__(self, store: Store, name: str, rank: int, attempt: str, *, persist: Callable[[Callable[[], Any]], Any],
-                 describe: Callable[[tuple[Stamp, ...], dict[str, TensorEntry]], CheckpointManifest]) -> None:
+                 describe: Callable[[tuple[Stamp, ...], dict[str, TensorEntry]], CheckpointManifest],
+                 publish: Callable[[CheckpointManifest], None]) -> None:
         self._store, self._name, self._describe, self._persist = store, name, describe, persist
+        self._publish = publish
         self._file = f"rank_{rank:05d}-{attempt}.safetensors"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -132,8 +135,8 @@ class Writer(StorageWriter):
                 chunks.append(Chunk(number[place.file.key], place.start, tuple(box.offsets), tuple(box.sizes)))
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[fqn] = TensorEntry(dtype, tuple(entry.size), tuple(chunks))
-        data = self._describe(files, tensors).to_json()
-        self._persist(lambda: self._store.write(f"{self._name}/{KEY}", data))
+        manifest = self._describe(files, tensors)
+        self._persist(lambda: self._publish(manifest))
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between saves."""
@@ -155,9 +158,8 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads the parts this rank needs of checkpoint `name`, whose manifest was read and whose files were verified."""
 
-    def __init__(self, store: Store, name: str, manifest: CheckpointManifest, *,
-                 persist: Callable[[Callable[[], Any]], Any]) -> None:
-        self._store, self._name, self._manifest, self._persist = store, name, manifest, persist
+    def __init__(self, store: Store, name: str, manifest: CheckpointManifest) -> None:
+        self._store, self._name, self._manifest = store, name, manifest
         self._chunks = {(fqn, chunk.offsets): chunk
                         for fqn, entry in manifest.tensors.items() for chunk in entry.chunks}
 
@@ -188,7 +190,7 @@ class Reader(StorageReader):
             sizes[0], offsets[0] = item.lengths[0], 0
         length = math.prod(sizes) * entry.itemsize
         key = f"{self._name}/{self._manifest.files[chunk.file].key}"
-        data = self._persist(lambda: self._bytes(key, start, length))
+        data = self._bytes(key, start, length)
         tensor = data.view(getattr(torch, entry.dtype)).reshape(sizes)
         put_in_place(planner, item, tensor, offsets)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Mapping
@@ -13,11 +14,11 @@ import torch
 from tidewheel import jsonlog, storage
 from tidewheel.checkpoint import exchange
 from tidewheel.checkpoint.manager import CheckpointManager, OnEvent
-from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_name
+from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_of
 from tidewheel.checkpoint.verify import list_checkpoints, locate
 from tidewheel.config import build
 from tidewheel.errors import ConfigError, TidewheelError
-from tidewheel.jsonlog import JsonLog
+from tidewheel.jsonlog import BESIDE, JsonLog
 from tidewheel.storage import Store
 from tidewheel.train import evaluation, parallel
 from tidewheel.train.collectives import Collectives
@@ -27,6 +28,9 @@ from tidewheel.train.runtime import Runtime
 
 ONE_PROCESS = ("parallel", "compile", "compile_cache", "memory", "elastic")
 """Settings of a run that one process has no use for."""
+
+LOOK_BACK = 100_000
+"""Records among which the newest evaluation is looked for; without one the newest checkpoint is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Evaluator:
         CheckpointManager(place).load_from(place.at(name), {"model": self._weights})
         self._model.refresh()
         scores = evaluation.validate(self._model, self._sets, self._config, Collectives(self._runtime))
-        return Evaluation(place.at(name), int(name.partition("_")[2]), scores)
+        return Evaluation(place.at(name), step_of(name), scores)
 
 
 def _config(run: Store, manifest: CheckpointManifest, model: dict[str, Any], data: Mapping[str, str] | None,
@@ -127,7 +131,7 @@ def watch(run_uri: str, *, every_steps: int, ended: threading.Event, on_event: O
         seconds: time between two looks.
     """
     run = storage.store(run_uri)
-    log = JsonLog(run, "metrics.jsonl")
+    log = JsonLog(run, "metrics.jsonl", order=BESIDE)
     done: int | None = None
     evaluator: Evaluator | None = None
     told = ""
@@ -135,11 +139,12 @@ def watch(run_uri: str, *, every_steps: int, ended: threading.Event, on_event: O
         try:
             if done is None:
                 done = _last_evaluation(run)
-            step = max((info.step for info in list_checkpoints(run.child("checkpoints")) if info.complete), default=0)
+            newest = [info for info in list_checkpoints(run.child("checkpoints")) if info.complete][-1:]
+            step = newest[0].step if newest else 0
             if step // every_steps <= done // every_steps:
                 continue
             evaluator = evaluator or Evaluator(run_uri, device=device)
-            found = evaluator.evaluate(run.at(f"checkpoints/{step_name(step)}"))
+            found = evaluator.evaluate(run.at(f"checkpoints/{newest[0].name}"))
             done = found.step
             log.append({"time": time.time(), "step": found.step, **evaluation.record(found.scores)})
             log.flush()
@@ -150,6 +155,6 @@ def watch(run_uri: str, *, every_steps: int, ended: threading.Event, on_event: O
 
 
 def _last_evaluation(run: Store) -> int:
-    """Step of the newest evaluation that the run's metrics hold, 0 when there is none."""
-    return max((int(line["step"]) for line in jsonlog.read(run, "metrics.jsonl") if "validation_loss" in line),
-               default=0)
+    """Step of the newest evaluation among the run's newest metrics, 0 when there is none."""
+    newest = itertools.islice(jsonlog.newest_first(run, "metrics.jsonl"), LOOK_BACK)
+    return next((int(line["step"]) for line in newest if "validation_loss" in line), 0)

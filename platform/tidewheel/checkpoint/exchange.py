@@ -149,7 +149,7 @@ def read_weights(place: Store, name: str, manifest: CheckpointManifest,
         held[each] = keys[0]
     state = {key: torch.empty(manifest.tensors[key].shape, dtype=getattr(torch, manifest.tensors[key].dtype))
              for key in held.values()}
-    reader = Reader(place, name, manifest, persist=lambda attempt: attempt())
+    reader = Reader(place, name, manifest)
     torch_checkpoint.load(dict(state), storage_reader=reader, planner=load_planner(), no_dist=True)
     return {each: state[key] for each, key in held.items()}
 

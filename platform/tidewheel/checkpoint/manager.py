@@ -5,29 +5,33 @@ from __future__ import annotations
 import json
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-import tenacity
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tidewheel import storage
+from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
 from tidewheel.checkpoint.dcp import Reader, StagedPlanner, Writer, load_planner
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, TensorEntry, step_name
 from tidewheel.checkpoint.peers import Peers
-from tidewheel.checkpoint.retention import Keep, collect
+from tidewheel.checkpoint.retention import Keep, collect, give_up_abandoned
 from tidewheel.checkpoint.staging import Snapshot, Stage, dtype_name, flatten, local
 from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
-from tidewheel.errors import CheckpointError, StorageError, TidewheelError
+from tidewheel.errors import CheckpointError, OwnershipError, StorageAwayError, StorageError, TidewheelError
 from tidewheel.storage import Stamp, Store
+from tidewheel.time_limit import TimeLimit, bounded
 from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.runtime import Saves
 
 OnEvent = Callable[[str, dict[str, Any]], None]
+T = TypeVar("T")
+
+MOMENT_SECONDS = 1.0
+"""Ranks that part wait this long for a save that is under way."""
 
 
 class CheckpointManager:
@@ -35,7 +39,7 @@ class CheckpointManager:
 
     A checkpoint is a folder `step_00000100` with one safetensors file for each rank and `manifest.json`, which rank 0
     writes last. All ranks call `save`, `load_latest` and `wait` in the same order. One save is in flight at a time: the
-    next one waits for it. A save that fails is tried again, then reported; training goes on.
+    next one waits for it. A save that fails or takes too long is reported; training goes on.
 
     Args:
         store: the run's `checkpoints` folder.
@@ -46,40 +50,42 @@ class CheckpointManager:
             from the uploading thread, so it must be quick.
         process_group: the ranks; default: torch.distributed's default group, or this process alone.
         asynchronous: upload in a thread; False: `save` returns when the checkpoint is committed.
-        attempts: tries of each write and read before it counts as failed.
-        patience: seconds of waiting between tries, at most.
+        save_seconds: a save that takes longer has failed.
         max_failed: saves in a row that may fail; then `save` and `wait` raise. 0: any number.
+        generation: number of the worker group, for a run that has an owner. None: a checkpoint outside a run.
     """
 
     def __init__(self, store: Store, *, keep_last: int = 3, keep_best: int = 0, keep_every: int = 0,
                  on_event: OnEvent | None = None, process_group: Any = None, asynchronous: bool = True,
-                 attempts: int = 5, patience: float = 20.0, max_failed: int = 0) -> None:
+                 save_seconds: float = 1800.0, max_failed: int = 0, generation: int | None = None) -> None:
         self.store, self._keep, self._asynchronous = store, Keep(keep_last, keep_best, keep_every), asynchronous
         self._max_failed, self._saves, self._reason = max_failed, Saves(), ""
         self._on_event, self._process_group = on_event, process_group
+        self._generation = generation
+        self._lost: OwnershipError | None = None
         self._made_peers: Peers | None = None
         self._stage = Stage()
         self._upload: threading.Thread | None = None
         self._copied, self._stalled = threading.Event(), 0.0
         self._copied.set()
         self._damaged: set[str] = set()
-        self._retry = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(attempts), reraise=True,
-            wait=tenacity.wait_random_exponential(multiplier=0.5, max=patience),
-            retry=tenacity.retry_if_exception_type((StorageError, OSError))
-            & tenacity.retry_if_not_exception_type(FileNotFoundError))
+        self._save_seconds = save_seconds
+        self._limit, self._broken_off, self._let_go = TimeLimit(), False, False
+        self._finds_abandoned = True
 
     @classmethod
-    def of(cls, store: Store, config: CheckpointConfig, on_event: OnEvent) -> CheckpointManager:
-        """As the run's configuration says."""
+    def of(cls, store: Store, config: CheckpointConfig, on_event: OnEvent, *,
+           generation: int | None) -> CheckpointManager:
+        """Return the manager of worker group `generation` of a run, as the run's configuration says."""
         return cls(store, keep_last=config.keep_last, keep_best=config.keep_best, keep_every=config.keep_every,
-                   on_event=on_event, asynchronous=config.asynchronous, max_failed=config.max_failed_saves)
+                   on_event=on_event, asynchronous=config.asynchronous, max_failed=config.max_failed_saves,
+                   save_seconds=config.save_seconds, generation=generation)
 
     @property
     def peers(self) -> Peers:
         """The ranks' own group; made once, by all ranks, at their first save or load."""
         if self._made_peers is None:
-            self._made_peers = Peers(self._process_group)
+            self._made_peers = Peers(self._process_group, self._save_seconds)
         return self._made_peers
 
     # -- save ----------------------------------------------------------------------------------
@@ -133,14 +139,45 @@ class CheckpointManager:
 
         Raises:
             StorageError: too many in a row have failed, on all ranks.
+            OwnershipError: another driver has taken the run over.
         """
         if self._upload is not None:
             self._upload.join()
             self._upload = None
+        if self._lost is not None:
+            raise self._lost
         if self._max_failed and self._saves.failed >= self._max_failed:
             raise StorageError(f"{self._saves.failed} saves in a row have failed, the last one so: {self._reason}",
                                where=self.store.uri, mend="see that the place can be written to, then start the run "
                                "again; checkpoint.max_failed_saves is the limit")
+
+    def let_go(self) -> None:
+        """End the save under way, if it is not over in a moment: its ranks part now, and the state is safe elsewhere.
+        All of them call it."""
+        if self._upload is None:
+            return
+        self._upload.join(MOMENT_SECONDS)
+        if self._upload.is_alive():
+            self._let_go = True
+            self._limit.end("its workers make way")
+            self._upload.join()  # each rank tells the others that it has stopped
+        self._upload = None
+
+    def break_off(self) -> None:
+        """Stop the save under way at its next request or chunk, and save no more: its ranks are no longer together.
+        From any thread; returns at once."""
+        self._broken_off = True
+        self._limit.end("its workers have parted")
+
+    def _in_time(self, work: Callable[[], T]) -> T:
+        """`work()`, within the limit of what is under way; storage that hangs cannot hold the calling thread."""
+        return bounded(work, self._limit)
+
+    def _begin(self, what: str) -> None:
+        """A new time limit."""
+        self._limit = TimeLimit(self._save_seconds, what)
+        if self._broken_off:  # looked at after the limit is in place: `break_off` may come at any time
+            self._limit.end("its workers have parted")
 
     def saves(self) -> Saves:
         """How saving goes."""
@@ -159,21 +196,28 @@ class CheckpointManager:
     def _save(self, peers: Peers, step: int, flat: dict[str, torch.Tensor],
               staged: dict[str, torch.Tensor] | Exception, extra: dict[str, Any], began: float) -> None:
         """Write, commit, clean up; nothing raised here may reach the training."""
-        name = step_name(step)
+        self._let_go = False
+        self._begin(f"the save of step {step}")
+        name, generation = step_name(step), self._generation
         written: list[CheckpointManifest] = []
 
         def describe(files: tuple[Stamp, ...], tensors: dict[str, TensorEntry]) -> CheckpointManifest:
-            written.append(CheckpointManifest(step, peers.size, time.time(), files, tensors, extra))
+            written.append(CheckpointManifest(step, peers.size, time.time(), files, tensors, extra, generation or 0))
             return written[-1]
 
-        writer = Writer(self.store, name, peers.rank, uuid.uuid4().hex[:8], persist=self._retry, describe=describe)
         try:
+            name = peers.from_first(lambda: self._in_time(lambda: folder_name(self.store, step, generation)))
+            writer = Writer(
+                self.store, name, peers.rank, attempt_name(generation), persist=self._in_time, describe=describe,
+                publish=lambda manifest: publish(self.store, name, manifest, owned=generation is not None))
             torch_checkpoint.save(dict(flat), storage_writer=writer, planner=StagedPlanner(staged),
                                   process_group=peers.group, no_dist=peers.alone)
         except (Exception, CheckpointException) as error:  # torch's is a BaseException
             seconds, self._reason = time.monotonic() - began, _reason(error)
+            self._lost = _ownership(error)
             self._saves = Saves(self._saves.failed + 1, False, seconds, self._stall(seconds))
-            self._event("save_failed", checkpoint=name, step=step, reason=self._reason, seconds=round(seconds, 3),
+            kind = "save_abandoned" if self._let_go else "save_failed"
+            self._event(kind, checkpoint=name, step=step, reason=self._reason, seconds=round(seconds, 3),
                         in_a_row=self._saves.failed)
             return
         seconds = time.monotonic() - began
@@ -183,16 +227,46 @@ class CheckpointManager:
             manifest = written[-1]
             self._event("commit", checkpoint=name, step=step, bytes=manifest.total_bytes, files=len(manifest.files),
                         seconds=round(seconds, 3), stall_seconds=round(self._stall(seconds), 4))
-            self._clean_up(step)
+        if not self._reads_back(peers, name, written):
+            self._damaged.add(name)
+        elif peers.rank == 0:
+            self._clean_up(step, name)
+
+    def _reads_back(self, peers: Peers, name: str, written: list[CheckpointManifest]) -> bool:
+        """Return whether checkpoint `name` may be the only one there is: then its files are read back first.
+
+        With more than one to keep there is another to fall back on, and a load verifies what it reads.
+        """
+        if self._keep.last > 1:
+            return True
+        files = peers.from_first(lambda: written[-1].files)
+        try:
+            mine = self._in_time(lambda: verify_files(self.store, name, files[peers.rank::peers.size]))
+        except StorageError as error:  # the others wait for it
+            mine = [_reason(error)]
+        problems = [line for lines in peers.all(mine) for line in lines]
+        if problems:
+            self._event("checkpoint_refused", checkpoint=name, reason="; ".join(problems)[:500])
+        return not problems
 
     def _stall(self, seconds: float) -> float:
         """For how long a save of `seconds` has kept the training waiting so far."""
         return self._stalled if self._asynchronous else seconds
 
-    def _clean_up(self, step: int) -> None:
+    def _clean_up(self, step: int, name: str) -> None:
+        self._begin("the clean-up")
         try:
-            collect(self.store, committed=step, keep=self._keep, damaged=self._damaged)
-        except (TidewheelError, OSError) as error:  # too many checkpoints do no harm
+            self._in_time(lambda: collect(self.store, committed=step, keep=self._keep, damaged=self._damaged,
+                                          generation=self._generation))
+        except (TidewheelError, OSError) as error:  # too many checkpoints do no harm; a lost run is found out elsewhere
+            self._event("cleanup_failed", reason=_reason(error))
+            return
+        if not self._finds_abandoned:
+            return
+        try:
+            self._in_time(lambda: give_up_abandoned(self.store, name))
+        except (TidewheelError, OSError) as error:
+            self._finds_abandoned = isinstance(error, StorageAwayError)  # else the store does not let us list them
             self._event("cleanup_failed", reason=_reason(error))
 
     # -- load ----------------------------------------------------------------------------------
@@ -259,7 +333,7 @@ class CheckpointManager:
         if problem:
             return None, [problem]
         # one rank reads the manifest: a thousand requests for one object is what object stores throttle
-        text = peers.from_first(lambda: self._retry(lambda: self.store.read(f"{name}/{KEY}")).decode())
+        text = peers.from_first(lambda: self.store.read(f"{name}/{KEY}").decode())
         manifest = parse_text(self.store, name, text)
         mine: list[str] | StorageError
         try:
@@ -281,7 +355,7 @@ class CheckpointManager:
             raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
                                   mend="give the model the shape it has there" if convert else
                                   "continue with the model and precision the run was started with")
-        reader = Reader(self.store, name, manifest, persist=self._retry)
+        reader = Reader(self.store, name, manifest)
         try:
             torch_checkpoint.load(dict(flat), storage_reader=reader, planner=load_planner(),
                                   process_group=peers.group, no_dist=peers.alone)
@@ -292,6 +366,14 @@ class CheckpointManager:
     def _event(self, kind: str, **detail: Any) -> None:
         if self._on_event is not None and self.peers.rank == 0:
             self._on_event(kind, detail)
+
+
+def _ownership(error: BaseException) -> OwnershipError | None:
+    """Return the loss of the run among the causes of a failed save, if it is one."""
+    if isinstance(error, CheckpointException):
+        lost = [inner for inner, _ in error.failures.values() if isinstance(inner, OwnershipError)]
+        return lost[0] if lost else None
+    return error if isinstance(error, OwnershipError) else None
 
 
 def _place(uri: str) -> tuple[str, str]:

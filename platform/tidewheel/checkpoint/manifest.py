@@ -17,7 +17,7 @@ from tidewheel.storage import Stamp, Store, content_hash, safe_key
 
 KEY = "manifest.json"
 FORMAT = 1
-NAME = re.compile(r"step_(\d{8,18})")
+NAME = re.compile(r"step_(\d{8,18})(?:-g\d{1,18}(?:\.\d{1,4})?)?")
 _HASH = re.compile(r"blake3-[0-9a-f]{64}")
 
 DTYPES: dict[str, tuple[str, int]] = {
@@ -28,9 +28,25 @@ DTYPES: dict[str, tuple[str, int]] = {
 """torch's name of a dtype: its name in the safetensors format, and its bytes."""
 
 
-def step_name(step: int) -> str:
-    """Name of the checkpoint of `step`: "step_00000100"."""
-    return f"step_{step:08d}"
+def step_name(step: int, writer: str = "") -> str:
+    """Return the name of the checkpoint of `step`: "step_00000100".
+
+    Args:
+        writer: tells apart whoever saves a step that others have saved before: "g3" gives "step_00000100-g3".
+    """
+    return f"step_{step:08d}" + (f"-{writer}" if writer else "")
+
+
+def step_of(name: str) -> int:
+    """Return the step in the name of a checkpoint.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    match = NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not the name of a checkpoint")
+    return int(match[1])
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,8 @@ class CheckpointManifest:
     tensors: dict[str, TensorEntry]
     """By path in the state, "model/embedding.weight"."""
     extra: dict[str, Any]
+    generation: int = 0
+    """Number of the worker group that wrote it; `commit_log.epoch_of` gives the epoch."""
 
     @property
     def total_bytes(self) -> int:
@@ -87,7 +105,7 @@ class CheckpointManifest:
             "tensors": {name: {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": [
                 [chunk.file, chunk.start, chunk.offsets, chunk.sizes] for chunk in tensor.chunks]}
                 for name, tensor in self.tensors.items()},
-            "extra": self.extra}
+            "extra": self.extra, "generation": self.generation}
         return (json.dumps({**values, "manifest_hash": _self_hash(values)}, sort_keys=True) + "\n").encode()
 
 
@@ -118,7 +136,7 @@ def parse_manifest(data: bytes, name: str, where: str) -> CheckpointManifest:
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']!r} is not the known one, {FORMAT}")
         found = _build(values)
-        if step_name(found.step) != name:
+        if step_of(name) != found.step:
             raise ValueError(f"it is that of step {found.step}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, StorageError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
@@ -137,7 +155,8 @@ def _build(values: dict[str, Any]) -> CheckpointManifest:
     if not isinstance(values["extra"], dict):
         raise ValueError("extra is not a group of values")
     return CheckpointManifest(step=_count(values["step"]), world_size=_count(values["world_size"]),
-                              time=float(values["time"]), files=tuple(files), tensors=tensors, extra=values["extra"])
+                              time=float(values["time"]), files=tuple(files), tensors=tensors, extra=values["extra"],
+                              generation=_count(values.get("generation", 0)))
 
 
 def _tensor(name: str, entry: dict[str, Any], files: list[Stamp]) -> TensorEntry:

@@ -10,24 +10,30 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for another's upload."""
+PATIENCE_SECONDS = 1800.0
+"""How long a rank waits for another's part of a load."""
+MARGIN_SECONDS = 300.0
+"""Longer than another's save may take: the other begins later."""
 
 
 class Peers:
     """All ranks of `process_group` (default: torch.distributed's own), or one process alone.
 
     To be made by all ranks together, on the training thread.
+
+    Args:
+        save_seconds: time limit of a save.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, save_seconds: float = 0.0) -> None:
         self.group: Any = None
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
             self.rank, self.size = dist.get_rank(process_group), len(ranks)
             if self.size > 1:
-                self.group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo",
+                patience = timedelta(seconds=max(PATIENCE_SECONDS, save_seconds + MARGIN_SECONDS))
+                self.group = dist.new_group(ranks, timeout=patience, backend="gloo",
                                             use_local_synchronization=process_group is not None)
 
     @property

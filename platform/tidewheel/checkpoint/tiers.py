@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from tidewheel.checkpoint.memory.client import MemoryTier
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.memory.restore import Recoverable, candidates, inventory, load
 from tidewheel.checkpoint.verify import newest_committed
+from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, StorageError
 from tidewheel.train.runtime import Saves
 
@@ -28,6 +29,15 @@ class Placement:
     others: tuple[Address, ...]
     """Of nodes that have no rank now, but may hold something."""
     token: str = field(repr=False)
+    domains: Mapping[Address, str] = field(default_factory=dict)
+    """Failure domain of the agents whose nodes have a label for it."""
+
+    @classmethod
+    def of(cls, order: Mapping[str, Any]) -> Placement:
+        """As the coordinator says it, see `AgentKeeper.placement`."""
+        agents, others = (tuple(Address(*address) for address in order[name]) for name in ("agents", "others"))
+        domains = {Address(*address): name for name, members in order["domains"].items() for address in members}
+        return cls(agents, others, order["token"], domains)
 
     @property
     def known(self) -> list[Address]:
@@ -51,9 +61,9 @@ class TieredCheckpoints:
     def __init__(self, saved: CheckpointManager, placement: Placement, *, rank: int, world_size: int, generation: int,
                  every_steps: int = 1, buddy: bool = True, on_event: OnEvent | None = None) -> None:
         self._saved, self._placement, self._on_event = saved, placement, on_event
-        self._rank, self._every_steps = rank, every_steps
+        self._rank, self._generation, self._every_steps = rank, generation, every_steps
         mine = placement.agents[rank]
-        candidates = ring(placement.known, mine) if buddy else ()
+        candidates = ring(placement.known, mine, placement.domains) if buddy else ()
         self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, candidates, rank, world_size, placement.token,
                                 generation=generation, checkpoints=saved.store.uri, on_event=on_event)
 
@@ -85,6 +95,9 @@ class TieredCheckpoints:
 
     def wait(self) -> None:
         self._saved.wait()
+
+    def let_go(self) -> None:
+        self._saved.let_go()
 
     def saves(self) -> Saves:
         return self._saved.saves()
@@ -120,9 +133,9 @@ class TieredCheckpoints:
 
     def _candidates(self) -> Sequence[Recoverable]:
         """What is in memory whole and not older than what is in storage, newest first."""
-        found = candidates(inventory(self._placement.known, self._placement.token))
+        found = candidates(inventory(self._placement.known, self._placement.token, generation=self._generation))
         try:
-            oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if found else 0
+            oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if found else (0, 0)
         except StorageError:
-            oldest = 0  # storage is away just now: memory is what there is
-        return [each for each in found if each.step >= oldest]
+            oldest = (0, 0)  # storage is away just now: memory is what there is
+        return [each for each in found if (epoch_of(each.generation), each.step) >= oldest]

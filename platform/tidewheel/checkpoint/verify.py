@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tidewheel import storage
-from tidewheel.checkpoint.manifest import KEY, NAME, CheckpointManifest, parse_manifest, read_manifest
+from tidewheel.checkpoint.manifest import KEY, NAME, CheckpointManifest, parse_manifest, read_manifest, step_of
+from tidewheel.commit_log import CommitLog, epoch_of
 from tidewheel.errors import CheckpointError, StorageError
 from tidewheel.storage import Stamp, Store
 
@@ -18,12 +19,12 @@ class CheckpointInfo:
     """One checkpoint folder, as far as a listing tells."""
 
     name: str
-    """"step_00000100"."""
+    """"step_00000100", or "step_00000100-g3" when worker group 3 wrote a step that others had written before."""
     step: int
     complete: bool
     """Committed, and all its files are there with the right length; their content was not read."""
     committed: bool
-    """There is a manifest.json, be it damaged."""
+    """The run's commit log names it. Where there is no log: there is a manifest.json, be it damaged."""
     bytes: int
     """Of all files in the folder."""
     world_size: int
@@ -36,37 +37,59 @@ class CheckpointInfo:
     """All objects in the folder."""
     files: tuple[str, ...] = field(default=(), repr=False)
     """Those its manifest names, and the manifest."""
+    generation: int = 0
+    """Worker group that wrote it."""
 
 
 def list_checkpoints(store: Store) -> list[CheckpointInfo]:
-    """The checkpoints under `store` (a run's `checkpoints` folder), oldest step first, partial ones included.
+    """Return the checkpoints under `store` (a run's `checkpoints` folder), partial ones included, the newest last.
 
-    One listing and a read of each manifest, whatever the number of files.
+    The newest is the one that was committed last, which need not be that of the latest step: a driver that took the
+    run over goes on from where its predecessor last committed. Partial ones come first, by step.
+
+    One listing, the newest record of the commit log and a read of each manifest, whatever the number of files.
     """
+    head = CommitLog(store).head()
+    order = {} if head is None else {name: place for place, name in enumerate(head.checkpoints)}
     folders: dict[str, dict[str, int]] = {}
     for entry in store.list():
         name, _, key = entry.key.partition("/")
         if key and NAME.fullmatch(name):
             folders.setdefault(name, {})[key] = entry.bytes
     found = [_info(store, name, sizes) for name, sizes in folders.items()]
-    return sorted(found, key=lambda info: info.step)
+    if head is None:
+        return sorted(found, key=lambda info: info.step)
+    found = [info if info.name in order else _uncommitted(info) for info in found]
+    return sorted(found, key=lambda info: (order.get(info.name, -1), info.step))
 
 
-def newest_committed(store: Store, *, seconds: float | None = None) -> int:
-    """Step of the newest checkpoint with a manifest, intact or not, by one listing; 0 when there is none.
+def newest_committed(store: Store, *, seconds: float | None = None) -> tuple[int, int]:
+    """Return (epoch, step) of the newest committed checkpoint, intact or not; (0, 0) when there is none.
 
     Raises:
         StorageError: the store does not answer, or not within `seconds`.
     """
     pool = ThreadPoolExecutor(1)
     try:
-        entries = pool.submit(store.list).result(timeout=seconds)
+        return pool.submit(_newest_committed, store).result(timeout=seconds)
     except TimeoutError:
         raise StorageError(f"no answer within {seconds} s", where=store.uri, mend="wait for the store") from None
     finally:
         pool.shutdown(wait=False)
-    committed = [entry.key.partition("/")[0] for entry in entries if entry.key.endswith(f"/{KEY}")]
-    return max((int(name.partition("_")[2]) for name in committed if NAME.fullmatch(name)), default=0)
+
+
+def _newest_committed(store: Store) -> tuple[int, int]:
+    head = CommitLog(store).head()
+    if head is not None:
+        names = [name for name in head.checkpoints if NAME.fullmatch(name)]
+        return (epoch_of(max(head.generation, 0)), step_of(names[-1])) if names else (0, 0)
+    folders = [entry.key.partition("/")[0] for entry in store.list() if entry.key.endswith(f"/{KEY}")]
+    return 0, max((step_of(name) for name in folders if NAME.fullmatch(name)), default=0)
+
+
+def _uncommitted(info: CheckpointInfo) -> CheckpointInfo:
+    problem = info.problem or "not committed: its writer was stopped, or no longer owned the run"
+    return replace(info, committed=False, complete=False, problem=problem)
 
 
 def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
@@ -79,10 +102,11 @@ def _info(store: Store, name: str, sizes: dict[str, int]) -> CheckpointInfo:
     except StorageError as error:
         problem = _damage(store, error)
     files = () if manifest is None else (KEY, *(file.key for file in manifest.files))
-    return CheckpointInfo(name=name, step=int(name.partition("_")[2]), complete=not problem, committed=KEY in sizes,
+    return CheckpointInfo(name=name, step=step_of(name), complete=not problem, committed=KEY in sizes,
                           bytes=sum(sizes.values()), world_size=manifest.world_size if manifest else 0,
                           problem=problem, validation_loss=_validation_loss(manifest),
-                          keys=tuple(f"{name}/{key}" for key in sizes), files=files)
+                          keys=tuple(f"{name}/{key}" for key in sizes), files=files,
+                          generation=manifest.generation if manifest else 0)
 
 
 def _validation_loss(manifest: CheckpointManifest | None) -> float | None:

@@ -11,6 +11,7 @@ import logging
 import os
 import shlex
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from tidewheel.cluster.upload import EXCLUDES, Upload, survey
+from tidewheel import yaml_text
+from tidewheel.cluster.upload import Upload, survey
 from tidewheel.errors import ClusterError, ConfigError
 
 STOPPED_CODE = 143  # as of a process that SIGTERM ended
@@ -44,7 +46,10 @@ class Submission:
     id: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the job and its workers. They are visible to all who may list jobs: no secrets."""
-    excludes: Sequence[str] = EXCLUDES
+    excludes: Sequence[str] = ()
+    """Patterns of more files to leave out, as in .gitignore."""
+    includes: Sequence[str] = ()
+    """Patterns of files to upload although they are ignored or may hold secrets."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Selector of the node that the driver runs on (`placement`). Without one Ray runs it on the head, which is never a
     spot node and which an autoscaler never takes away; with one, on any node that matches."""
@@ -52,14 +57,16 @@ class Submission:
 
     def upload(self) -> Upload | None:
         """The files that would be uploaded."""
-        return survey(self.working_dir, self.excludes) if self.working_dir else None
+        return survey(self.working_dir, self.excludes, self.includes) if self.working_dir else None
 
-    def runtime_env(self) -> dict[str, Any]:
-        """Ray's runtime environment: code and variables. Packages belong into the cluster's image."""
+    def runtime_env(self, package: Path | None = None) -> dict[str, Any]:
+        """Ray's runtime environment: the `package` of the code, and variables. Other packages belong into the cluster's
+        image."""
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), **self.environment}
         found: dict[str, Any] = {"env_vars": variables}
         if self.working_dir:
-            found |= {"working_dir": self.working_dir, "excludes": list(self.excludes)}
+            if package is not None:
+                found["working_dir"] = str(package)
             if (Path(self.working_dir) / "platform/tidewheel").is_dir():  # a checkout: its code, not the image's
                 variables.setdefault("PYTHONPATH", "platform")
         return found
@@ -86,7 +93,7 @@ def command_of(tokens: Sequence[str]) -> str:
 def _job_of(path: str) -> str:
     """Pipelines read documents; what else is a YAML file here trains."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml_text.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot be read as YAML ({type(error).__name__})", where=path,
                           mend="give the path of a pipeline's or a training's configuration") from None
@@ -145,8 +152,8 @@ class JobServer:
             ClusterError: the server refuses.
         """
         job = submission.id or f"tidewheel-{time.strftime('%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        arguments = {"entrypoint": submission.command, "submission_id": job, "runtime_env": submission.runtime_env(),
-                     "metadata": dict(submission.metadata)}
+        arguments: dict[str, Any] = {"entrypoint": submission.command, "submission_id": job,
+                                     "metadata": dict(submission.metadata)}
         if submission.labels:
             arguments["entrypoint_label_selector"] = dict(submission.labels)
 
@@ -159,7 +166,16 @@ class JobServer:
                 raise ClusterError(f"the job server refuses: {_short(error)}", where=self.address,
                                    mend="correct the submission; an id can be used once on a cluster") from None
 
-        return self._patiently(send)
+        uploaded = submission.upload()
+        with tempfile.TemporaryDirectory(prefix="tidewheel-upload-") as folder:  # Ray sends the package in submit_job
+            package = None
+            if uploaded is not None:
+                package = Path(folder, "package.zip")
+                uploaded.pack(package)
+                if uploaded.secrets:
+                    self._say(uploaded.left_out())
+            arguments["runtime_env"] = submission.runtime_env(package)
+            return self._patiently(send)
 
     def info(self, job: str) -> Any:
         """Ray's `JobDetails`; ClusterError when there is no such job."""

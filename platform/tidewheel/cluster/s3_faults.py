@@ -1,8 +1,9 @@
 """An S3-protocol server that fails on purpose, at a stated share of its requests: `S3Server(faults=...)` runs it.
 
 The kinds are those that object stores and the way to them show: an internal error, a plea to slow down, a connection
-that is reset before or after the work was done, and a body that ends too early. Which request fails is a function of
-the seed and the request's number.
+that is reset before or after the work was done, a body that ends too early; and, when asked for, silence, an answer of
+one byte a second, a bucket in another region. Which request fails is a function of the seed and the request's number.
+`S3Server.fail` changes the faults while the server runs.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("internal_error", "slow_down", "reset_before", "reset_after", "truncated")
+SLOW_KINDS = ("silent", "trickle")
+"""The request is taken and never answered; or answered with a byte a second."""
+ELSEWHERE = "elsewhere"
+"""The kind of a bucket in another region, `Faults.region`, to which the request is redirected in vain."""
 COUNTS_PATH = "/-/faults"
-"""GET: {"requests": n, kind: n ...} as JSON. No bucket can have this name."""
+"""GET: {"requests": n, kind: n ...}, PUT: the fields of `Faults`, as JSON. No bucket can have this name."""
+HOLD_SECONDS = 600.0
+"""A silent connection is closed after so long."""
+TRICKLE_SECONDS = 1.0
 _ANSWERS = {"internal_error": ("500 Internal Server Error", "InternalError", "We encountered an internal error."),
             "slow_down": ("503 Slow Down", "SlowDown", "Please reduce your request rate.")}
-_ERROR = '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{}</Code><Message>{}</Message></Error>'
+_ERROR = '<?xml version="1.0" encoding="UTF-8"?>\n<Error>{}</Error>'
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 seconds: close sends RST
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -36,7 +45,11 @@ class Faults:
 
     rate: float = 0.05
     seed: int = 0
-    kinds: tuple[str, ...] = KINDS
+    kinds: Sequence[str] = KINDS
+    expired_key: str = ""
+    """Requests signed with this access key are refused: its session has expired."""
+    region: str = ""
+    """Requests signed for another region are refused, with the name of this one."""
 
 
 class FaultyApp:
@@ -48,33 +61,47 @@ class FaultyApp:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] == COUNTS_PATH:
-            with self._lock:
-                body = json.dumps(self._counts).encode()
-            start("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
-            return [body]
-        kind = "" if _makes_bucket(environ) else self._draw()
-        if kind in _ANSWERS:
+            return self._control(environ, start)
+        faults = self._faults
+        set_up = _makes_bucket(environ)
+        kind = "" if set_up else self._draw(faults)
+        if kind == "silent":
+            time.sleep(HOLD_SECONDS)
+            _reset(environ)
+            return []
+        if not set_up and (refusal := _refusal(environ, faults, kind)):
             _consume(environ)
-            status, code, message = _ANSWERS[kind]
-            body = _ERROR.format(code, message).encode()
-            start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-            return [body]
+            status, error, headers = refusal
+            body = _ERROR.format(error).encode()
+            start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body))), *headers])
+            return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
         if kind == "reset_before":
             _reset(environ)
             return []
         answer = self._app(environ, start)
+        if kind == "trickle":
+            return _trickle(answer)
         if kind == "reset_after":
             b"".join(answer)
             _reset(environ)
             return []
         return self._cut(answer, environ) if kind == "truncated" else answer
 
-    def _draw(self) -> str:
+    def _control(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        """Tell the counts; with PUT, change the faults."""
+        if environ["REQUEST_METHOD"] == "PUT":
+            self._faults = Faults(**json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))))
+        with self._lock:
+            body = json.dumps(self._counts).encode()
+        start("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
+
+    def _draw(self, faults: Faults) -> str:
         """The kind of fault of this request, "" for none."""
         with self._lock:
             self._counts["requests"] += 1
-            chance = random.Random(f"{self._faults.seed}/{self._counts['requests']}")
-            kind = chance.choice(self._faults.kinds) if chance.random() < self._faults.rate else ""
+            chance = random.Random(f"{faults.seed}/{self._counts['requests']}")
+            kind = chance.choice(faults.kinds) if chance.random() < faults.rate else ""
             if kind:
                 self._counts[kind] += 1
         return kind
@@ -85,6 +112,37 @@ class FaultyApp:
         if len(body) > 1:
             yield body[:len(body) // 2]
         _reset(environ, kind=socket.SHUT_WR if len(body) > 1 else None)
+
+
+def _refusal(environ: dict[str, Any], faults: Faults, kind: str) -> tuple[str, str, list[tuple[str, str]]] | None:
+    """Status, error and headers of the answer to a request that is not let through."""
+    if kind in _ANSWERS:
+        status, code, message = _ANSWERS[kind]
+        return status, f"<Code>{code}</Code><Message>{message}</Message>", []
+    region = [("x-amz-bucket-region", faults.region)]
+    if kind == ELSEWHERE:
+        return "301 Moved Permanently", "<Code>PermanentRedirect</Code><Message>It is elsewhere.</Message>", region
+    key, _, scope = _signature(environ).partition("/")
+    if faults.expired_key and key == faults.expired_key:
+        return ("400 Bad Request",
+                "<Code>ExpiredToken</Code><Message>The provided token has expired.</Message>", [])
+    if faults.region and key and f"/{faults.region}/" not in scope:
+        return ("400 Bad Request", "<Code>AuthorizationHeaderMalformed</Code><Message>The region is wrong.</Message>"
+                f"<Region>{faults.region}</Region>", region)
+    return None
+
+
+def _signature(environ: dict[str, Any]) -> str:
+    """KEY/DATE/REGION/s3/aws4_request of a signed request, else ""."""
+    _, _, rest = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")
+    return rest.partition(",")[0]
+
+
+def _trickle(answer: Iterable[bytes]) -> Iterator[bytes]:
+    """The body, a byte at a time. Headers go with the first one."""
+    for byte in b"".join(answer):
+        time.sleep(TRICKLE_SECONDS)
+        yield bytes([byte])
 
 
 def _makes_bucket(environ: dict[str, Any]) -> bool:
@@ -108,14 +166,14 @@ def _reset(environ: dict[str, Any], kind: int | None = None) -> None:
             connection.shutdown(kind)
 
 
-def serve(host: str, rate: float, seed: int, kinds: str) -> None:
+def serve(host: str, faults: Faults) -> None:
     """Serve moto behind faults on a free port until standard input closes; says the port on standard output."""
     import sys
 
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    app: Any = FaultyApp(DomainDispatcherApplication(create_backend_app), Faults(rate, seed, tuple(kinds.split(","))))
+    app: Any = FaultyApp(DomainDispatcherApplication(create_backend_app), faults)
     server = make_server(host, 0, app, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)

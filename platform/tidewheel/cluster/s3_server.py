@@ -17,6 +17,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 from importlib.util import find_spec
 from types import TracebackType
 
@@ -40,9 +41,10 @@ sys.stdin.read()
 server.stop()
 """
 _SERVE_FAULTY = """
+import json
 import sys
-from tidewheel.cluster.s3_faults import serve
-serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+from tidewheel.cluster.s3_faults import Faults, serve
+serve(sys.argv[1], Faults(**json.loads(sys.argv[2])))
 """
 
 
@@ -112,6 +114,13 @@ class S3Server:
         with direct.open(self.endpoint + COUNTS_PATH, timeout=20) as answer:
             return json.load(answer)
 
+    def fail(self, faults: Faults) -> None:
+        """From now on fail like this; of a server that was started with `faults`."""
+        request = urllib.request.Request(self.endpoint + COUNTS_PATH, method="PUT",
+                                         data=json.dumps(asdict(faults)).encode())
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        direct.open(request, timeout=20).close()
+
     def close(self) -> None:
         """End the server and put the environment back; more than once does no harm."""
         atexit.unregister(self.close)
@@ -138,7 +147,7 @@ class S3Server:
         code, arguments = _SERVE, [LOOPBACK]
         if self._faults is not None:
             code = _SERVE_FAULTY
-            arguments += [str(self._faults.rate), str(self._faults.seed), ",".join(self._faults.kinds)]
+            arguments.append(json.dumps(asdict(self._faults)))
         self._process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, text=True,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                          start_new_session=True)  # Ctrl-C is for us, not for it

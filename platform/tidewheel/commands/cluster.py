@@ -156,6 +156,8 @@ def submit(
     working_dir: Annotated[str, Parameter(help="Folder of the code that is uploaded; '' for none.")] = ".",
     exclude: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Also leave out files "
                        "that match, as in .gitignore; may be given again.")] = None,
+    include: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Upload files that match "
+                       "although they are ignored or may hold secrets; may be given again.")] = None,
     env_var: Annotated[list[str] | None, Parameter(name="--env", negative="", consume_multiple=False, help="KEY=VALUE "
                        "for the job and its workers; may be given again. Not for secrets: whoever may list jobs sees "
                        "it.")] = None,
@@ -172,13 +174,12 @@ def submit(
     saved. The exit code is the job's own, 143 when it was stopped.
     """
     from tidewheel.cluster.jobs import JobServer, Submission, command_of, server_address
-    from tidewheel.cluster.upload import EXCLUDES
 
     pairs = [text.partition("=") for text in env_var or ()]
     if wrong := [key for key, sep, _ in pairs if not sep or not key]:
         raise ConfigError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--env", mend="--env NAME=VALUE")
     wanted = Submission(command_of(command), working_dir, job_id, {key: value for key, _, value in pairs},
-                        (*EXCLUDES, *(exclude or ())), labels=_selector(driver or ()),
+                        exclude or (), include or (), labels=_selector(driver or ()),
                         metadata={"submitted_by": "tidewheel"})
     address = server_address(address)
     uploaded = wanted.upload()
@@ -187,6 +188,8 @@ def submit(
         console.print(uploaded.summary(), markup=False)
     console.print(f"command: {wanted.command}", markup=False)
     if dry_run:
+        if uploaded is not None and uploaded.secrets:
+            console.print(uploaded.left_out(), markup=False)
         return 0
     server = JobServer(address)
     job = server.submit(wanted)

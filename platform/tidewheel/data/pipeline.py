@@ -7,6 +7,8 @@ partitions of the documents' ids, the tokenizer, and pack. A unit that is publis
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +35,14 @@ from tidewheel.data.stages.execute import Finished, Runner, Task
 from tidewheel.data.stages.job import Job, resolve
 from tidewheel.data.stages.ray_data import placed
 from tidewheel.data.stages.summary import Ledger
-from tidewheel.errors import InputError
+from tidewheel.errors import InputError, OwnershipError, StorageError
+from tidewheel.lease import Held, holding
 from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
 
+LEASES = "leases"
 OnProgress = Callable[[str, int, int, str], None]
+ABANDONED_SECONDS = 86_400.0
+"""No unit takes as long to upload: an upload in parts that began earlier is a killed run's."""
 
 
 @dataclass(frozen=True)
@@ -109,22 +115,32 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
     Args:
         config: the recipe.
         input: URI that the recipe's relative paths are below.
-        output: URI to write to. Two runs must not write to one output at the same time.
+        output: URI to write to; one pipeline at a time, as a lease in it says.
         on_progress: called with (stage, units done, units in all, note).
         fail_above: instead of the decontamination step's own.
         verify: read every file that is published already, and write anew what is damaged.
 
     Raises:
+        OwnershipError: another pipeline is writing to this output.
         StorageError: input or output cannot be used.
         InputError: no file matches, too many records are bad, too many documents are contaminated, or none is left.
         ClusterError: no node is one that `placement` asks for.
     """
     job = resolve(config, input=input, output=output)
     job.store.check()
+    with holding(job.store.child(LEASES), "pipeline", "another pipeline is writing to this output",
+                 say=lambda line: print(line, file=sys.stderr, flush=True)) as held:
+        return _run(job, held, Runner(job.output, on_progress, verify), fail_above)
+
+
+def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> PipelineSummary:
     _sweep(job)
-    runner, ledger = Runner(job.output, on_progress, verify), Ledger()
-    with placed(config.placement.selector):
+    ledger = Ledger()
+    with placed(job.config.placement.selector):
         packed, tokenizer_file, evaluation_sets = _stages(job, runner, ledger, fail_above)
+    if held.lost:  # units are the same whoever writes them; the manifests are the other one's now
+        raise OwnershipError("another pipeline has begun to write to this output, as this one showed no sign of life",
+                             where=job.output, mend="wait for the other one; what both have done is not done again")
     ledger.publish_verdicts(job)
     if ledger.near_index:
         near_index.commit(job, ledger.near_index)
@@ -276,8 +292,11 @@ def _read_lines(config: PipelineConfig, ledger: Ledger, ingested: Finished) -> N
 
 
 def _sweep(job: Job) -> None:
-    """Remove files that a killed run left half-written; object stores show none."""
-    if not is_remote(job.output):
-        for folder in ("stages", "verdicts", "annotations", "quarantine", *pack.SETS):
-            for path in Path(job.output, folder).rglob(f"{TEMPORARY_PREFIX}*"):
-                path.unlink(missing_ok=True)
+    """Remove what a killed run left half-written: files, and on an object store uploads in parts that are old."""
+    if is_remote(job.output):
+        with contextlib.suppress(StorageError):  # it may not be allowed to list them; that stops nobody's pipeline
+            job.store.abort_uploads(before=time.time() - ABANDONED_SECONDS)
+        return
+    for folder in ("stages", "verdicts", "annotations", "quarantine", *pack.SETS):
+        for path in Path(job.output, folder).rglob(f"{TEMPORARY_PREFIX}*"):
+            path.unlink(missing_ok=True)

@@ -233,6 +233,8 @@ def read_batches(place: Store, stamp: Stamp) -> Iterator[pa.RecordBatch]:
         hashing = _HashingReader(stream)
         try:
             yield from pa.ipc.open_stream(pa.PythonFile(hashing, mode="r"))
+        except MemoryError:  # no verdict on the file
+            raise
         except (OSError, pa.ArrowException):
             raise _damaged(place, stamp) from None
         while hashing.read(1 << 20):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tidewheel.checkpoint.memory.protocol import Address
@@ -26,6 +26,7 @@ class AgentKeeper:
         self._wanted: set[str] = set()
         self._found: dict[str, Address] = {}
         self._gone: set[str] = set()
+        self._domains: dict[str, str] = {}
         self._lock, self._news, self._ended = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self._thread.start()
@@ -35,6 +36,10 @@ class AgentKeeper:
         with self._lock:
             self._wanted |= set(nodes)
         self._news.set()
+
+    def located(self, domains: Mapping[str, str]) -> None:
+        """The failure domain of each node whose labels name one."""
+        self._domains = {**self._domains, **domains}
 
     def lost(self, node: str, *, for_good: bool) -> None:
         """The agent of a node is gone or does not answer; `for_good`: its node too."""
@@ -50,21 +55,31 @@ class AgentKeeper:
         return node in self._found
 
     def placement(self, nodes: Sequence[str]) -> dict[str, Any] | None:
-        """For the workers of a generation whose ranks are on `nodes`: "agents" by rank, "others", "token". None when
-        one of these nodes has no agent."""
-        found = dict(self._found)
+        """For the workers of a generation whose ranks are on `nodes`: "agents" by rank, "others", "token", and the
+        agents in each of the failure "domains". None when one of these nodes has no agent."""
+        found, known = dict(self._found), self._domains
         if not all(node in found for node in nodes):
             return None
         others = [found[node] for node in found if node not in nodes]
-        return {"agents": [found[node] for node in nodes], "others": others, "token": self._agents.token}
+        domains: dict[str, list[Address]] = {}
+        for node, address in found.items():
+            if node in known:
+                domains.setdefault(known[node], []).append(address)
+        return {"agents": [found[node] for node in nodes], "others": others, "domains": domains,
+                "token": self._agents.token}
 
     def end(self, *, over: bool) -> None:
-        """Stop; `over`: the agents end too, with what they hold. Else a driver that takes the run up finds them."""
+        """Stop; `over`: the agents end too, with what they hold. Else they upload the newest step that is whole, unless
+        storage has it, and end; a driver that takes the run up before finds them."""
         self._ended = True
         self._news.set()
         self._thread.join(timeout=10)
-        if over and not self._thread.is_alive():
+        if self._thread.is_alive():
+            return  # it waits for a node that does not answer: they find out by themselves
+        if over:
             self._agents.stop()
+        else:
+            self._agents.abandon()
 
     def _run(self) -> None:
         while not self._ended:

@@ -95,6 +95,13 @@ class Agents:
         self._actors, self._found = {}, {}
         sweep()  # of nodes that were killed, where several are on one machine
 
+    def abandon(self) -> None:
+        """The driver ends and the run is not over: they need not wait for workers before they upload what is left."""
+        from tidewheel.checkpoint.memory.find import ask
+
+        for address in self._found.values():
+            ask(address, self._token, {"op": "abandon"})
+
     def _name(self, node_id: str) -> str:
         return f"memory-{self._run}-{node_id}"
 

@@ -13,20 +13,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from tidewheel import jsonlog, storage
+from tidewheel import storage
+from tidewheel.commit_log import first_generation
 from tidewheel.elastic.agent_keeper import AgentKeeper
 from tidewheel.elastic.agents import Agents
-from tidewheel.elastic.channel import Server
+from tidewheel.elastic.blame import Blame
+from tidewheel.elastic.channel import Message, Server
 from tidewheel.elastic.membership import How, Limits, Membership, Phase
 from tidewheel.elastic.nodes import Node
-from tidewheel.elastic.policy import FailureBudget, Recovery, Resizer
+from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
 from tidewheel.elastic.slow import judge
-from tidewheel.errors import ClusterError
+from tidewheel.elastic.supervision import Supervisor
+from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.jsonlog import JsonLog
+from tidewheel.ownership import Renewal
+from tidewheel.placement import failure_domain
 from tidewheel.train.config import ElasticConfig
+from tidewheel.train.past import Past, PastWriter, read_past
 
 T = TypeVar("T")
 
@@ -37,7 +43,8 @@ AGENT_SECONDS = 10.0
 NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", "resize", "resize_called_off", "resume",
                         "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "slow_worker",
                         "sink_failed", "guard", "rollback", "hang", "shard_read_again", "storage_away",
-                        "memory_refused", "memory_tier_lost", "data_wait", "data_came"})
+                        "memory_refused", "memory_tier_lost", "data_wait", "data_came", "worker_left_out",
+                        "worker_readmitted", "taken_over", "setting_changed", "control_error"})
 
 
 @dataclass(frozen=True)
@@ -61,42 +68,51 @@ class Coordinator:
         run_uri: the run's folder; what it already says about generations and steps is continued.
         elastic: limits.
         sizes: legal numbers of workers.
+        epoch: in which its driver owns the run; all numbers of worker groups are those of this epoch.
         memory_tier: keep a memory agent on every node that has workers; takes a Ray cluster.
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
-                 memory_tier: bool = False) -> None:
+                 epoch: int = 0, memory_tier: bool = False) -> None:
         store, elastic = storage.store(run_uri), elastic or ElasticConfig()
-        past = jsonlog.read(store, "events.jsonl")
-        generations = [int(event["detail"].get("generation", -1)) for event in past]
-        furthest = max((int(line["step"]) for line in jsonlog.read(store, "batches.jsonl")), default=0)
-        first = max(generations, default=-1) + 1
-        self._log = JsonLog(store, "events.jsonl", flush_seconds=math.inf)  # written out by `_watch`
+        self._past = read_past(store)
+        self._writer = PastWriter(store, self.past)
+        first = first_generation(epoch)
+        self._run, self._epoch = store, epoch
+        self._renewal: Renewal | None = None
+        self._log = JsonLog(store, "events.jsonl", order=first)
         self._news: deque[dict[str, Any]] = deque(maxlen=200)
         self._snapshot, self._failed, self._pace = Snapshot(), -2, Pace()
         self._known, self._cut = set[str](), set[str]()
-        self.event("driver_start", {"first_generation": first})
+        self.event("driver_start", {"first_generation": first, "epoch": epoch})
         resizer = Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
                           interval_seconds=elastic.resize_interval_seconds, patience_seconds=elastic.hold_seconds)
         limits = Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
                         gather=elastic.start_timeout_seconds)
-        budget = FailureBudget(max_failures=elastic.max_failures, first=Recovery(elastic.recovery))
+        budget = FailureBudget(
+            max_failures=elastic.max_failures, max_without_progress=elastic.max_failures_without_progress,
+            first=Recovery(elastic.recovery), backoff=Backoff(elastic.backoff_seconds, elastic.max_backoff_seconds))
+        blame = Blame(Backoff(elastic.readmit_after_seconds, elastic.readmit_at_most_seconds))
         self._elastic = elastic
         self._membership = Membership(sizes, resizer, budget, self,
-                                      limits=limits, first_generation=first, furthest_step=furthest)
+                                      limits=limits, blame=blame, first_generation=first,
+                                      furthest_step=self._past.step)
         self._channel: Server | None = None
         self._rendezvous: tuple[str, int] = ("", 0)
         self._token, self._several = secrets.token_hex(16), max(sizes) > 1
         self._store: Any = None
         self._agents = AgentKeeper(Agents(run_uri)) if memory_tier else None
-        self._waiting: dict[str, tuple[str, bool, float]] = {}  # whose node has no agent yet: node, spot, since when
+        self._waiting: dict[str, tuple[Message, float]] = {}  # whose node has no agent yet: hello, since when
         self._up, self._problem = threading.Event(), ""
         self._ended = threading.Event()
+        self._supervisor = Supervisor(self.event)  # of the thread that watches the nodes
 
     def start(self, host: str) -> None:
-        """Listen at `host`, this machine's address, and watch the nodes; returns at once."""
+        """Listen at `host`, this machine's address, own the run and watch the nodes; returns at once."""
+        self._renewal = Renewal(self._run, self._epoch, self._lose)
         threading.Thread(target=self._start, args=(host,), name="start", daemon=True).start()
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()  # asks Ray
+        self._writer.start()
 
     def place(self) -> dict[str, Any]:
         """Where workers connect: "address", "token", and whether a generation "runs" now."""
@@ -118,6 +134,14 @@ class Coordinator:
             told.append(self._news.popleft())
         return told
 
+    def lost(self) -> OwnershipError | None:
+        """Return why the run is no longer this driver's; None while it is."""
+        return self._renewal.lost if self._renewal is not None else None
+
+    def _lose(self, error: OwnershipError) -> None:
+        self.event("taken_over", {"generation": self._snapshot.generation, "error": error.what})
+        self._decide(lambda: self._membership.give_up(error.what))
+
     def say(self, state: str) -> None:
         """What people shall see as the run's state."""
         self._snapshot = replace(self._snapshot, state=state)
@@ -126,12 +150,17 @@ class Coordinator:
         """These workers, by name, are being started on these nodes; see `Membership.expect`."""
         if self._agents is not None:
             self._agents.want(workers.values())
-        self._decide(lambda: self._membership.expect(list(workers), time.monotonic(), anew=anew))
+        self._decide(lambda: self._membership.expect(workers, time.monotonic(), anew=anew))
 
     def stop_run(self) -> tuple[bool, int | None]:
         """The workers shall save at the next step boundary and train no further; asked again it tells how far that is:
         whether they train, and the step once it is saved."""
         return self._decide(self._membership.stop_run)
+
+    def past(self) -> Past:
+        """What a worker that starts, or the next driver, must know of the run."""
+        return replace(self._past, step=self._membership.furthest_step, time=time.time(),
+                       generation=max(self._past.generation, self._snapshot.generation))
 
     def standing_by(self) -> int:
         """Workers that are warm and have no rank."""
@@ -144,8 +173,12 @@ class Coordinator:
         return set(self._cut)
 
     def avoided(self) -> set[str]:
-        """Nodes on which no worker shall be started: too slow."""
-        return set(self._membership.avoided)
+        """Nodes on which no worker shall be started: too slow, or to blame for failures."""
+        return self._decide(lambda: self._membership.nodes_out(time.monotonic()))
+
+    def raised(self, worker: str, kind: str, text: str, fatal: bool) -> bool:
+        """A worker's function ended by an error outside any generation: whether the run goes on without it."""
+        return self._decide(lambda: self._membership.raised(worker, kind, text, time.monotonic(), fatal=fatal))
 
     def dead(self, names: list[str], why: str) -> list[str]:
         """Ray says that these workers are dead; those whose loss is dealt with here."""
@@ -158,15 +191,15 @@ class Coordinator:
 
         return self._decide(tell)
 
-    def failed(self, text: str, ranks: list[int], retryable: bool, placement: bool) -> str:
-        """Ray Train's group of workers has failed; the `Recovery` it shall try."""
+    def failed(self, text: str, ranks: list[int], retryable: bool, placement: bool, lost: bool = False) -> str:
+        """Ray Train's group of workers has failed, `lost`: by the loss of workers; the `Recovery` it shall try."""
         def judge() -> Recovery:
             membership, told = self._membership, self._failed == self._snapshot.generation
             recovery = membership.recovery
-            if not retryable:
+            if not retryable or self.lost() is not None:
                 recovery = Recovery.NONE
             elif not placement and not told:
-                recovery = membership.charge()
+                recovery = membership.charge(counted=not lost)
             if recovery is Recovery.IN_PLACE or placement:
                 recovery = Recovery.KEPT
             if not told:
@@ -182,8 +215,11 @@ class Coordinator:
     def end(self) -> None:
         """Write out what is collected and stop; the driver calls it last."""
         self._ended.set()
+        if self._renewal is not None:
+            self._renewal.close()
         if self._channel is not None:
             self._channel.stop()
+        self._writer.end()
         self._log.flush()
         if self._agents is not None:
             self._agents.end(over=self._membership.phase is Phase.OVER)
@@ -195,7 +231,8 @@ class Coordinator:
     # -- membership's outbox ---------------------------------------------------------------------------
     def send(self, worker: str, message: dict[str, Any]) -> None:
         if message["do"] == "join":
-            message = {**message, "store": self._rendezvous, "memory": self._placement()}
+            message = {**message, "store": self._rendezvous, "memory": self._placement(),
+                       "past": asdict(self.past())}
         if self._channel is not None:
             self._channel.send(worker, message)
 
@@ -210,7 +247,10 @@ class Coordinator:
 
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         """Append one event, at `at` (monotonic seconds) or now."""
-        self._record(kind, detail, time.time() if at is None else time.time() - (time.monotonic() - at))
+        unix = time.time() if at is None else time.time() - (time.monotonic() - at)
+        if kind == "worker_left_out":
+            detail = {**detail, "until": unix + detail["seconds"]}
+        self._record(kind, detail, unix)
         if kind == "failure":
             self._failed = int(detail["generation"])
 
@@ -222,24 +262,31 @@ class Coordinator:
     def _record(self, kind: str, detail: dict[str, Any], unix: float) -> None:
         record = {"time": unix, "kind": kind, "detail": detail}
         self._log.append(record)
+        if kind == "failure":
+            self._past = replace(self._past, failures=self._past.failures + 1)
         if kind in NEWSWORTHY and detail.get("action") != "ignore":
             self._news.append(record)
 
     # -- what workers say ------------------------------------------------------------------------------
     def opened(self, name: str, hello: dict[str, Any]) -> None:
         self._known.add(name)
-        node, spot = str(hello["node"]), bool(hello.get("spot"))
+        node = str(hello["node"])
         if self._agents is None or self._agents.has(node):
-            self._membership.hello(name, node, time.monotonic(), spot=spot)
+            self._hello(name, hello)
         else:
             self._agents.want([node])
-            self._waiting[name] = (node, spot, time.monotonic())
+            self._waiting[name] = (hello, time.monotonic())
+
+    def _hello(self, name: str, hello: Message) -> None:
+        self._membership.hello(name, str(hello["node"]), time.monotonic(), spot=bool(hello.get("spot")),
+                               device=str(hello.get("device", "")))
 
     def received(self, name: str, message: dict[str, Any]) -> None:
         now, membership = time.monotonic(), self._membership
         match message["say"]:
             case "beat":
-                membership.beat(name, message["generation"], message["step"], now)
+                membership.beat(name, message["generation"], message["step"], now,
+                                work=float(message.get("work", 0.0)), aborts=int(message.get("aborts", -1)))
             case "step":
                 self._step(message["generation"], message["progress"])
                 membership.beat(name, message["generation"], int(message["progress"]["step"]), now)
@@ -251,7 +298,10 @@ class Coordinator:
             case "leaving":
                 membership.leaving(name)
             case "left":
-                membership.left(name, message["generation"], How(message["how"]), str(message["text"]), now)
+                membership.left(name, message["generation"], How(message["how"]), str(message["text"]), now,
+                                kind=str(message.get("kind", "")), accused=message.get("accused", ()))
+            case "probed":
+                membership.probed(name, str(message["problem"]), now)
 
     def _slow(self, detail: dict[str, Any]) -> dict[str, Any]:
         """What a worker's slowness leads to; its event with the node, the factor and the action."""
@@ -267,17 +317,23 @@ class Coordinator:
         return {**detail, "node": worker.node, "ratio": round(ratio, 3), "reason": verdict.reason,
                 "action": "replace" if verdict.leave else "report"}
 
+    def returned(self, name: str, seconds: float) -> None:
+        self._membership.beat(name, -1, 0, time.monotonic())
+        worker = self._membership.workers.get(name)
+        self._record("worker_reconnected", {"worker": name, "node": worker.node if worker else "",
+                                            "seconds": round(seconds, 3)}, time.time())
+
     def closed(self, name: str) -> None:
         self._waiting.pop(name, None)
         self._membership.lost(name, "its process has ended, or is cut off", time.monotonic())
 
     def tick(self) -> None:
         now = time.monotonic()
-        for name, (node, spot, since) in list(self._waiting.items()):
+        for name, (hello, since) in list(self._waiting.items()):
             assert self._agents is not None
-            if self._agents.has(node) or now - since > AGENT_SECONDS:
+            if self._agents.has(str(hello["node"])) or now - since > AGENT_SECONDS:
                 del self._waiting[name]
-                self._membership.hello(name, node, now, spot=spot)
+                self._hello(name, hello)
         self._membership.tick(now)
 
     def _placement(self) -> dict[str, Any] | None:
@@ -317,15 +373,19 @@ class Coordinator:
         from tidewheel.elastic import nodes
 
         known: dict[str, Node] | None = None
-        while not self._ended.wait(WATCH_SECONDS):
-            try:
-                now = {node.node_id: node for node in nodes.alive(self._elastic.placement.selector)}
-            except Exception as error:  # the GCS may be away for a moment: go on watching
-                self.event("node_watch_failed", {"error": f"{type(error).__name__}: {error}"[:300]})
-                continue
+
+        def look() -> None:
+            nonlocal known
+            now = {node.node_id: node for node in nodes.alive(self._elastic.placement.selector)}
+            if self._agents is not None:
+                domains = {node_id: failure_domain(node.labels) for node_id, node in now.items()}
+                self._agents.located({node_id: domain for node_id, domain in domains.items() if domain})
             self._compare(known if known is not None else now, now)
             known = now
-            self._log.flush_soon()  # on an object store: at most one part every half second, and only with news
+
+        while not self._ended.wait(WATCH_SECONDS):
+            self._supervisor.call("node watch", look)  # the GCS may be away for a moment: go on watching
+            self._supervisor.call("log", self._log.flush_due)  # the last event of a burst has none behind it
 
     def _compare(self, known: dict[str, Node], now: dict[str, Node]) -> None:
         for node_id in known.keys() - now.keys():

@@ -17,9 +17,10 @@ class EvaluationActor:
     def __init__(self, run_uri: str, every_steps: int, device: str) -> None:
         from tidewheel import storage
         from tidewheel.checkpoint.evaluation import watch
-        from tidewheel.jsonlog import JsonLog
+        from tidewheel.jsonlog import BESIDE, JsonLog
 
-        log, ended = JsonLog(storage.store(run_uri), "events.jsonl", flush_seconds=0), threading.Event()
+        log = JsonLog(storage.store(run_uri), "events.jsonl", flush_seconds=0, order=BESIDE)
+        ended = threading.Event()
 
         def on_event(kind: str, detail: dict[str, Any]) -> None:
             log.append({"time": time.time(), "kind": kind, "detail": detail})

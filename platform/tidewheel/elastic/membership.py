@@ -7,105 +7,20 @@ fenced, and those that are there form the next one in the same processes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
+from tidewheel.elastic.admission import Admission
+from tidewheel.elastic.blame import Blame, Fault, Judgement
+from tidewheel.elastic.channel import RECONNECT_SECONDS
+from tidewheel.elastic.generation import LEAVE_TIMES, Generation, How, Limits, Outbox, Phase, Worker, chosen
 from tidewheel.elastic.layout import largest_fit
-from tidewheel.elastic.policy import FailureBudget, Move, Recovery, Resizer, View
+from tidewheel.elastic.policy import Backoff, FailureBudget, Move, Recovery, Resizer, View
+
+__all__ = ["How", "Limits", "Membership", "Phase"]
 
 ALONE = 10
-"""The only worker there is may be silent for so many times the limit."""
-
-
-class Phase(StrEnum):
-    """Workers gather; a generation runs; its members are told to leave; the run failed, was stopped early, or is
-    over."""
-
-    GATHERING = "gathering"
-    RUNNING = "running"
-    ENDING = "ending"
-    FAILED = "failed"
-    STOPPED = "stopped"
-    OVER = "over"
-
-
-class How(StrEnum):
-    """How a worker left its generation."""
-
-    FINISHED = "finished"
-    MADE_WAY = "made_way"
-    FAILED = "failed"
-    """Of a broken collective or the like: starting again may mend it."""
-    FATAL = "fatal"
-    """Of something that starting again does not mend."""
-
-
-class Outbox(Protocol):
-    """Where decisions go."""
-
-    def send(self, worker: str, message: dict[str, Any]) -> None:
-        """Tell a worker."""
-
-    def fence(self, worker: str) -> None:
-        """Cut a worker off: its process ends itself when it notices, and Ray is asked to end it."""
-
-    def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
-        """Record an event; `at` is monotonic."""
-
-    def formed(self, generation: int, size: int) -> None:
-        """A generation begins."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds."""
-
-    heartbeat: float = 3.0
-    """A worker without a sign of life for this long, in a generation that does not get on, is lost."""
-    leave: float = 5.0
-    """Members that were told to leave have this long."""
-    start: float = 60.0
-    """The first generation of a group of workers waits this long for those that are still starting."""
-    gather: float = 120.0
-    """So long there may be too few workers; then Ray Train is asked to start anew."""
-
-
-@dataclass
-class Worker:
-    """One worker as it is known here."""
-
-    name: str
-    node: str = ""
-    connected: bool = False
-    spot: bool = False
-    """Its node may be taken away at any time."""
-    leaving: bool = False
-    """Its node is being drained, or it was asked to end."""
-    beat: float = 0.0
-    left: How | None = None
-    """How it left the generation it is a member of."""
-    text: str = ""
-
-
-@dataclass
-class Generation:
-    """One group of ranks."""
-
-    number: int
-    members: tuple[str, ...]
-    """Names in rank order."""
-    began: float
-    step: int = 0
-    """Steps done when last heard of; 0: none in this generation."""
-    stepped_at: float = 0.0
-    ended_at: float | None = None
-    """When the first sign of its end was seen."""
-    lost: dict[str, str] = field(default_factory=dict)
-    """Members that are gone, and why."""
-    planned: str = ""
-    """Reason of the change it was asked to make way for."""
+"""While no worker gives a sign of life they may be silent for so many times the limit."""
 
 
 class Membership:
@@ -115,13 +30,15 @@ class Membership:
         sizes: legal numbers of workers.
         resizer: decides about growth and drains.
         budget: decides what a failure leads to.
+        blame: decides whose a failure is.
         outbox: is told.
         first_generation: number of the first generation formed here.
         furthest_step: the furthest step ever done.
     """
 
     def __init__(self, sizes: Iterable[int], resizer: Resizer, budget: FailureBudget, outbox: Outbox, *,
-                 limits: Limits, first_generation: int = 0, furthest_step: int = 0) -> None:
+                 limits: Limits, blame: Blame | None = None, first_generation: int = 0,
+                 furthest_step: int = 0) -> None:
         self.sizes, self.phase = tuple(sizes), Phase.GATHERING
         self.generation: Generation | None = None
         self.workers: dict[str, Worker] = {}
@@ -131,7 +48,10 @@ class Membership:
         """Of the whole run, at the present speed."""
         self._last, self._saved = False, 0
         self._resizer, self._budget, self._outbox, self._limits = resizer, budget, outbox, limits
+        blame = blame or Blame(Backoff(60.0, 3600.0))
+        self._admission = Admission(self.sizes, blame, outbox, self.workers, limits.start)
         self._next, self._furthest = first_generation, furthest_step
+        self._not_before = float("-inf")  # no generation is formed earlier: failures follow each other too fast
         self._gathering_since: float | None = None
         self._fresh = True  # no generation was formed of this group of workers
         self._draining: set[str] = set()
@@ -139,36 +59,63 @@ class Membership:
         """Nodes that are left although they stay: too slow. Used again when nothing else is left."""
         self._ended: Generation | None = None  # the one before, until its successor has done a step
         self._ticked: float | None = None
+        self._heard: float | None = None  # a sign of life of whichever worker
+
+    @property
+    def furthest_step(self) -> int:
+        """The furthest step ever done."""
+        return self._furthest
 
     # -- what is told ----------------------------------------------------------------------------
     def expect(self, names: Collection[str], now: float, *, anew: bool = False) -> None:
-        """These workers are being started. `anew`: they are a new group, and nothing of the old one is left."""
+        """These workers are being started, a mapping has their nodes. `anew`: they are a new group, and nothing of the
+        old one is left."""
         if anew:
             if self.generation is not None and self.generation.ended_at is None:
                 self.generation.ended_at = now
             self._end_generation()
-            self.workers = {name: worker for name, worker in self.workers.items() if name in names}
+            for name in self.workers.keys() - set(names):
+                del self.workers[name]
             self.phase, self._fresh, self._gathering_since = Phase.GATHERING, True, now
+        nodes = names if isinstance(names, Mapping) else {}
         for name in names:
-            self.workers.setdefault(name, Worker(name))
+            self.workers.setdefault(name, Worker(name, nodes.get(name, "")))
 
-    def hello(self, name: str, node: str, now: float, *, spot: bool = False) -> None:
+    def hello(self, name: str, node: str, now: float, *, spot: bool = False, device: str = "") -> None:
         """A worker is ready for a rank."""
         worker = self.workers.setdefault(name, Worker(name))
         worker.node, worker.spot, worker.connected, worker.beat, worker.left = node, spot, True, now, None
+        worker.device = device
+        worker.cleared = not self._admission.blame.suspects(node, device, now)
         worker.leaving = node in self._draining or node in self.avoided
         if self.phase is Phase.OVER:
             self._outbox.send(name, {"do": "over"})
         self._gather(now)
 
-    def beat(self, name: str, number: int, step: int, now: float) -> None:
-        """A sign of life, and the last step the worker has done in generation `number`, 0 for none."""
+    def beat(self, name: str, number: int, step: int, now: float, *, work: float = 0.0, aborts: int = -1) -> None:
+        """A sign of life, and the last step the worker has done in generation `number`, 0 for none.
+
+        Args:
+            work: CPU seconds that its training thread has used.
+            aborts: the newest generation whose end it has heard of.
+        """
         if (worker := self.workers.get(name)) is None:
             return
-        worker.beat = now
+        self._forgive(now)
+        worker.beat, worker.aborts = now, max(worker.aborts, aborts)
+        if work > worker.work:
+            worker.work, worker.worked_at = work, now
         generation = self.generation
         if generation is not None and generation.number == number and step > generation.step:
             self._progress(generation, step, now)
+
+    def _forgive(self, now: float) -> None:
+        """A worker is heard. A time in which none was is not held against the others: this process was cut off."""
+        silence = now - self._heard if self._heard is not None else 0.0
+        self._heard = now
+        if silence > 1.0:
+            for worker in self.workers.values():
+                worker.beat = now
 
     def leaving(self, name: str) -> None:
         """The worker's process was asked to end."""
@@ -195,8 +142,7 @@ class Membership:
         worker = self.workers.get(generation.members[rank])
         if worker is None:
             return None
-        others = [each for each in self.workers.values()
-                  if each.connected and not each.leaving and each.node != worker.node]
+        others = [each for each in self._admission.available() if each.node != worker.node]
         return worker, len(others)
 
     def lost(self, name: str, why: str, now: float) -> None:
@@ -208,20 +154,63 @@ class Membership:
         if worker.left in (How.FINISHED, How.MADE_WAY):
             self._settle(now)
             return
-        generation.lost[name] = why
+        said = worker.text if worker.left is How.FAILED else ""  # a process that could not let go
+        generation.lost[name] = said or why
+        generation.loss_came_first = generation.loss_came_first or not generation.faults
         self._begin_end(now)
 
-    def left(self, name: str, number: int, how: How, text: str, now: float) -> None:
-        """A member has left generation `number`."""
+    def left(self, name: str, number: int, how: How, text: str, now: float, *, kind: str = "",
+             accused: Collection[int] = ()) -> None:
+        """A member has left generation `number`.
+
+        Args:
+            kind: class of the error that it raised by itself; "": it left because of others.
+            accused: ranks that, it says, stand still.
+        """
         worker, generation = self.workers.get(name), self.generation
         if worker is None or generation is None or generation.number != number or name not in generation.members:
             return
         worker.left, worker.text, worker.beat = how, text, now
+        if kind or how is How.FATAL:
+            self._note(generation, worker, kind or text.partition(":")[0], text, fatal=how is How.FATAL)
+        for rank in accused:
+            other = self.workers.get(generation.members[rank]) if 0 <= rank < len(generation.members) else None
+            if other is not None:
+                self._note(generation, other, "HangError", text, fatal=False)
         if how is How.MADE_WAY and text.isdigit():
             generation.step = self._saved = int(text)
         if how is not How.FINISHED:
             self._begin_end(now)
         self._settle(now)
+
+    def probed(self, name: str, problem: str, now: float) -> None:
+        """A worker has probed itself; `problem`: what is wrong, "" for nothing."""
+        worker = self.workers.get(name)
+        if worker is None or worker.probed_at is None:
+            return
+        worker.probed_at = None
+        if problem:
+            self._refuse(worker, f"its probe failed: {problem}", now)
+            return
+        self._admission.pass_(worker)
+        self._gather(now)
+
+    def raised(self, name: str, kind: str, text: str, now: float, *, fatal: bool) -> bool:
+        """A worker's function ended by an error outside any generation: whether the run goes on without it."""
+        worker, generation = self.workers.get(name), self.generation
+        member = generation is not None and name in generation.members
+        if worker is None or member or self.phase not in (Phase.GATHERING, Phase.RUNNING, Phase.ENDING):
+            return False
+        fault = Fault(name, worker.node, worker.device, kind, text, fatal, self._furthest)
+        judgement = self._admission.blame.judge([fault], self._admission.spares(lambda other: not other.leaving), now)
+        if judgement.out is None or judgement.final:
+            return False
+        self._admission.leave_out(judgement.cause, judgement.out)
+        return True
+
+    def nodes_out(self, now: float) -> set[str]:
+        """Nodes on which no worker shall be started now: too slow, or to blame for failures."""
+        return self.avoided | self._admission.blame.nodes_out(now)
 
     def stop_run(self) -> tuple[bool, int | None]:
         """The generation that trains shall save in storage and be the last; see `Coordinator.stop_run`."""
@@ -231,6 +220,14 @@ class Membership:
         trains = generation is not None and generation.step > 0 and self.phase in (Phase.RUNNING, Phase.ENDING)
         self._last = self._last or trains
         return trains or self._last, None
+
+    def give_up(self, why: str) -> None:
+        """End all training here: the run belongs to another driver."""
+        self.phase, self.recovery = Phase.FAILED, Recovery.NONE
+        generation = self.generation
+        for name in self._still_in(generation) if generation is not None else ():
+            self._outbox.send(name, {"do": "abort", "generation": generation.number if generation else -1})
+        self._raise_all(why)
 
     def say_over(self) -> None:
         """Rank 0 has written the run's result: all may return."""
@@ -247,6 +244,8 @@ class Membership:
             for worker in self.workers.values():
                 worker.beat += late
         self._find_silent(now)
+        for worker in self._admission.probe(now):
+            self._refuse(worker, f"its probe did not end within {self._limits.start:g} s", now)
         if self.phase is Phase.RUNNING:
             self._consider(now)
         elif self.phase is Phase.ENDING:
@@ -262,8 +261,9 @@ class Membership:
             silent = now - worker.beat
             if not worker.connected or silent < limit:
                 continue
-            others = [other for other in self.workers.values() if other.connected and other is not worker]
-            if not others and silent < ALONE * limit:  # nobody waits for it, and nobody could go on without it
+            # with no sign of life of any worker it is this process that is cut off; and nobody could go on without them
+            newest = max(other.beat for other in self.workers.values() if other.connected)
+            if newest - worker.beat < limit / 2 and silent < max(ALONE * limit, RECONNECT_SECONDS):
                 continue
             member = generation is not None and worker.name in generation.members
             # the others cannot get on without a member that stands still; if they do, it is only late
@@ -279,7 +279,7 @@ class Membership:
                 generation.planned = "end"
                 self._tell(generation, {"do": "stop", "generation": generation.number, "save": True})
             return
-        there = [worker for worker in self.workers.values() if worker.connected and not worker.leaving]
+        there = self._admission.available()
         view = View(time=now, size=len(generation.members), slots=len(there), stepped=generation.step > 0,
                     leaving=sum(self.workers[name].leaving for name in generation.members if name in self.workers),
                     asked=bool(generation.planned), remaining_seconds=self.remaining_seconds)
@@ -298,10 +298,13 @@ class Membership:
         generation = self.generation
         assert generation is not None
         assert generation.ended_at is not None
-        if now - generation.ended_at < self._limits.leave:
-            return
+        leave = self._limits.leave
         for name in self._still_in(generation):
-            self._cut(name, f"did not leave within {self._limits.leave:g} s", now)
+            worker, since = self.workers[name], generation.ended_at
+            if worker.aborts >= generation.number:  # it has heard, and what it does takes longer on a busy machine
+                since = min(max(since, worker.worked_at), since + (LEAVE_TIMES - 1) * leave)
+            if now - since >= leave:
+                self._cut(name, f"did not leave within {now - generation.ended_at:.1f} s", now)
 
     # -- the end of a generation ---------------------------------------------------------------------
     def _begin_end(self, now: float) -> None:
@@ -325,43 +328,93 @@ class Membership:
                 self.say_over()
                 return
             generation.ended_at = now
-        fatal = [name for name, how in ways.items() if how is How.FATAL]
-        if fatal and not generation.lost:
-            self._failure(generation, Recovery.NONE)
-            for name in fatal:
-                self._outbox.send(name, {"do": "raise", "text": ""})
-        elif not generation.lost and How.FAILED not in ways.values() and generation.planned == "end":
+        failed = bool(generation.lost or generation.faults) or How.FAILED in ways.values()
+        if failed:
+            self._recover(generation, now)
+        elif generation.planned == "end":
             self.phase = Phase.STOPPED
-        elif not generation.lost and How.FAILED not in ways.values():
+        else:
             if generation.planned == "drain":
                 self._resizer.shrunk()
-            self.phase, self._gathering_since = Phase.GATHERING, now
-            self._end_generation()
-            self._gather(now)
-        else:
-            self.charge()
-            self._failure(generation, self.recovery)
-            if self.recovery is Recovery.IN_PLACE:
-                self.phase, self._gathering_since = Phase.GATHERING, now
-                self._end_generation()
-                self._gather(now)
-            else:
-                self._raise_all(f"recovery in place is given up: {self.recovery}")
+            self._regather(now)
 
-    def charge(self) -> Recovery:
-        """One more failure; what it leads to."""
+    def _recover(self, generation: Generation, now: float) -> None:
+        """Answer a generation that failed."""
+        judgement: Judgement | None = None
+        if generation.faults and not generation.loss_came_first:
+            spare = self._admission.spares(lambda worker: worker.available)
+            judgement = self._admission.blame.judge(generation.faults, spare, now)
+        if judgement is None:
+            self.charge(counted=not generation.lost)
+        elif judgement.final:
+            self._resizer.shrunk()
+            self.recovery = Recovery.NONE
+        else:
+            self.charge(counted=judgement.counted, in_place=judgement.out is not None)
+        cause = self._failure(generation, judgement)
+        if judgement is not None and judgement.out is not None and self.recovery is not Recovery.NONE:
+            self._admission.leave_out(judgement.cause, judgement.out)
+        if self.recovery is Recovery.IN_PLACE:
+            self._not_before = now + self._budget.pause
+            self._regather(now)
+        elif self.recovery is not Recovery.NONE:
+            self._raise_all(f"recovery in place is given up: {self.recovery}")
+        elif judgement is not None and self._raised(judgement.cause):
+            self._outbox.send(judgement.cause.worker, {"do": "raise", "text": ""})  # its own error ends the run
+        else:
+            self._raise_all(f"the run is given up: {cause}")
+
+    def charge(self, *, counted: bool = True, in_place: bool = False) -> Recovery:
+        """Note one more failure; return what it leads to.
+
+        Args:
+            counted: see `FailureBudget`.
+            in_place: leaving somebody out is the remedy; nothing else need be tried.
+        """
         self._resizer.shrunk()
-        self.recovery = self._budget.charge(self._furthest)
+        self.recovery = self._budget.charge(self._furthest, counted=counted)
+        if in_place and self.recovery is not Recovery.NONE:
+            self.recovery = self._budget.first
         return self.recovery
 
-    def _failure(self, generation: Generation, recovery: Recovery) -> None:
+    def _failure(self, generation: Generation, judgement: Judgement | None) -> str:
+        """Record it; return the cause."""
         self.phase = Phase.FAILED
-        failed = [name for name in generation.members if self._how(name) in (How.FAILED, How.FATAL)]
-        texts = [*generation.lost.values(), *(self.workers[name].text for name in failed)]
-        ranks = [generation.members.index(name) for name in (generation.lost or failed)]
+        members = generation.members
+        if judgement is not None:
+            ranks, text = [members.index(judgement.cause.worker)], judgement.cause.text
+        else:
+            failed = [name for name in members if self._how(name) in (How.FAILED, How.FATAL)]
+            texts = [*generation.lost.values(), *(self.workers[name].text for name in failed)]
+            ranks, text = [members.index(name) for name in (generation.lost or failed)], texts[0] if texts else ""
         self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "step": generation.step,
-                                       "error": texts[0][:300] if texts else "", "recovery": str(recovery),
-                                       "restart": recovery is not Recovery.NONE}, generation.ended_at)
+                                       "error": text[:300], "recovery": str(self.recovery),
+                                       "restart": self.recovery is not Recovery.NONE}, generation.ended_at)
+        return text
+
+    def _raised(self, cause: Fault) -> bool:
+        """Whether the worker can raise it: it is there, and nobody else said it in its place."""
+        worker = self.workers.get(cause.worker)
+        return worker is not None and worker.text == cause.text
+
+    def _regather(self, now: float) -> None:
+        self.phase, self._gathering_since = Phase.GATHERING, now
+        self._end_generation()
+        self._gather(now)
+
+    # -- blame -----------------------------------------------------------------------------------------
+    def _note(self, generation: Generation, worker: Worker, kind: str, text: str, *, fatal: bool) -> None:
+        generation.faults.append(
+            Fault(worker.name, worker.node, worker.device, kind, text, fatal, self._furthest))
+
+    def _refuse(self, worker: Worker, problem: str, now: float) -> None:
+        """A worker did not pass its probe. If nobody else can train, that is a failure of the run."""
+        nobody = not largest_fit(self.sizes, len(self._admission.available()))
+        fault = Fault(worker.name, worker.node, worker.device, "probe", problem, False, self._furthest)
+        self._admission.refuse(fault, now)
+        if nobody and self.phase is Phase.GATHERING and self.charge() is Recovery.NONE:
+            self.phase = Phase.FAILED
+            self._raise_all(f"the run is given up: {problem}")
 
     def _end_generation(self) -> None:
         if self.generation is not None:
@@ -372,17 +425,22 @@ class Membership:
         """Form a generation if it can be."""
         if self.phase is not Phase.GATHERING:
             return
-        there = [worker for worker in self.workers.values() if worker.connected and not worker.leaving]
+        there = self._admission.available()
         starting = [worker for worker in self.workers.values() if not worker.connected]
         if self._gathering_since is None:
             self._gathering_since = now
+        if now < self._not_before:
+            return
         size = largest_fit(self.sizes, len(there))
         if not size and self.avoided:  # a slow worker is better than none
             for worker in self.workers.values():
                 worker.leaving = worker.leaving and worker.node not in self.avoided - self._draining
             self.avoided.clear()
-            there = [worker for worker in self.workers.values() if worker.connected and not worker.leaving]
+            there = self._admission.available()
             size = largest_fit(self.sizes, len(there))
+        waited = now - self._gathering_since > self._limits.start / 4
+        if not size and (waited or not starting):
+            self._admission.blame.lift()  # and so is one that was to blame, if it passes a probe
         if not size:
             if now - self._gathering_since > self._limits.gather:
                 self.phase, self.recovery = Phase.FAILED, Recovery.KEPT
@@ -391,8 +449,8 @@ class Membership:
         if self._fresh and starting and size < max(self.sizes) \
                 and now - self._gathering_since < self._limits.start:
             return
-        chosen = _chosen(there, size, self._ended.members if self._ended is not None else ())
-        members = tuple(worker.name for worker in chosen)
+        ranked = chosen(there, size, self._ended.members if self._ended is not None else ())
+        members = tuple(worker.name for worker in ranked)
         generation = Generation(self._next, members, now)
         self._next, self._fresh, self._gathering_since = self._next + 1, False, None
         self.generation, self.phase = generation, Phase.RUNNING
@@ -400,7 +458,7 @@ class Membership:
         if ended is not None and ended.planned and not ended.lost:
             self._outbox.event("resize", {"generation": ended.number, "from": len(ended.members), "to": size,
                                           "reason": ended.planned, "step": ended.step})
-        for worker in chosen:
+        for worker in ranked:
             worker.left, worker.beat = None, now
         self._outbox.formed(generation.number, size)
         for rank, name in enumerate(members):
@@ -435,18 +493,3 @@ class Membership:
     def _tell(self, generation: Generation, message: dict[str, Any]) -> None:
         for name in generation.members:
             self._outbox.send(name, message)
-
-
-def _chosen(there: Sequence[Worker], size: int, before: Sequence[str]) -> list[Worker]:
-    """`size` of those that are there, in rank order: those of the generation before first, in their order, but those
-    of a node together, as neighbouring ranks talk most, and nodes that stay before spot nodes: rank 0, which writes
-    the run's records, is on one of them whenever there is one."""
-    known = {name: index for index, name in enumerate(before)}
-    ranked = sorted(there, key=lambda worker: (known.get(worker.name, len(known)), worker.spot))
-    chosen, others = ranked[:size], ranked[size:]
-    if all(worker.spot for worker in chosen):
-        chosen[-1:] = [worker for worker in others if not worker.spot][:1] or chosen[-1:]
-    groups: dict[str, list[Worker]] = {}
-    for worker in chosen:
-        groups.setdefault(worker.node, []).append(worker)
-    return [worker for group in sorted(groups.values(), key=lambda group: group[0].spot) for worker in group]

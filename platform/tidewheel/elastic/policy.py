@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from tidewheel.elastic.layout import largest_fit
 
+QUICK = 2
+"""So many failures in a row without progress are answered at once."""
+
 
 class Move(StrEnum):
     """What to do now."""
@@ -141,31 +144,64 @@ def pays(size: int, target: int, pause_seconds: float, horizon_seconds: float) -
     return target * (horizon_seconds - pause_seconds) > size * horizon_seconds
 
 
+@dataclass(frozen=True)
+class Backoff:
+    """Pauses that double up to a bound."""
+
+    first: float
+    """Seconds of the first pause."""
+    most: float
+    """Seconds of the longest."""
+
+    def seconds(self, times: int) -> float:
+        """Return the pause after `times` times; 0 for none."""
+        if times < 1:
+            return 0.0
+        return min(self.most, self.first * 2.0 ** min(times - 1, 64))
+
+
 @dataclass
 class FailureBudget:
-    """How often a run may fail.
+    """How often a run may fail, and how long it pauses when it does so again and again.
 
     Args:
         max_failures: in all; -1: any number.
-        max_without_progress: in a row without one step further than ever before: a fault that restarting does not
-            mend, such as a step that always runs out of memory.
+        max_without_progress: counted failures in a row without one step further than ever before; -1: any number.
+            Counted is a fault that restarting does not fix, such as a step that always runs out of memory. The loss of
+            a worker or node is not, nor is a fault for which one worker is left out.
         first: the way to recover that is tried first.
+        backoff: pauses before a try, once as many failures in a row as `QUICK` brought no progress.
     """
 
     max_failures: int = -1
     max_without_progress: int = 3
     first: Recovery = Recovery.IN_PLACE
+    backoff: Backoff = Backoff(1.0, 60.0)
     failures: int = 0
     stuck: int = 0
+    """Counted failures in a row without progress."""
+    fruitless: int = 0
+    """Failures of any cause in a row without progress."""
     _furthest: int = -1
+    _counted_at: int = -1
 
-    def charge(self, furthest_step: int) -> Recovery:
-        """One more failure, the furthest step ever done being `furthest_step`; what it leads to."""
+    def charge(self, furthest_step: int, *, counted: bool = True) -> Recovery:
+        """Note one more failure, the furthest step ever done being `furthest_step`; return what it leads to."""
         self.failures += 1
-        self.stuck = 1 if furthest_step > self._furthest else self.stuck + 1
+        self.fruitless = 1 if furthest_step > self._furthest else self.fruitless + 1
         self._furthest = max(self._furthest, furthest_step)
-        within = self.max_failures < 0 or self.failures <= self.max_failures
-        if not within or self.stuck > self.max_without_progress:
+        if counted:
+            self.stuck = 1 if furthest_step > self._counted_at else self.stuck + 1
+            self._counted_at = max(self._counted_at, furthest_step)
+        elif furthest_step > self._counted_at:
+            self.stuck = 0
+        if 0 <= self.max_failures < self.failures or 0 <= self.max_without_progress < self.stuck:
             return Recovery.NONE
         ways = [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN]
-        return ways[min(ways.index(self.first) + self.stuck - 1, 2)]
+        tries = self.stuck if counted else 1
+        return ways[min(ways.index(self.first) + tries - 1, 2)]
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next try."""
+        return self.backoff.seconds(self.fruitless - QUICK)

@@ -21,7 +21,6 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import (
     InsufficientClusterResourcesError,
-    UserExceptionWithTraceback,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
@@ -36,14 +35,15 @@ from ray.train.v2._internal.execution.scaling_policy import (
 )
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidewheel.autoscaler import can_grow
 from tidewheel.elastic import layout, nodes
+from tidewheel.elastic.faults import MISTAKES
 from tidewheel.elastic.policy import Recovery
-from tidewheel.elastic.ray_workers import Workers
-from tidewheel.errors import ClusterError, TidewheelError, root_cause
+from tidewheel.elastic.ray_workers import Workers, one_line, unwrapped
+from tidewheel.errors import ClusterError, TidewheelError
 from tidewheel.placement import with_labels
 from tidewheel.train.config import ElasticConfig
 
@@ -64,8 +64,9 @@ class ElasticScaling(ScalingPolicy):
     the coordinator's business."""
 
     def __init__(self, scaling: ScalingConfig, elastic: ElasticConfig, sizes: tuple[int, ...],
-                 coordinator: Any) -> None:
+                 coordinator: Any, workers: Workers) -> None:
         super().__init__(scaling)
+        self._workers = workers
         self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
         self._waiting_since: float | None = None
         self._run_context: Any = None
@@ -89,11 +90,17 @@ class ElasticScaling(ScalingPolicy):
             self._asking = True
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        lost = ray.get(self._coordinator.lost.remote())
+        if lost is not None:
+            raise lost
         self._ask_autoscaler()
         selector = self._elastic.placement.selector
         usable = nodes.usable(selector, SETTLE_SECONDS)
-        offers = nodes.free(selector) if self.distrust_totals else [node.resources for node in usable]
-        size = layout.largest_fit(self._sizes, layout.slots(offers, self._elastic.needs))
+        if self.distrust_totals:
+            places = layout.slots(nodes.free(selector), self._elastic.needs) + self._workers.held
+        else:
+            places = layout.slots([node.resources for node in usable], self._elastic.needs)
+        size = layout.largest_fit(self._sizes, places)
         if size:
             self._waiting_since, self.distrust_totals = None, False
             return self._resize(size)
@@ -134,7 +141,8 @@ class RunFailures(FailurePolicy):
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         found = Failure.of(training_failed_error)
         recovery = Recovery(ray.get(self._workers.coordinator.failed.remote(
-            found.text, list(found.ranks), found.retryable, found.placement), timeout=60))
+            found.text, list(found.ranks), found.retryable, found.placement, found.lost),
+            timeout=60))
         if found.placement:
             self._scaling.distrust_totals = True
         self._workers.keep = recovery is Recovery.KEPT
@@ -152,6 +160,8 @@ class Failure:
     """The workers found no place; nothing was running."""
     ranks: tuple[int, ...]
     text: str
+    lost: bool = False
+    """Workers were lost; none raised an error of its own."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -162,44 +172,26 @@ class Failure:
             causes = [unwrapped(failure) for failure in failures]
             lost = [failure for failure in failures if isinstance(failure, _LOST)]
             ours = [cause for cause in causes if isinstance(cause, TidewheelError)]
-            wrong = [] if lost else [cause for cause in causes if isinstance(cause, _MISTAKES)]
+            wrong = [] if lost else [cause for cause in causes if isinstance(cause, MISTAKES)]
             shown = [*ours, *wrong, *lost, *causes, error][0]
-            return cls(not ours and not wrong, False, tuple(error.worker_failures), _line(shown))
+            return cls(not ours and not wrong, False, tuple(error.worker_failures), one_line(shown),
+                       bool(lost) and not ours)
         cause = unwrapped(error)
         if isinstance(cause, WorkerGroupStartupTimeoutError):
-            return cls(True, True, (), _line(cause))
+            return cls(True, True, (), one_line(cause))
         fatal_controller = isinstance(cause, TidewheelError | InsufficientClusterResourcesError)
-        return cls(not fatal_controller, False, (), _line(cause))
+        return cls(not fatal_controller, False, (), one_line(cause))
 
 
 _LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
-_MISTAKES = (TypeError, AttributeError, NameError, ImportError, AssertionError, KeyError, IndexError, ValueError)
-
-
-def unwrapped(error: BaseException) -> BaseException:
-    """What Ray's wrappers hold: our own error where there is one, else what was first raised."""
-    while True:
-        inner: Any
-        if isinstance(error, UserExceptionWithTraceback):
-            inner = error._base_exc
-        elif isinstance(error, ControllerError):
-            inner = error.controller_failure
-        else:
-            return root_cause(error)
-        error = inner
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
 
 
 class ElasticController(TrainController):
     """Ray's controller with our policies and our workers."""
 
     def __init__(self, *, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any, **ray_train: Any) -> None:
-        scaling = ElasticScaling(ray_train["train_run_context"].scaling_config, elastic, sizes, coordinator)
         workers: Any = Workers(elastic, sizes, coordinator)
+        scaling = ElasticScaling(ray_train["train_run_context"].scaling_config, elastic, sizes, coordinator, workers)
         self.worker_group_cls = workers  # all that is asked of it is `create`
         callbacks = [one for one in ray_train["callbacks"] if not isinstance(one, PlacementGroupCleanerCallback)]
         super().__init__(**{**ray_train, "scaling_policy": scaling, "callbacks": callbacks,

@@ -17,21 +17,28 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
+from ray.train.v2.api.exceptions import ControllerError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidewheel.elastic import layout, nodes
+from tidewheel.elastic.faults import MISTAKES
 from tidewheel.elastic.nodes import Node
-from tidewheel.elastic.worker import notice
+from tidewheel.elastic.worker import RestartNeeded, notice
+from tidewheel.errors import TidewheelError, root_cause
 from tidewheel.train.config import ElasticConfig
 
 START_SECONDS = 15.0
-"""A process that takes longer to come up found no place: others use the node too."""
+"""A group does not wait longer for processes that come up, if a legal number is there: the others join it later."""
 AGAIN_SECONDS = 10.0
 """Time after a start that failed before the next try."""
 LOOK_SECONDS = 0.5
@@ -83,11 +90,18 @@ class Workers:
     """
 
     def __init__(self, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any) -> None:
-        self.elastic, self.coordinator = elastic, coordinator
+        self.elastic, self.coordinator, self.sizes = elastic, coordinator, sizes
         self.most = max(sizes) + elastic.standby_workers
         self.keep = False
         """The next shutdown of the group leaves the processes that answer."""
         self.kept: list[Worker] = []
+        self.starting: list[Starting] = []
+        """Processes that were coming up when their group could not begin, for the next one."""
+
+    @property
+    def held(self) -> int:
+        """Workers that the next group need not start."""
+        return len(self.kept) + len(self.starting)
 
     def create(self, train_run_context: Any, worker_group_context: Any, callbacks: Any) -> ElasticWorkerGroup:
         """What Ray's controller calls to start a group."""
@@ -95,6 +109,8 @@ class Workers:
         group.pool = self
         try:
             group._start()
+        except WorkerGroupStartupTimeoutError:
+            raise  # what is up, and what is coming up, is there for the next try
         except BaseException:
             self.discard()
             raise
@@ -106,9 +122,9 @@ class Workers:
 
     def discard(self) -> None:
         """End the processes that were kept."""
-        for worker in self.kept:
-            ray.kill(worker.actor)
-        self.kept = []
+        for actor in [*(worker.actor for worker in self.kept), *(one.actor for one in self.starting)]:
+            ray.kill(actor)
+        self.kept, self.starting = [], []
 
     def take(self) -> list[Worker]:
         """The processes that were kept and still answer."""
@@ -150,23 +166,47 @@ class ElasticWorkerGroup(WorkerGroup):
     def _create_workers(self, num_workers: int, placement_group: Any, resources_per_worker: dict[str, float],
                         *arguments: Any, **named: Any) -> list[Worker]:
         workers = self.pool.take()
-        taken = Counter(worker.metadata.node_id for worker in workers)
-        missing = num_workers - len(workers)
-        places = self.pool.free_places(taken, missing, patience_seconds=START_SECONDS)
-        starting = [self._start_process(node, resources_per_worker) for node in places]
-        try:
-            found = ray.get([one.metadata for one in starting], timeout=START_SECONDS)
-        except (RayError, GetTimeoutError) as error:
-            for one in starting:
-                ray.kill(one.actor)
-            self.pool.kept = workers
-            raise WorkerGroupStartupTimeoutError(num_workers) from error
-        workers += [Worker(one.actor, metadata, resources_per_worker)
-                    for one, metadata in zip(starting, found, strict=True)]
-        if not workers:
+        self._starting, self.pool.starting = self.pool.starting, []
+        held = [*(worker.metadata.node_id for worker in workers), *(one.node for one in self._starting)]
+        missing = num_workers - len(held)
+        avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
+        places = self.pool.free_places(Counter(held), missing, patience_seconds=START_SECONDS, avoided=avoided)
+        if avoided and not layout.largest_fit(self.pool.sizes, len(held) + len(places)):  # better there than nowhere
+            places = self.pool.free_places(Counter(held), missing)
+        self._starting += [self._start_process(node, resources_per_worker) for node in places]
+        workers += self._come_up(num_workers - len(workers), resources_per_worker)
+        if not layout.largest_fit(self.pool.sizes, len(workers)):
+            self.pool.kept, self.pool.starting = workers, self._starting
+            self._starting = []
             raise WorkerGroupStartupTimeoutError(num_workers)
         self._expect(workers, anew=True)
         return self._assign_worker_ranks(workers)
+
+    def _come_up(self, wanted: int, resources: dict[str, float]) -> list[Worker]:
+        """Wait until `wanted` of those that start are up, or for START_SECONDS; return those that are."""
+        workers: list[Worker] = []
+        until = time.monotonic() + START_SECONDS
+        while self._starting and len(workers) < wanted and time.monotonic() < until:
+            ray.wait([one.metadata for one in self._starting], timeout=max(0.0, until - time.monotonic()))
+            workers += self._up(resources)
+        return workers
+
+    def _up(self, resources: dict[str, float]) -> list[Worker]:
+        """Take those out of the starting ones whose processes are up; end those that take too long."""
+        now, up = time.monotonic(), list[Worker]()
+        waiting: list[Starting] = []
+        for one in self._starting:
+            done, _ = ray.wait([one.metadata], timeout=0)
+            metadata = _result(one.metadata) if done else None
+            if metadata is not None:
+                up.append(Worker(one.actor, metadata, resources))
+            elif done or now - one.began > self.pool.elastic.start_timeout_seconds:
+                ray.kill(one.actor)
+                self._again_at = now + AGAIN_SECONDS
+            else:
+                waiting.append(one)
+        self._starting = waiting
+        return up
 
     def _start_process(self, node: str, resources: dict[str, float]) -> Starting:
         environment = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {})
@@ -217,6 +257,9 @@ class ElasticWorkerGroup(WorkerGroup):
         if dead:
             known = ray.get(self.pool.coordinator.dead.remote(list(dead), "its process has ended"), timeout=30)
             fenced |= set(known)
+        raised = {name: status.error for name, status in zip(names, statuses, strict=True)
+                  if status.error is not None and name not in dead}
+        fenced |= {name for name, error in raised.items() if self._goes_on_without(name, error)}
         lost = {name for name in names if name in fenced}
         if not lost or len(lost) == len(workers):  # with nobody left it is a failure of the group
             return statuses
@@ -229,6 +272,15 @@ class ElasticWorkerGroup(WorkerGroup):
         self._set_workers([workers[index] for index in stay])
         return [statuses[index] for index in stay]
 
+    def _goes_on_without(self, name: str, error: BaseException) -> bool:
+        """Whether the run goes on though this worker's function has ended by `error`."""
+        cause = unwrapped(error)
+        if isinstance(cause, RestartNeeded):
+            return False
+        fatal = isinstance(cause, (TidewheelError, *MISTAKES))
+        answer = self.pool.coordinator.raised.remote(name, type(cause).__name__, one_line(cause), fatal)
+        return bool(ray.get(answer, timeout=30))
+
     def _start_more(self) -> None:
         """Processes for nodes that joined, and in place of those lost."""
         now = time.monotonic()
@@ -239,7 +291,9 @@ class ElasticWorkerGroup(WorkerGroup):
         staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
         there = Counter(worker.metadata.node_id for worker in self.get_workers())
         taken = there + Counter(one.node for one in self._starting)
-        wanted = self.pool.most - sum(count for node, count in taken.items() if node in staying)
+        # one that takes long may have found no place, because others use its node too: it may, but need not, come
+        hoped = there + Counter(one.node for one in self._starting if now - one.began < START_SECONDS)
+        wanted = self.pool.most - sum(count for node, count in hoped.items() if node in staying)
         if now < self._again_at or wanted <= 0:
             return
         new = [self._start_process(node, self._worker_group_context.resources_per_worker)
@@ -248,20 +302,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _admit(self) -> int:
         """Put into the group whose process is up; how many."""
-        now, admitted = time.monotonic(), 0
-        waiting: list[Starting] = []
-        for one in self._starting:
-            done, _ = ray.wait([one.metadata], timeout=0)
-            metadata = _result(one.metadata) if done else None
-            if metadata is not None:
-                admitted += self._add(Worker(one.actor, metadata, self._worker_group_context.resources_per_worker))
-            elif done or now - one.began > START_SECONDS:
-                ray.kill(one.actor)
-                self._again_at = now + AGAIN_SECONDS
-            else:
-                waiting.append(one)
-        self._starting = waiting
-        return admitted
+        return sum(self._add(worker) for worker in self._up(self._worker_group_context.resources_per_worker))
 
     def _add(self, worker: Worker) -> int:
         """Start the training function in one more worker: 1, or 0 when it died meanwhile."""
@@ -289,6 +330,25 @@ class ElasticWorkerGroup(WorkerGroup):
         for callback in self._callbacks:
             if hasattr(callback, "set_required_ranks"):  # it counts the reports of all workers
                 callback.after_worker_group_start(self)
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """What Ray's wrappers hold: our own error where there is one, else what was first raised."""
+    while True:
+        inner: Any
+        if isinstance(error, UserExceptionWithTraceback):
+            inner = error._base_exc
+        elif isinstance(error, ControllerError):
+            inner = error.controller_failure
+        else:
+            return root_cause(error)
+        error = inner
+
+
+def one_line(error: BaseException) -> str:
+    """Class and text of an error, for an event."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
 
 
 def _name(worker: Worker) -> str:

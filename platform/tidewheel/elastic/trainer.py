@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -15,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
 from tidewheel.autoscaler import START_SECONDS, can_grow
+from tidewheel.commit_log import Record, first_generation
 from tidewheel.elastic import layout
-from tidewheel.errors import ClusterError
+from tidewheel.errors import ClusterError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
+from tidewheel.ownership import CHECKPOINTS, Renewal, owning
 from tidewheel.placement import with_labels
-from tidewheel.train import checks
+from tidewheel.train import checks, starts
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.metrics import weights_and_biases
 from tidewheel.train.parallel import legal
-from tidewheel.train.record import TrainResult, read_result
+from tidewheel.train.record import TrainResult
 
 if TYPE_CHECKING:
     from tidewheel.elastic.coordinator import Snapshot
@@ -33,7 +36,7 @@ PROGRESS_SECONDS = 0.3
 TAKEN_SECONDS = 10.0  # a killed driver's name is free again once Ray has seen that it is gone
 
 
-def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainResult:
+def fit(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
     """Train on the Ray cluster this process is connected to, with as many workers as fit, until `config.steps`.
 
     Workers and nodes may die, drain and join meanwhile. The driver may die too: run it again.
@@ -42,10 +45,11 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainR
         on_progress: called from a thread of its own, about three times a second, with "state" and, once known, "step",
             "steps", "loss", "tokens", "tokens_per_second", "world_size"; "events" holds what happened since the last
             call and is worth telling (`coordinator.NEWSWORTHY`), as in events.jsonl.
+        take_over: take the run away from a driver that still trains it. Nothing the other one writes counts any more.
 
     Raises:
-        ClusterError: not connected, too few CPUs or GPUs, the run is being trained by another driver, or it failed
-            for good.
+        OwnershipError: another driver trains the run, or has taken it over.
+        ClusterError: not connected, too few CPUs or GPUs, or the run failed for good.
         TidewheelError: something else a user can mend, as a worker raised it.
     """
     config = _with_full_uris(config)
@@ -58,11 +62,11 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainR
     weights_and_biases.check(config.metrics.wandb)
     checks.files(config, checks.read_data(config)[0])  # what is wrong with the data is said before any process starts
     with evaluating(config):
-        return run_workers(config, run_worker, on_progress)
+        return run_workers(config, run_worker, on_progress, take_over=take_over)
 
 
 def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
-                on_progress: OnProgress | None = None) -> Any:
+                on_progress: OnProgress | None = None, *, take_over: bool = False) -> Any:
     """What `fit` does, with any function as the worker; see `worker.run_worker` for what it is given."""
     import ray
 
@@ -75,35 +79,84 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
     from tidewheel.elastic.ray_adapter import ElasticTrainer
 
     sizes = _sizes(config)
-    storage.store(config.run_uri).check()
+    run = storage.store(config.run_uri)
+    run.check()
     bookkeeping = tempfile.mkdtemp(prefix="tidewheel-train-")
     try:
-        with _coordinator(config, sizes) as (name, coordinator), _reporting(coordinator, on_progress):
+        with _owning(run, take_over) as record, \
+                _coordinator(config, sizes, record.epoch) as (name, coordinator), _reporting(coordinator, on_progress):
+            for change in starts.record_start(run, config, record.epoch):
+                if change.told:
+                    coordinator.event.remote("setting_changed", _told_change(change))
             trainer = ElasticTrainer(
                 worker, {"config": config.canonical(), "coordinator": name}, elastic=config.elastic, sizes=sizes,
                 coordinator=coordinator, name=config.run.id, storage_path=bookkeeping)
-            return trainer.run()
+            try:
+                return trainer.run()
+            except TidewheelError as error:
+                lost = _lost(coordinator)
+                raise error if lost is None else lost from error
     finally:
         shutil.rmtree(bookkeeping, ignore_errors=True)
 
 
-def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None) -> TrainResult:
-    """Train in this process with one worker and without Ray: for debugging, and as the undisturbed reference."""
+def _owning(run: storage.Store, take_over: bool) -> contextlib.AbstractContextManager[Record]:
+    """Own the run inside the block; see `ownership.owning`."""
+    from tidewheel.checkpoint.verify import list_checkpoints
+
+    def committed() -> list[str]:
+        return [info.name for info in list_checkpoints(run.child(CHECKPOINTS)) if info.committed]
+
+    return owning(run, committed=committed, force=take_over,
+                  say=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _told_change(change: starts.Change) -> dict[str, Any]:
+    return {"setting": change.key, "before": change.before, "now": change.now}
+
+
+def _lost(coordinator: Any) -> OwnershipError | None:
+    """Return why the run is no longer this driver's, if that is so."""
+    import ray
+
+    try:
+        lost: OwnershipError | None = ray.get(coordinator.lost.remote(), timeout=10)
+    except ray.exceptions.RayError:  # the coordinator is gone: what the trainer raised is all there is to tell
+        return None
+    return lost
+
+
+def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
+    """Train in this process with one worker and without Ray: for debugging, and as the undisturbed reference.
+
+    Raises:
+        OwnershipError: another driver trains the run, or has taken it over.
+    """
     from tidewheel.checkpoint.manager import CheckpointManager
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Runtime
 
     config = _with_full_uris(config)
     place = storage.store(config.run_uri)
-    if read_result(place) is None:
-        checks.files(config, checks.read_data(config)[0])
-    control = LocalControl(JsonLog(place, "events.jsonl"), on_progress)
-    manager = CheckpointManager.of(place.child("checkpoints"), config.checkpoint,
-                                   lambda kind, detail: control.event(kind, **detail))
-    try:
-        return train(config, Runtime(checkpoints=manager, control=control))
-    finally:
-        control.log.flush()
+    finished = checks.finished(config)
+    if finished is not None:
+        return finished
+    checks.files(config, checks.read_data(config)[0])
+    place.check()
+    with _owning(place, take_over) as record:
+        generation = first_generation(record.epoch)
+        control = LocalControl(JsonLog(place, "events.jsonl", order=generation), on_progress)
+        for change in starts.record_start(place, config, record.epoch):
+            if change.told:
+                control.event("setting_changed", **_told_change(change))
+        renewal = Renewal(place, record.epoch, control.lose)
+        manager = CheckpointManager.of(place.child(CHECKPOINTS), config.checkpoint,
+                                       lambda kind, detail: control.event(kind, **detail), generation=generation)
+        try:
+            return train(config, Runtime(checkpoints=manager, control=control, generation=generation))
+        finally:
+            renewal.close()
+            control.log.flush()
 
 
 class LocalControl:
@@ -111,8 +164,15 @@ class LocalControl:
 
     def __init__(self, log: JsonLog, on_progress: OnProgress | None) -> None:
         self.log, self._on_progress = log, on_progress
+        self._lost: OwnershipError | None = None
+
+    def lose(self, error: OwnershipError) -> None:
+        """End the training at the next step: another driver owns the run."""
+        self._lost = error
 
     def poll(self) -> bool:
+        if self._lost is not None:
+            raise self._lost
         return False
 
     def save_wanted(self) -> bool:
@@ -122,7 +182,10 @@ class LocalControl:
         return
 
     def event(self, kind: str, **detail: Any) -> None:
-        self.log.append({"time": time.time(), "kind": kind, "detail": detail})
+        record = {"time": time.time(), "kind": kind, "detail": detail}
+        self.log.append(record)
+        if self._on_progress is not None and kind == "setting_changed":
+            self._on_progress({"state": "running", "events": [record]})
 
     def progress(self, step: int, steps: int, **metrics: Any) -> None:
         if self._on_progress is not None:
@@ -176,7 +239,7 @@ def _told(resources: Mapping[str, float]) -> str:
 
 
 @contextlib.contextmanager
-def _coordinator(config: TrainConfig, sizes: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Iterator[tuple[str, Any]]:
     """The run's coordinator on the driver's node; it ends with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -192,7 +255,7 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...]) -> Iterator[tuple[
         try:
             actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
                                    scheduling_strategy=here).remote(
-                                          run_uri, config.elastic, sizes,
+                                          run_uri, config.elastic, sizes, epoch=epoch,
                                           memory_tier=bool(config.checkpoint.memory.every_steps))
         except ValueError:  # the name is taken
             if time.monotonic() > until:

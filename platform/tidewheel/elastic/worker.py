@@ -9,15 +9,17 @@ import queue
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tidewheel.elastic.channel import Client, Message
-from tidewheel.elastic.membership import How
+from tidewheel.elastic.faults import Report, report
+from tidewheel.elastic.generation import How
 from tidewheel.elastic.nodes import NAMESPACE
-from tidewheel.errors import TidewheelError, root_cause
+from tidewheel.errors import clear_frames
 from tidewheel.placement import is_spot
+from tidewheel.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from tidewheel.elastic.process_group import GenerationGroup
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 0.25
 EXIT_CODE = 71
 """EX_OSERR of sysexits.h: cut off by the coordinator, or left alone by it."""
-#: Mistakes in the code: starting again does not mend them.
-MISTAKES = (TypeError, AttributeError, NameError, ImportError, AssertionError, KeyError, IndexError, ValueError)
-
 
 _members: list[Member] = []
 """This process as a worker, if it is one; for the signal handler."""
@@ -42,12 +41,15 @@ class RestartNeeded(RuntimeError):
 class Member:
     """This process as the coordinator's worker: hears what to do, tells how it goes, gives signs of life.
 
-    When the connection closes the process ends: whoever is cut off must not go on training.
+    A connection that breaks is made again (`channel`). Until then rank 0 waits at its next step boundary: whoever is
+    cut off must not go on training. The process ends when the coordinator is gone, cannot be reached for
+    `channel.RECONNECT_SECONDS`, or goes on without this worker.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, name: str, node: str, *, spot: bool = False) -> None:
+    def __init__(self, address: tuple[str, int], token: str, name: str, node: str, *, spot: bool = False,
+                 device: str = "") -> None:
         self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        """Messages that the training thread waits for: join, raise, over."""
+        """Messages that the training thread waits for: join, probe, raise, over."""
         self.stop = False
         """Make way at the next step boundary."""
         self.save = False
@@ -56,9 +58,11 @@ class Member:
         self.generation, self.step = -1, 0
         self._group: Any = None  # of the generation that runs here
         self._aborted = -1
+        clocks = hasattr(time, "pthread_getcpuclockid")  # not on every system
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if clocks else None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        hello = {"name": name, "node": node, "spot": spot, "token": token}
+        hello = {"name": name, "node": node, "spot": spot, "device": device, "token": token}
         self._client = Client(address, hello, self._hear, _end)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -70,11 +74,16 @@ class Member:
             if self._aborted >= generation:
                 group.break_off()
 
-    def left(self, how: How, text: str = "") -> None:
+    def left(self, said: Report) -> None:
         """This worker has let go of its generation."""
         with self._lock:
             self._group = None
-        self.send({"say": "left", "generation": self.generation, "how": how.value, "text": text[:2000]})
+        self.send({"say": "left", "generation": self.generation, "how": said.how.value, "text": said.text[:2000],
+                   "kind": said.kind, "accused": said.accused})
+
+    def in_touch(self) -> None:
+        """Return once the coordinator can be reached; if it cannot, the process ends."""
+        self._client.connected.wait()
 
     def send(self, message: Message) -> None:
         """Tell the coordinator."""
@@ -103,12 +112,21 @@ class Member:
                         self._group.break_off()
             case "stop" | "go_on" if message["generation"] == self.generation:
                 self.stop, self.save = message["do"] == "stop", bool(message.get("save"))
-            case "join" | "raise" | "over":
+            case "join" | "probe" | "raise" | "over":
                 self.orders.put(message)
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            self.send({"say": "beat", "generation": self.generation, "step": self.step})
+            self.send({"say": "beat", "generation": self.generation, "step": self.step, "work": self._work(),
+                       "aborts": self._aborted})
+
+    def _work(self) -> float:
+        """CPU seconds that the thread which made this object, the training's, has used."""
+        if self._clock is None:
+            return 0.0
+        with contextlib.suppress(OSError):  # the thread has ended
+            return round(time.clock_gettime(self._clock), 2)
+        return 0.0
 
 
 def notice() -> None:
@@ -125,12 +143,18 @@ def _end() -> None:
 
 
 class RunControl:
-    """`train.runtime.Control` over the coordinator's connection. Nothing here waits."""
+    """`train.runtime.Control` over the coordinator's connection. Only `poll` waits, and only while that is broken."""
 
     def __init__(self, member: Member, rank: int) -> None:
         self._member, self._rank = member, rank
 
+    @property
+    def stepped(self) -> bool:
+        """This generation has done a step, as far as this rank knows."""
+        return self._member.step > 0
+
     def poll(self) -> bool:
+        self._member.in_touch()
         return self._member.stop
 
     def save_wanted(self) -> bool:
@@ -170,24 +194,26 @@ def run_worker(settings: dict[str, Any]) -> Any:
     context = ray.get_runtime_context()
     answer: Any = coordinator.place.remote()
     place: dict[str, Any] = ray.get(answer)
+    gpus = context.get_accelerator_ids().get("GPU", [])
     return take_part(config, place, name=context.get_actor_id(), node=context.get_node_id(),
-                     spot=is_spot(context.get_node_labels()))
+                     spot=is_spot(context.get_node_labels()), device=",".join(map(str, gpus)))
 
 
 def take_part(config: TrainConfig, place: dict[str, Any], *, name: str, node: str,
-              spot: bool = False) -> TrainResult | None:
+              spot: bool = False, device: str = "") -> TrainResult | None:
     """Be one of the run's workers until it is over; its result.
 
     Args:
         place: what `Coordinator.place` says.
         name: of this process, unique; node: id of its machine; spot: that may be taken away at any time.
+        device: its GPUs, as the node numbers them; "" on CPU.
     """
     from tidewheel import storage
     from tidewheel.elastic.warm import warm_up
     from tidewheel.train.record import read_result
 
     warm_up(config, deeply=place["runs"])
-    member = Member(tuple(place["address"]), place["token"], name, node, spot=spot)
+    member = Member(tuple(place["address"]), place["token"], name, node, spot=spot, device=device)
     _members.append(member)
     error: BaseException | None = None
     try:
@@ -199,6 +225,9 @@ def take_part(config: TrainConfig, place: dict[str, Any], *, name: str, node: st
                 if error is not None and not order["text"]:
                     raise error
                 raise RestartNeeded(order["text"]) from error
+            if order["do"] == "probe":
+                member.send({"say": "probed", "problem": _problem(config)})
+                continue
             error = None
             error = _generation(config, member, order, node[:12])
             if member.terminated:
@@ -212,31 +241,48 @@ def take_part(config: TrainConfig, place: dict[str, Any], *, name: str, node: st
 def _generation(config: TrainConfig, member: Member, order: Message, node: str) -> BaseException | None:
     """Train in one generation, to its end; what it failed of."""
     from tidewheel.elastic.process_group import GenerationGroup
-    from tidewheel.train.loop import train
-    from tidewheel.train.runtime import MadeWay, Runtime
+    from tidewheel.train.parallel.caches import StaleProcessError
 
-    rank, world_size, generation = order["rank"], order["world_size"], order["generation"]
-    control, group = RunControl(member, rank), GenerationGroup()
-    member.begin(generation, group)
-    how, text, failed = How.FINISHED, "", None
-    try:
-        group.open(tuple(order["store"]), generation, rank, world_size, cuda=bool(config.elastic.gpus_per_worker))
-        with _checkpoints(config, order, control, group) as checkpoints:
-            train(config, Runtime(rank=rank, world_size=world_size, device=_device(config), generation=generation,
-                                  checkpoints=checkpoints, control=control, sinks=_sinks(config, rank), node=node,
-                                  evaluated_beside=True))
-    except MadeWay as left:
-        how, text = How.MADE_WAY, str(left)
-    except Exception as error:
-        how, text, failed = _judged(error, group.broken), f"{type(error).__name__}: {error}", error
-        traceback.clear_frames(error.__traceback__)  # they hold the model
+    control, group = RunControl(member, order["rank"]), GenerationGroup()
+    member.begin(order["generation"], group)
+    said, failed = _train(config, order, node, control, group)
+    if failed is not None:
+        clear_frames(failed)  # they hold the model, and so do those of its causes
     try:
         group.close()
     except Exception as error:  # a process that cannot let go is no use to the next generation
-        text = f"{text}; then {type(error).__name__}: {error}"
-        _end_after(member, how, text)
-    member.left(how, text)
+        _end_after(member, replace(said, text=f"{said.text}; then {type(error).__name__}: {error}"))
+    if isinstance(failed, StaleProcessError):  # nor is one that computes for another rank: a new one is started
+        _end_after(member, replace(said, kind=""))  # its node is not to blame
+    member.left(said)
     return failed
+
+
+def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
+           group: GenerationGroup) -> tuple[Report, BaseException | None]:
+    """Open the process group and train: how that ended, and the error if it is one.
+
+    All that holds the model is in frames below `_generation`, so that they can be cleared.
+    """
+    from tidewheel.train.loop import train
+    from tidewheel.train.past import Past
+    from tidewheel.train.runtime import MadeWay, Runtime
+
+    rank, world_size, generation = order["rank"], order["world_size"], order["generation"]
+    limit = TimeLimit(what="the generation's work")
+    group.also_break(lambda: limit.end("its ranks have parted"))
+    try:
+        group.open(tuple(order["store"]), generation, rank, world_size, cuda=bool(config.elastic.gpus_per_worker))
+        with limit.applied(), _checkpoints(config, order, control, group) as checkpoints:
+            train(config, Runtime(rank=rank, world_size=world_size, device=_device(config), generation=generation,
+                                  checkpoints=checkpoints, control=control, sinks=_sinks(config, rank), node=node,
+                                  past=Past(**order["past"]) if "past" in order else None, limit=limit,
+                                  evaluated_beside=True))
+    except MadeWay as left:
+        return Report(How.MADE_WAY, str(left)), None
+    except Exception as error:
+        return report(error, broken=group.broken, stepped=generation > 0 or control.stepped), error
+    return Report(How.FINISHED), None
 
 
 @contextlib.contextmanager
@@ -244,38 +290,46 @@ def _checkpoints(config: TrainConfig, order: Message, control: RunControl, group
     """Storage, with the memory tier above it where every rank's node has an agent."""
     from tidewheel import storage
     from tidewheel.checkpoint.manager import CheckpointManager
-    from tidewheel.checkpoint.memory.protocol import Address
     from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
 
     def on_event(kind: str, detail: dict[str, Any]) -> None:
         control.event(kind, **detail)
 
-    saved = CheckpointManager.of(storage.store(config.run_uri).child("checkpoints"), config.checkpoint, on_event)
+    saved = CheckpointManager.of(storage.store(config.run_uri).child("checkpoints"), config.checkpoint, on_event,
+                                 generation=order["generation"])
+    group.also_break(saved.break_off)
     memory = order.get("memory")
-    if memory is None:
-        yield saved
-        return
-    agents, others = ([Address(*address) for address in memory[name]] for name in ("agents", "others"))
-    tiers = TieredCheckpoints(
-        saved, Placement(tuple(agents), tuple(others), memory["token"]), rank=order["rank"],
-        world_size=order["world_size"], generation=order["generation"], on_event=on_event,
-        every_steps=config.checkpoint.memory.every_steps, buddy=config.checkpoint.memory.buddy)
-    group.also_break(tiers.break_off)
     try:
-        yield tiers
+        if memory is None:
+            yield saved
+            return
+        tiers = TieredCheckpoints(
+            saved, Placement.of(memory), rank=order["rank"], world_size=order["world_size"],
+            generation=order["generation"], on_event=on_event, every_steps=config.checkpoint.memory.every_steps,
+            buddy=config.checkpoint.memory.buddy)
+        group.also_break(tiers.break_off)
+        try:
+            yield tiers
+        finally:
+            tiers.close()
     finally:
-        tiers.close()
+        saved.break_off()  # an upload that the generation did not wait for can never be committed
 
 
-def _judged(error: BaseException, broken: bool) -> How:
-    """What an error says: our own, and mistakes in the code, are final, unless connections were broken under them."""
-    final = isinstance(root_cause(error), (TidewheelError, *MISTAKES))
-    return How.FATAL if final and not broken else How.FAILED
+def _problem(config: TrainConfig) -> str:
+    """What a self-test of this process finds; "": nothing."""
+    from tidewheel.elastic.probe import probe
+
+    try:
+        probe(config, _device(config))
+    except Exception as error:  # whatever a sick device or a full disk raises is the answer
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
 
 
-def _end_after(member: Member, how: How, text: str) -> None:
-    member.left(how if how is How.FATAL else How.FAILED, text)
-    print(f"this worker ends: {text}", file=sys.stderr, flush=True)
+def _end_after(member: Member, said: Report) -> None:
+    member.left(replace(said, how=said.how if said.how is How.FATAL else How.FAILED))
+    print(f"this worker ends: {said.text}", file=sys.stderr, flush=True)
     os._exit(EXIT_CODE)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
+from tidewheel import yaml_text
 from tidewheel.errors import ConfigError
 from tidewheel.kubernetes.problem import Manifest
 
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -23,20 +22,6 @@ _Blocks.add_representer(str, lambda dumper, value: dumper.represent_scalar(
     "tag:yaml.org,2002:str", value, style="|" if "\n" in value else None))
 
 
-class _Loader(_Base):  # type: ignore[misc]
-    """Plain values only; a key that is there twice is an error, as it is for the API server."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice",
-                                                            key.start_mark)
-                seen.add(key.value)
-        return dict(super().construct_mapping(node, deep))
-
-
 def read(text: str, where: str) -> list[Any]:
     """The documents of a YAML text that hold anything.
 
@@ -44,7 +29,7 @@ def read(text: str, where: str) -> list[Any]:
         ConfigError: not YAML, or a key is there twice; `where` is named with the line.
     """
     try:
-        return [document for document in yaml.load_all(io.StringIO(text), _Loader) if document is not None]
+        return [document for document in yaml_text.load_all(text) if document is not None]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where

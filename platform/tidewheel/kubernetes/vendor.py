@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tidewheel import yaml_text
 
 FILE = Path(__file__).parent / "schemas.json.gz"
 CORE_KINDS = {
@@ -84,7 +84,7 @@ def custom_resources(folder: Path, metadata: Schema) -> dict[str, Schema]:
     """{apiVersion/kind: schema} of every version that is served, of the definitions in a folder."""
     found = {}
     for path in sorted(folder.glob("*.yaml")):
-        spec = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]
+        spec = yaml_text.load_all(path.read_text())[0]["spec"]
         for version in spec["versions"]:
             if not version["served"]:
                 continue

@@ -8,6 +8,7 @@ from tidewheel.plan.config import TIERS, GoodputConfig, TierConfig
 from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import Job
 from tidewheel.plan.layouts import Planned
+from tidewheel.plan.requests import Requests, requests
 
 DAY = 86_400.0
 INTERVALS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0)
@@ -38,6 +39,8 @@ class Summary:
     days: float
     gpu_hours: float
     cost: float | None
+    requests: tuple[Requests, ...]
+    """To an object store in a day."""
 
 
 def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
@@ -66,7 +69,8 @@ def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
     hours = tokens / rate / 3600 * cluster.gpus
     price = cluster.price_per_gpu_hour
     return Summary(size, stall, stored, stored, interval, own.goodput, best.interval_seconds, best.goodput, mtbf,
-                   rate * DAY, tokens, tokens / rate / DAY, hours, None if price is None else hours * price)
+                   rate * DAY, tokens, tokens / rate / DAY, hours, None if price is None else hours * price,
+                   tuple(requests(job, cluster, seconds, size, interval)))
 
 
 def _tier(job: Job, seconds: float, stall: float, stored: float) -> TierConfig:

@@ -98,6 +98,14 @@ def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
     return [{"what": name, "value": value} for name, value in values.items()]
 
 
+def request_rows(found: Summary) -> list[Row]:
+    """Requests of the run to an object store, by purpose."""
+    rows = [{"storage requests": each.what, "a day, at most": f"{each.a_day:,}", "": each.how}
+            for each in found.requests]
+    total = sum(each.a_day for each in found.requests)
+    return [*rows, {"storage requests": "all", "a day, at most": f"{total:,}", "": "if the run is on an object store"}]
+
+
 def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | None, *, notes: Sequence[str],
          top: int) -> None:
     """Print all tables: layouts, memory, communication, what does not fit, the run."""
@@ -120,6 +128,7 @@ def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | No
         print(f"nearest that fits: {ranking.nearest.layout.describe()}: {_options(ranking.nearest)}")
     if whole:
         print_table(summary_rows(job, cluster, whole), title="the run with the first")
+        print_table(request_rows(whole), title="requests to storage")
         print(f"use it: {_options(ranking.fitting[0])}")
 
 

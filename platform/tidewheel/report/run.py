@@ -36,8 +36,9 @@ from tidewheel.storage import Store
 
 SECRET = re.compile(r"secret|passw|credential|api_?key|access_?key|authori[sz]ation|(^|_)token$", re.I)
 MAX_EVENTS = 200
-BADGES = {**dict.fromkeys(("node_lost", "failure", "checkpoint_refused", "guard", "rollback", "hang"), "bad"),
-          **dict.fromkeys(("node_joined", "finish"), "good")}
+BADGES = {**dict.fromkeys(("node_lost", "failure", "worker_left_out", "checkpoint_refused", "guard", "rollback",
+                           "hang"), "bad"),
+          **dict.fromkeys(("node_joined", "worker_readmitted", "finish"), "good")}
 DAY = 86_400
 
 

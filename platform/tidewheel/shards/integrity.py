@@ -8,11 +8,12 @@ and what was learnt from a file before the answer came is kept from a checkpoint
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 from blake3 import blake3
 
+from tidewheel.daemon import DaemonThread
 from tidewheel.errors import ShardError
 from tidewheel.shards.manifest import REBUILD, Manifest, ShardInfo
 from tidewheel.storage import Store
@@ -34,7 +35,7 @@ class Integrity:
         self._verify = verify
         self._files: dict[str, tuple[Path, Fingerprint]] = {}
         self._hashes: dict[str, Future[str]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: DaemonThread | None = None
 
     def opened(self, shard: ShardInfo, path: Path, before: Fingerprint, *, hashed: bool) -> None:
         """`path` was opened, its fingerprint `before` that; `hashed`: its content is known to be right."""
@@ -43,7 +44,7 @@ class Integrity:
         self._files[shard.name] = path, before
         self._hashes.pop(shard.name, None)
         if self._verify and not hashed:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="shard hashes")
+            self._thread = self._thread or DaemonThread("shard hashes")
             self._hashes[shard.name] = self._thread.submit(problem_of, path, shard)
 
     def problem(self, shard: ShardInfo) -> str:
@@ -67,9 +68,9 @@ class Integrity:
         return [name for name, hashing in list(self._hashes.items()) if hashing.result()]
 
     def close(self) -> None:
-        """Stop hashing."""
+        """Stop hashing. A file that is being hashed is not waited for."""
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.stop(wait=False)
 
 
 def fingerprint(path: Path) -> Fingerprint:

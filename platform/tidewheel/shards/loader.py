@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 
+from tidewheel.daemon import DaemonThread
 from tidewheel.shards.reader import Rows
 from tidewheel.shards.source import SourceReader
 
@@ -25,7 +26,7 @@ class Loader:
         self._read = reader.read
         self._ahead: OrderedDict[bytes, Future[Rows]] = OrderedDict()
         self._last: np.ndarray | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards") if prefetch else None
+        self._thread = DaemonThread("shards") if prefetch else None
 
     def batch(self, positions: np.ndarray) -> Rows:
         """Rows at `positions` [B] int64. Not for several threads at once while prefetching.
@@ -54,10 +55,10 @@ class Loader:
         self._reader.settle()
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads. A read that is under way is left to end by itself."""
         self._forget()
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.stop(wait=False)
         self._reader.close()
 
     def _forget(self) -> None:
@@ -65,7 +66,7 @@ class Loader:
             future.cancel()
         self._ahead.clear()
 
-    def _read_ahead(self, thread: ThreadPoolExecutor, positions: np.ndarray) -> None:
+    def _read_ahead(self, thread: DaemonThread, positions: np.ndarray) -> None:
         before, self._last = self._last, positions
         if before is None or before.shape != positions.shape or not positions.size:
             return

@@ -9,18 +9,20 @@ same rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from tidewheel.daemon import DaemonThread, result
 from tidewheel.models.decoder import IGNORED, next_tokens
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.reader import Rows
 from tidewheel.shards.source import Source
+from tidewheel.time_limit import TimeLimit
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.parallel.mesh import DATA, Mesh
@@ -39,14 +41,18 @@ class RankBatch:
 
 
 class BatchReader:
-    """This rank's part of each global batch, read ahead by a thread."""
+    """This rank's part of each global batch, read ahead by a thread.
+
+    Args:
+        limit: of the generation; when it ends, nobody waits for a batch any more.
+    """
 
     def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: Share, *,
-                 device: torch.device, steps: int, ahead: int) -> None:
+                 device: torch.device, steps: int, ahead: int, limit: TimeLimit | None = None) -> None:
         self._loader, self._config, self._positions, self._device = loader, config, positions, device
         self._share, self._steps, self._ahead = share, steps, ahead
         self._pending: dict[int, Future[RankBatch]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._thread, self._limit = DaemonThread("batches"), limit or TimeLimit()
 
     def read(self, step: int) -> RankBatch:
         """The batch of `step`, waiting for it if need be; begins to read the next ones."""
@@ -56,7 +62,7 @@ class BatchReader:
                 break  # not there yet
             if wanted not in self._pending:
                 self._pending[wanted] = self._thread.submit(self._load, wanted)
-        return self._pending.pop(step).result()
+        return result(self._pending.pop(step), self._limit)
 
     def start_over(self, positions: Positions) -> None:
         """Forget what was read ahead: steps take other positions from now on."""
@@ -70,11 +76,15 @@ class BatchReader:
         self._loader.settle()
 
     def close(self) -> None:
-        """Stop reading ahead."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Stop reading ahead. A read that is under way is left to end by itself: it may hang in storage."""
+        self._thread.stop(wait=False)
         self._loader.close()
 
     def _load(self, step: int) -> RankBatch:
+        with self._limit.applied():
+            return self._read(step)
+
+    def _read(self, step: int) -> RankBatch:
         positions, size = self._positions.of(step), self._config.micro_sequences
         per_virtual = len(positions) // self._config.virtual_ranks
         mine = places(self._share, len(positions), size)

@@ -39,6 +39,9 @@ class CheckpointConfig(Config):
     """Those of steps that are multiples of this are kept for good; 0: none."""
     asynchronous: bool = True
     """Upload in the background while training goes on."""
+    save_seconds: float = Field(default=1800.0, gt=0)
+    """A save that takes longer has failed: it is given up and reported, and training goes on. The default is what
+    900 GiB of a node take at 500 MB/s."""
     retry_seconds: float = Field(default=30.0, gt=0)
     """After a save that failed, save again so much later, whatever the interval."""
     max_failed_saves: int = Field(default=20, ge=0)

@@ -139,6 +139,14 @@ def finished(config: TrainConfig) -> TrainResult | None:
     return found
 
 
+def still_reaches(config: TrainConfig, source: Source, positions: Positions) -> None:
+    """Raise ConfigError if the mixture ends before the last step since guards passed over parts of it."""
+    end = source.end
+    if end is not None and positions.windows and positions.end(config.steps) > end:
+        raise ConfigError(f"the mixture ends after {end:,} sequences, too early by what guards passed over",
+                          where="data.mixture", mend="raise max_repetitions, add data, or train fewer steps")
+
+
 def same_history(extra: dict[str, Any], positions: Positions, config: TrainConfig) -> None:
     """Raise CheckpointError unless the run's rollbacks are those that the checkpoint with this `extra` knows, and
     others that changed nothing before it. A damaged checkpoint that a rollback could not read may come back."""

@@ -133,7 +133,22 @@ class ElasticConfig(Config):
     resources_per_worker: dict[str, float] = Field(default_factory=dict)
     """Further resources reserved per worker, by the names that nodes offer them under: {accelerator: 1}."""
     max_failures: int = Field(default=-1, ge=-1)
-    """Give up after so many restarts caused by failures; -1: never."""
+    """Give up after so many failures of any cause, losses of nodes included; -1: any number, because a long run on
+    spot nodes loses thousands."""
+    max_failures_without_progress: int = Field(default=3, ge=-1)
+    """Give up after so many failures in a row without a step further than ever, if they are the run's own: errors that
+    workers of several nodes raise, or the only worker there is. Losses of workers and nodes do not count. -1: never;
+    the pauses between the tries grow. The default tries each way to recover once."""
+    backoff_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Pause before the third try in a row without progress; it doubles with each further one. The first two tries
+    come at once, because most failures are over by then."""
+    max_backoff_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    """The longest pause between two tries."""
+    readmit_after_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """A device or node whose errors ended a generation for the second time is left alone for so long; then a worker
+    there probes itself and is let in again. It doubles each time: a broken GPU costs a pause for each attempt."""
+    readmit_at_most_seconds: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
+    """The longest time for which a device or node is left alone. After twice as long its failures are forgotten."""
     join_wait_seconds: float = Field(default=5.0, ge=0)
     """Wait so long after a node joined for more of them, so that joins are one resize."""
     resize_interval_seconds: float = Field(default=10.0, gt=0)
@@ -148,7 +163,7 @@ class ElasticConfig(Config):
     slow_factor: float = Field(default=1.5, gt=1)
     """See `slow_worker`."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
-    """Fail when so few workers can be placed for this long."""
+    """Fail when so few workers can be placed for this long; a process that takes longer to come up is given up."""
     recovery: Literal["in_place", "kept", "plain"] = "in_place"
     """What is tried first after a failure; if that does not help, the next: the processes that are left go on by
     themselves; Ray Train restarts its workers in the processes that still answer; it restarts them in new ones."""
@@ -157,7 +172,8 @@ class ElasticConfig(Config):
     heartbeat_seconds: float = Field(default=3.0, gt=0)
     """A worker that gives no sign of life for this long, while the others wait for it, is cut off."""
     leave_seconds: float = Field(default=5.0, gt=0)
-    """A worker that does not let go of a broken generation for this long is cut off."""
+    """A worker that does not let go of a broken generation for this long is cut off; while its training thread uses the
+    CPU, six times as long. An idle machine takes far less, and a hung worker holds up the others."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes that workers run on; others are not counted, and not asked for where an autoscaler brings nodes."""
 

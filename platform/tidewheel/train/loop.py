@@ -19,7 +19,6 @@ import torch
 
 from tidewheel import storage
 from tidewheel.errors import ConfigError
-from tidewheel.jsonlog import JsonLog
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, SourceReader
@@ -42,7 +41,7 @@ from tidewheel.train.optim.optimizer import Optimizer
 from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.outage import Patience
 from tidewheel.train.parallel import ParallelModel, legal
-from tidewheel.train.parallel.mesh import check_current
+from tidewheel.train.parallel.caches import check_current
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale, check_precision
 from tidewheel.train.record import RunRecord, TrainResult, read_rollbacks
@@ -51,7 +50,7 @@ from tidewheel.train.run_state import Progress, finite
 from tidewheel.train.runtime import MadeWay, Runtime, read_again
 from tidewheel.train.save_schedule import SaveSchedule
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
-from tidewheel.train.timeline import Category, Timeline
+from tidewheel.train.timeline import Category, Timeline, ledger
 
 
 def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
@@ -71,9 +70,9 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
     check_precision(torch.device(runtime.device), config.precision)
     weights_and_biases.check(config.metrics.wandb)
     source, validation = patience(lambda: checks.read_data(config))  # before anything is written
-    timeline = Timeline(JsonLog(place, "ledger.jsonl"), runtime, began)
+    timeline = Timeline(ledger(place, runtime), runtime, began)
     with contextlib.ExitStack() as stack:
-        stack.callback(timeline.flush)
+        stack.callback(timeline.close)
         if config.reproducible:
             stack.enter_context(deterministic_kernels())
         watch = Watch(config.guards, runtime.rank, runtime.world_size, name=str(runtime.generation),
@@ -86,7 +85,9 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
             loop.resume()
             timeline.spent("restart")
             loop.run()
-            return loop.finish()
+            result = loop.finish()
+            timeline.finish()
+            return result
         except MadeWay:
             timeline.spent("restart")
             raise
@@ -144,8 +145,9 @@ class Loop:
         reading: dict[str, Any] = {"cache": cache, "verify": config.data.verify,
                                    "on_damage": partial(read_again, runtime.control)}
         reader = BatchReader(Loader(SourceReader(source, **reading), prefetch=0), config.batch, positions,
-                             model.share, device=device, steps=config.steps, ahead=config.data.prefetch)
-        record = RunRecord(storage.store(config.run_uri))
+                             model.share, device=device, steps=config.steps, ahead=config.data.prefetch,
+                             limit=runtime.limit)
+        record = RunRecord(storage.store(config.run_uri), runtime.generation, runtime.past)
         metrics = Reporter(
             config, record, collectives, generation=runtime.generation, extra=runtime.sinks,
             on_event=runtime.control.event,
@@ -174,7 +176,8 @@ class Loop:
         progress = self.progress
         self.watch.mark(0, "load")
         state = training_state(self.model, self.optimizer)
-        check_current(tensor for group in state.values() for tensor in group.values())
+        tensors = [tensor for group in state.values() for tensor in group.values()]
+        check_current(tensors, self.model.mesh.mark)
         extra = self.runtime.checkpoints.load_latest(state)
         self._pass_over(self._windows())
         if extra is None:
@@ -216,6 +219,8 @@ class Loop:
         progress = self.progress
         progress.step = int(extra["step"])
         progress.saved = -1 if extra.get("tier") == "memory" else progress.step
+        if self.schedule is not None and extra.get("tier") == "memory":
+            self.schedule.owed = bool(extra.get("save_owed"))
         progress.tokens, progress.loss = int(extra["tokens"]), extra["loss"]
         if "guard" in extra:
             self.guard.load(extra["guard"])
@@ -235,10 +240,7 @@ class Loop:
     def _pass_over(self, windows: Sequence[Window]) -> None:
         """From now on steps take the positions that lie outside `windows`."""
         self.positions = Positions(self.positions.sizes, windows)
-        end = self.source.end
-        if end is not None and windows and self.positions.end(self.config.steps) > end:
-            raise ConfigError(f"the mixture ends after {end:,} sequences, too early by what guards passed over",
-                              where="data.mixture", mend="raise max_repetitions, add data, or train fewer steps")
+        checks.still_reaches(self.config, self.source, self.positions)
         self.reader.start_over(self.positions)
 
     def run(self) -> None:
@@ -312,9 +314,12 @@ class Loop:
 
     def _ask(self, step: int) -> int:
         """Rank 0: what all ranks shall do after this step."""
-        save = self.schedule is not None and self.schedule.due(step, self.runtime.checkpoints.saves())
-        control = self.runtime.control
-        return STOP * control.poll() | SAVE * (save or control.save_wanted())
+        control, schedule = self.runtime.control, self.schedule
+        stop = control.poll()
+        due = schedule is not None and schedule.due(step, self.runtime.checkpoints.saves())
+        if schedule is not None and due and stop:  # who makes way does not wait for it: the next generation saves
+            schedule.owed = True
+        return STOP * stop | SAVE * ((due and not stop) or control.save_wanted())
 
     def _guard(self, step: int, result: StepResult, digest: str | None) -> None:
         """Record what the guard has to say; ConfigError when it ends the run."""
@@ -434,13 +439,15 @@ class Loop:
             if not checkpoints.saves().failed:
                 return
             self.progress.saved = -1
-            time.sleep(self.config.checkpoint.retry_seconds)
+            self.runtime.limit.pause(self.config.checkpoint.retry_seconds)
 
     def _keep(self, step: int) -> None:
         """Where a recovery finds it."""
         self.watch.mark(step, "keep")
         self.reader.settle()  # as for a save; it waits only when a shard was just opened
-        self.runtime.checkpoints.keep(step, training_state(self.model, self.optimizer), self._extra(step))
+        owed = self.schedule is not None and (self.schedule.owed or self.runtime.checkpoints.saves().busy)
+        extra = {**self._extra(step), "save_owed": owed}
+        self.runtime.checkpoints.keep(step, training_state(self.model, self.optimizer), extra)
         self.timeline.spent("save_stall")
 
     def _is_safe(self, step: int) -> bool:
@@ -462,13 +469,14 @@ class Loop:
     def _make_way(self, step: int) -> None:
         """A planned resize or drain: commit, and end this generation."""
         self.watch.mark(step, "hold")
-        self.runtime.checkpoints.wait()
+        if self.progress.saved == step:
+            self.runtime.checkpoints.wait()
+        else:  # what is under way is older than what memory holds: the next generation begins it anew
+            self.runtime.checkpoints.let_go()
         self.timeline.spent("save_stall")
         if self.progress.saved == step and self.runtime.checkpoints.saves().failed:
             self.progress.saved = -1
             return  # nothing is given up that is not kept: the wish is heard again at the next step
-        for each in (self.metrics, self.record, self.timeline):
-            each.flush()
         self.runtime.control.hold(step)
         self.timeline.spent("idle")
 
@@ -481,7 +489,7 @@ class Loop:
             steps=self.progress.step, tokens=self.progress.tokens, loss=self.progress.loss,
             validation_loss=self.progress.validation_loss, sample=sample,
             seconds=time.time() - self.record.started(), run_uri=self.config.run_uri)
-        self.metrics.flush()
+        self.metrics.finish()
         if self.runtime.rank == 0:
             self.record.flush()
             self.record.write_result(result)
@@ -496,5 +504,4 @@ class Loop:
         """Let go of threads and buffered lines."""
         self.reader.close()
         self.metrics.close()
-        if self.runtime.rank == 0:
-            self.record.flush()
+        self.record.close()

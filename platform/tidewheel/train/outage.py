@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tidewheel.errors import StorageAwayError
+from tidewheel.time_limit import current
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.runtime import Runtime
 
@@ -36,16 +37,16 @@ class Patience:
         """What `read` returns, once storage is there.
 
         Raises:
-            StorageAwayError: it was away for too long.
+            StorageAwayError: it was away for too long, or the generation has ended.
         """
         until, told = time.monotonic() + self.seconds, False
         while True:
             try:
                 return read()
             except StorageAwayError as error:
-                if time.monotonic() >= until:
+                if time.monotonic() >= until or not current().left:
                     raise
                 if not told:
                     self.on_event("storage_away", reason=error.what)
                 told = True
-                time.sleep(PAUSE_SECONDS)
+                current().pause(PAUSE_SECONDS)

@@ -12,6 +12,10 @@ from tidewheel.console import bars, console
 #: How an event is told in one line, from its detail; an event without a line here is told by its kind.
 LINES = {
     "failure": "a worker failed: {error}",
+    "worker_left_out": "left out: a {level} of node {node}, blamed {times} time(s), for {seconds} s: {reason}",
+    "worker_readmitted": "let in again after a probe: a worker of node {node}",
+    "taken_over": "{error}",
+    "setting_changed": "{setting} was {before} in the start before and is {now} from here on",
     "node_lost": "node {host} is gone",
     "node_joined": "node {host} joined",
     "node_draining": "node {host} is asked to leave",
@@ -31,6 +35,7 @@ LINES = {
     "data_wait": "waiting for wave {wave} of {waves} of the shard set",
     "data_came": "the shard set has grown to {known} of {waves} waves, after {seconds} s",
     "storage_away": "storage is away ({reason}); waiting for it",
+    "control_error": "the run's control had an error at {where}, {times} times: {error}; it goes on",
     "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training goes on",
 }
 WIDTH = 200

@@ -19,8 +19,10 @@ from tidewheel.shards.growing import Growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store
+from tidewheel.train import past
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.past import Past
 from tidewheel.train.positions import Positions, Window
 
 PASSED_OVER = "passed_over.jsonl"
@@ -47,16 +49,27 @@ class TrainResult:
 
 
 class RunRecord:
-    """The files of a run, written by rank 0."""
+    """The files of a run, written by rank 0.
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.metrics, self.batches = JsonLog(store, "metrics.jsonl"), JsonLog(store, "batches.jsonl")
+    Args:
+        generation: of the workers; what a later one writes is read behind it.
+        before: what was before it; None: the folder says it.
+    """
+
+    def __init__(self, store: Store, generation: int = 0, before: Past | None = None) -> None:
+        self.store, self._generation, self._past = store, generation, before
+        self.metrics = JsonLog(store, "metrics.jsonl", order=generation)
+        self.batches = JsonLog(store, "batches.jsonl", order=generation)
 
     def flush(self) -> None:
         """Write out what the logs still hold."""
         self.metrics.flush()
         self.batches.flush()
+
+    def close(self) -> None:
+        """The last call, which waits for no store."""
+        self.metrics.close()
+        self.batches.close()
 
     def unwritten(self) -> dict[str, list[str]]:
         """What only this process knows, by log; a checkpoint takes it along, for `restore`."""
@@ -71,9 +84,13 @@ class RunRecord:
         self.batches.flush_soon()
 
     def evaluated(self, step: int) -> bool:
-        """Whether the model of this step has been evaluated."""
-        return any(line.get("step") == step and "validation_loss" in line
-                   for line in jsonlog.read(self.store, "metrics.jsonl"))
+        """Whether the model of this step has been evaluated, since it was last trained."""
+        for line in jsonlog.newest_first(self.store, "metrics.jsonl"):
+            if line.get("step") == step and "validation_loss" in line:
+                return True
+            if "loss" in line and int(line["step"]) <= step:  # not an evaluation, which may come late
+                return False
+        return False
 
     def write_run(self, config: TrainConfig, source: Source, validation: Mapping[str, Manifest], *, parameters: int,
                   vocabulary_size: int) -> None:
@@ -95,19 +112,24 @@ class RunRecord:
         return float(self.store.read_json("run.json")["started"])
 
     def failures(self) -> int:
-        """How often a worker or node failed so far."""
-        return sum(event["kind"] == "failure" for event in jsonlog.read(self.store, "events.jsonl"))
+        """How often a worker or node failed before."""
+        return self._before().failures
 
     def last_step(self) -> int:
-        """The last step that has a record, 0 when none has."""
-        return max((int(record["step"]) for record in jsonlog.read(self.store, "batches.jsonl")), default=0)
+        """The furthest step that was done before, 0 when none was."""
+        return past.last_step(self.store, known=self._before().step)
+
+    def _before(self) -> Past:
+        if self._past is None:
+            self._past = past.read_past(self.store)
+        return self._past
 
     def pass_over(self, step: int, back_to: int, window: Window) -> None:
         """Record for good that the run goes back from `step` to the checkpoint of `back_to` and passes over `window`.
 
         Written out before anything else happens: after a crash the steps must take the same positions.
         """
-        log = JsonLog(self.store, PASSED_OVER)
+        log = JsonLog(self.store, PASSED_OVER, order=self._generation)
         log.append({"time": time.time(), "step": step, "back_to": back_to, "start": window[0], "end": window[1]})
         log.flush()
 
@@ -119,7 +141,7 @@ class RunRecord:
         """
         known = {int(line["wave"]): line["hash"] for line in jsonlog.read(self.store, WAVES)}
         _same_waves(known, {wave["number"]: wave["hash"] for wave in waves}, self.store.uri)
-        log = JsonLog(self.store, WAVES)
+        log = JsonLog(self.store, WAVES, order=self._generation)
         for wave in waves:
             if wave["number"] not in known:
                 log.append({"time": time.time(), "wave": wave["number"], "hash": wave["hash"]})

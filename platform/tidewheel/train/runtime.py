@@ -6,12 +6,15 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tidewheel.time_limit import TimeLimit
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
     from tidewheel.train.metrics.sinks import Sink
+    from tidewheel.train.past import Past
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class Checkpointer(Protocol):
     def wait(self) -> None:
         """Return once everything handed over is committed."""
 
+    def let_go(self) -> None:
+        """End the save under way, if it is not over in a moment: the ranks part, and the state is safe elsewhere."""
+
     def keeps(self, step: int) -> bool:
         """Whether `keep` is wanted after this step."""
 
@@ -72,7 +78,7 @@ class Control(Protocol):
     """What the cluster may ask of the loop. Called on rank 0 only, except `hold`."""
 
     def poll(self) -> bool:
-        """Without blocking: True = save now, then `hold` (a resize or a drain is wanted)."""
+        """True = save now, then `hold` (a resize or a drain is wanted). It waits only while nobody can be asked."""
 
     def save_wanted(self) -> bool:
         """Without blocking: True = save in storage now, whatever the interval."""
@@ -108,6 +114,9 @@ class NoCheckpoints:
         return
 
     def wait(self) -> None:
+        return
+
+    def let_go(self) -> None:
         return
 
     def keeps(self, step: int) -> bool:
@@ -163,5 +172,9 @@ class Runtime:
     """Where metrics go beside what the configuration says, on rank 0."""
     node: str = field(default_factory=socket.gethostname)
     """Name of the node, for the ledger."""
+    past: Past | None = None
+    """What was before this generation, as the coordinator knows it; None: the run's folder says it."""
+    limit: TimeLimit = field(default_factory=TimeLimit)
+    """Ends with the generation: nothing waits for storage any longer."""
     evaluated_beside: bool = False
     """Another process evaluates the checkpoints where the configuration allows it (`evaluation.separate`)."""

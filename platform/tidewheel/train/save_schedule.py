@@ -38,6 +38,8 @@ class SaveSchedule:
                  clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time) -> None:
         self._config, self._clock = config, clock
         self._began = clock()  # of the newest save, or of this generation
+        self.owed = False
+        """One was put off, or ended with the generation that began it."""
         # one failure is assumed to come: the estimate begins at the expected value and follows what is seen
         seen = max(0.0, now() - started)
         self.failure_seconds = (config.expected_failure_seconds + seen) / (1 + failures)
@@ -45,6 +47,8 @@ class SaveSchedule:
     def due(self, step: int, saves: Saves) -> bool:
         """Whether to save after `step`."""
         config, waited = self._config, self._clock() - self._began
+        if self.owed and not saves.busy:
+            return True
         if saves.failed and not saves.busy and waited >= saves.seconds + config.retry_seconds:
             return True
         if config.every_seconds and waited >= config.every_seconds:
@@ -60,4 +64,5 @@ class SaveSchedule:
 
     def began(self) -> None:
         """A save has begun, for whatever reason."""
+        self.owed = False
         self._began = self._clock()

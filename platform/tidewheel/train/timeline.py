@@ -10,6 +10,8 @@ import time
 from typing import Any, Literal
 
 from tidewheel.jsonlog import JsonLog
+from tidewheel.storage import Store
+from tidewheel.train.node_log import NodeLog
 from tidewheel.train.runtime import Runtime
 
 Category = Literal["productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle"]
@@ -17,10 +19,23 @@ SHORTEST_SECONDS = 1e-3
 """A shorter interval is added to the one before it: it would cost a line and say nothing."""
 
 
+LEDGER = "ledger.jsonl"
+HAND_OVER_SECONDS = 2.0
+"""Between two hand-overs of intervals to the log: what a worker that is killed loses."""
+
+
+def ledger(store: Store, runtime: Runtime) -> JsonLog | NodeLog:
+    """The run's ledger: a file that all append to, on an object store what a node writes for its ranks."""
+    if store.local_path(LEDGER) is not None:
+        return JsonLog(store, LEDGER)
+    return NodeLog(store, LEDGER, generation=runtime.generation, rank=runtime.rank)
+
+
 class Timeline:
     """One worker's ledger."""
 
-    def __init__(self, log: JsonLog, runtime: Runtime, began: float, flush_seconds: float = 2.0) -> None:
+    def __init__(self, log: JsonLog | NodeLog, runtime: Runtime, began: float,
+                 flush_seconds: float = HAND_OVER_SECONDS) -> None:
         self._log, self._flush_seconds = log, flush_seconds
         self._who = {"rank": runtime.rank, "generation": runtime.generation, "node": runtime.node}
         self._mark = self._flushed = began
@@ -44,6 +59,16 @@ class Timeline:
         """Write the intervals so far."""
         self._hand_over()
         self._log.flush()
+
+    def finish(self) -> None:
+        """Write the intervals, those of all ranks: the run is over."""
+        self._hand_over()
+        self._log.finish() if isinstance(self._log, NodeLog) else self._log.flush()
+
+    def close(self) -> None:
+        """The last call, which waits for no store."""
+        self._hand_over()
+        self._log.close()
 
     def _hand_over(self) -> None:
         intervals, self._intervals = self._intervals, []

@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from tidewheel.errors import ClusterError, TidewheelError, root_cause
+from tidewheel.lease import BEAT_SECONDS, Leases
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.kinds import KINDS
-from tidewheel.workflow.lease import BEAT_SECONDS, Leases
 from tidewheel.workflow.records import Record, Records, message
 
 POLL_SECONDS = 0.2

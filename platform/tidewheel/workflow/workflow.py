@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from tidewheel import storage
 from tidewheel.console import console
 from tidewheel.errors import ConfigError
+from tidewheel.lease import Holder, Leases
 from tidewheel.workflow import graph
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.kinds import imported
-from tidewheel.workflow.lease import Holder, Leases
 from tidewheel.workflow.plan import Planned, plan
 from tidewheel.workflow.records import Record, Records
 from tidewheel.workflow.schedule import Schedule, cancel_key

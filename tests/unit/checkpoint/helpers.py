@@ -1,5 +1,6 @@
 """A small state, and what a manager says about itself."""
 
+import threading
 from typing import Any
 
 import torch
@@ -59,8 +60,24 @@ class Events(list):
 
 
 def manager(store: Store, events: Events | None = None, **options: Any) -> CheckpointManager:
-    """A manager that does not wait between tries."""
-    return CheckpointManager(store, on_event=events if events is not None else Events(), patience=0.0, **options)
+    """A manager that tells its events to `events`."""
+    return CheckpointManager(store, on_event=events if events is not None else Events(), **options)
+
+
+class HangingStore(LocalStore):
+    """A folder on a file system that hangs: writes of keys that contain `part` wait until `released` is set."""
+
+    def __init__(self, root: Any, part: str = "") -> None:
+        super().__init__(root)
+        self.part = part
+        self.entered = threading.Event()
+        self.released = threading.Event()
+
+    def writer(self, key: str):
+        if self.part in key:
+            self.entered.set()
+            self.released.wait()
+        return super().writer(key)
 
 
 class FlakyStore(LocalStore):

@@ -96,7 +96,7 @@ def save_with_failure(root: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     place = FlakyStore(root, failures=99 if dist.get_rank() == 1 else 0, part="step_00000001")
     events = Events()
-    saver = manager(place, events, attempts=2)
+    saver = manager(place, events)
     for step in (1, 2):
         saver.save(step, state(step, mesh), {"step": step})
         saver.wait()

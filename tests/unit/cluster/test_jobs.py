@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,3 +134,21 @@ def test_parts_of_a_log():
     shown.part("cde", 2)
     shown.from_start("abcdefg")
     assert "".join(out) == "abcdefg"
+
+
+def test_what_is_sent_is_what_the_listing_shows_and_secrets_are_told(monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("pass")
+    (tmp_path / ".env").write_text("KEY=secret")
+    said: list[str] = []
+    packages: list[list[str]] = []
+
+    def submit_job(**arguments: Any) -> str:
+        with zipfile.ZipFile(arguments["runtime_env"]["working_dir"]) as package:
+            packages.append(package.namelist())
+        return str(arguments["submission_id"])
+
+    server = Server()
+    server.submit_job = submit_job
+    connected(server, monkeypatch, say=said.append).submit(Submission("x", str(tmp_path)))
+    assert packages == [["train.py"]]
+    assert said == ["left out 1 file that may hold secrets: .env (by its name); --include PATTERN uploads them"]

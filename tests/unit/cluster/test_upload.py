@@ -1,47 +1,130 @@
-"""The listing before an upload is what Ray packs: compared with the package that Ray makes of the same folder."""
+"""The listing before an upload is what is packed, and neither holds what is ignored or looks like a secret."""
 
 from __future__ import annotations
 
+import subprocess
 import zipfile
 
 import pytest
 
 from tidewheel.cluster import upload
 from tidewheel.cluster.jobs import Submission
-from tidewheel.cluster.upload import EXCLUDES, survey
+from tidewheel.cluster.upload import SCAN_BYTES, survey
 from tidewheel.errors import ConfigError
 
 TREE = {"jobs/train.py": "x" * 10, "jobs/__pycache__/train.pyc": "y", "data/big.bin": "z" * 1000, ".env": "KEY=secret",
         "keys/server.pem": "secret", ".aws/credentials": "secret", "notes.txt": "n", ".git/config": "g",
         "sub/.gitignore": "*.tmp\n", "sub/a.tmp": "t", "sub/b.txt": "b", ".gitignore": "data/\n",
         "service_credentials_prod.json": "secret"}
+SECRET_FILES = (
+    ".git-credentials", ".npmrc", ".pypirc", ".kube/config", ".docker/config.json", ".envrc", "prod.env",
+    "service-account-7.json", "signing.p12", "signing.pfx", "tls.pem", ".ray/auth_token", ".huggingface/token",
+    ".pgpass", "terraform.tfstate", "terraform.tfstate.backup", "secrets.yaml", ".vault-token", "rclone.conf", ".netrc",
+    ".aws/credentials", ".ssh/config", "id_rsa", "id_ed25519.old", ".gnupg/pubring.kbx", "deep/below/ID_RSA",
+    "deep/.Env")
+# written in parts, so that no scan takes this file for what it tests
+KEYS = {"an AWS access key": "AKIA" + "Q" * 16, "a private key": "-----BEGIN OPENSSH PRIVATE " + "KEY-----",
+        "a GitHub token": "ghp_" + "a1" * 18, "a Hugging Face token": "hf_" + "Ab" * 17,
+        "a Slack token": "xoxb-" + "123456789012-abcdef"}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for name, text in TREE.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
+    return write(tmp_path, TREE)
 
 
-def test_the_listing_is_what_ray_packs(folder, tmp_path_factory):
-    from ray._private import ray_constants
-    from ray._private.runtime_env.packaging import create_package
+def write(folder, tree):
+    for name, text in tree.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
+
+def test_the_listing_is_what_is_packed_and_what_ray_unpacks(folder, tmp_path_factory):
+    from ray._private.runtime_env.packaging import unzip_package
+
+    (folder / "jobs/train.py").chmod(0o755)
     found = survey(str(folder))
-    target = tmp_path_factory.mktemp("package") / "package.zip"
-    create_package(str(folder), target, include_gitignore=True,
-                   excludes=[*ray_constants.get_runtime_env_default_excludes(), *EXCLUDES])
-    with zipfile.ZipFile(target) as package:
-        packed = {entry.filename: entry.file_size for entry in package.infolist() if not entry.is_dir()}
-    assert found.files == packed
-    assert set(packed) == {"jobs/train.py", "notes.txt", ".gitignore", "sub/.gitignore", "sub/b.txt"}
-    assert not [name for name in packed if "secret" in TREE[name]]
+    place = tmp_path_factory.mktemp("package")
+    found.pack(place / "package.zip")
+    with zipfile.ZipFile(place / "package.zip") as package:
+        assert {entry.filename: entry.file_size for entry in package.infolist()} == found.files
+    assert set(found.files) == {"jobs/train.py", "notes.txt", ".gitignore", "sub/.gitignore", "sub/b.txt"}
+    unzip_package(str(place / "package.zip"), str(place / "there"), False, False)
+    for name in found.files:
+        assert (place / "there" / name).read_text() == TREE[name]
+    assert (place / "there/jobs/train.py").stat().st_mode & 0o111
+    found.pack(place / "again.zip")
+    assert (place / "again.zip").read_bytes() == (place / "package.zip").read_bytes()
+
+
+def test_files_that_usually_hold_secrets_are_left_out_and_named(tmp_path):
+    write(tmp_path, {"train.py": "pass", **dict.fromkeys(SECRET_FILES, "content")})
+    found = survey(str(tmp_path))
+    assert set(found.files) == {"train.py"}
+    assert set(found.secrets) == set(SECRET_FILES)
+    assert found.left_out().startswith(f"left out {len(SECRET_FILES)} files that may hold secrets: ")
+    assert f"{len(SECRET_FILES) - upload.SHOWN} more; --include PATTERN uploads them" in found.left_out()
+    assert "\n" not in found.left_out()
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_file_with_a_key_in_it_is_left_out_and_says_why(tmp_path, kind):
+    write(tmp_path, {"train.py": f"import os\nKEY = '{KEYS[kind]}'\n", "other.py": "pass"})
+    found = survey(str(tmp_path))
+    assert set(found.files) == {"other.py"}
+    assert found.left_out().startswith(f"left out 1 file that may hold secrets: train.py ({kind}); --include ")
+    assert KEYS[kind] not in found.left_out()
+    assert set(survey(str(tmp_path), includes=["train.py"]).files) == {"other.py", "train.py"}
+
+
+def test_data_is_not_searched_for_keys(tmp_path):
+    key = KEYS["an AWS access key"]
+    write(tmp_path, {"large.jsonl": key + "\n" + "x" * SCAN_BYTES, "binary.bin": f"\0{key}"})
+    assert set(survey(str(tmp_path)).files) == {"large.jsonl", "binary.bin"}
+
+
+def test_include_brings_back_what_it_names_and_nothing_else(folder):
+    assert set(survey(str(folder), includes=["keys/*.pem", "data/big.bin"]).files) == {
+        *survey(str(folder)).files, "keys/server.pem", "data/big.bin"}
+    assert not any(name.startswith((".git/", "jobs/__pycache__")) for name in survey(str(folder), includes=["*"]).files)
+    assert "notes.txt" not in survey(str(folder), excludes=["*.txt"]).files
+
+
+def test_ignore_files_mean_what_they_mean_to_git(tmp_path):
+    """Nested files, negations, anchors and folders; git itself says what it would add."""
+    write(tmp_path, {
+        ".gitignore": "*.log\n!keep.log\n/top.txt\nbuild/\nruns/*\n!runs/best/\n**/cache/**\n\\#odd\n",
+        "a.log": "", "keep.log": "", "top.txt": "", "sub/top.txt": "", "build/x.txt": "", "sub/build/keep.log": "",
+        "runs/1/x": "", "runs/best/x": "", "sub/cache/deep/x": "", "#odd": "", "sub/.gitignore": "!a.log\nkeep.log\n",
+        "sub/a.log": "", "sub/keep.log": "", "sub/deeper/a.log": "", "sub/deeper/.gitignore": "*\n!.gitignore\n"})
+    git = ["git", "-C", str(tmp_path), "-c", "core.excludesFile=/dev/null"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    listed = subprocess.run([*git, "ls-files", "-z", "--others", "--exclude-standard"], check=True, capture_output=True)
+    assert set(survey(str(tmp_path)).files) == set(listed.stdout.decode().split("\0")) - {""}
+    below = subprocess.run([*git[:2], str(tmp_path / "sub"), *git[3:], "ls-files", "-z", "--others",
+                            "--exclude-standard"], check=True, capture_output=True)
+    assert set(survey(str(tmp_path / "sub")).files) == set(below.stdout.decode().split("\0")) - {""}
+
+
+def test_tidewheelignore_adds_to_gitignore_and_overrules_it(tmp_path):
+    write(tmp_path, {".gitignore": "*.bin\n", ".tidewheelignore": "!small.bin\ndocs/\n", "small.bin": "",
+                     "large.bin": "", "docs/a.md": "", "sub/.tidewheelignore": "only-here\n", "sub/only-here": "",
+                     "only-here": ""})
+    assert set(survey(str(tmp_path)).files) == {".gitignore", ".tidewheelignore", "small.bin", "sub/.tidewheelignore",
+                                                "only-here"}
+    write(tmp_path, {".tidewheelignore": "!.env\n", ".env": "secret"})
+    assert ".env" not in survey(str(tmp_path)).files  # only --include uploads what may hold a secret
+
+
+def test_a_link_to_a_folder_above_ends(tmp_path):
+    write(tmp_path, {"sub/a.txt": ""})
+    (tmp_path / "sub/up").symlink_to(tmp_path)
+    assert set(survey(str(tmp_path)).files) == {"sub/a.txt"}
 
 
 def test_rows_are_largest_first(folder):
-    found = survey(str(folder), excludes=())
+    found = survey(str(folder))
     sizes = [row["KB"] for row in found.rows()]
     assert sizes == sorted(sizes, reverse=True)
     assert sum(row["files"] for row in found.rows()) == len(found.files)
@@ -51,7 +134,7 @@ def test_rows_are_largest_first(folder):
 def test_too_much_is_refused_and_says_what_is_large(folder, monkeypatch):
     (folder / "weights.bin").write_bytes(bytes(3000))
     monkeypatch.setattr(upload, "LIMIT_BYTES", 2000)
-    with pytest.raises(ConfigError, match=r"weights\.bin.*\n.*\.rayignore"):
+    with pytest.raises(ConfigError, match=r"weights\.bin.*\n.*\.tidewheelignore"):
         survey(str(folder))
 
 
@@ -67,5 +150,5 @@ def test_the_runtime_environment_of_a_checkout_uses_its_code(tmp_path):
     assert found["env_vars"]["PYTHONPATH"] == "platform"
     assert found["env_vars"]["A"] == "b"
     assert int(found["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 30
-    assert ".env" in found["excludes"]
+    assert Submission("x", str(tmp_path)).runtime_env(tmp_path / "p.zip")["working_dir"] == str(tmp_path / "p.zip")
     assert "working_dir" not in Submission("x", "").runtime_env()

@@ -1,12 +1,24 @@
+import threading
+import time
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
 from tidewheel import jsonlog
+from tidewheel.commit_log import CommitLog
 from tidewheel.elastic.channel import Client
 from tidewheel.elastic.coordinator import Coordinator, actor_name
+from tidewheel.errors import OwnershipError
+from tidewheel.ownership import Timing, acquire
 from tidewheel.storage import store
+from tidewheel.train.config import ElasticConfig
+
+
+def coordinator_of(folder, *arguments):
+    """The coordinator of a driver that has taken the run over."""
+    return Coordinator(str(folder), *arguments, epoch=acquire(store(folder)).epoch)
 
 
 @pytest.fixture
@@ -15,12 +27,16 @@ def quiet(monkeypatch):
 
 
 def test_a_new_driver_goes_on_counting(tmp_path, quiet):
-    first = Coordinator(str(tmp_path))
+    first = coordinator_of(tmp_path)
     first.event("resume", {"generation": 0, "step": 0})
     first.event("failure", {"generation": 1})
-    first.end()
+    first.start("127.0.0.1")
     (tmp_path / "batches.jsonl").write_text('{"step": 7}\n{"step": 8}\n')
-    second = Coordinator(str(tmp_path))
+    with pytest.raises(OwnershipError, match="being trained by"):
+        acquire(store(tmp_path), times=Timing(0.1, 60.0))
+    first.end()
+    CommitLog(store(tmp_path).child("checkpoints")).release(0)
+    second = coordinator_of(tmp_path)
     second.start("127.0.0.1")
     place = second.place()
     assert not place["runs"]
@@ -28,20 +44,23 @@ def test_a_new_driver_goes_on_counting(tmp_path, quiet):
     heard = SimpleQueue()
     client = Client(tuple(place["address"]), {"name": "a", "node": "n", "token": place["token"]}, heard.put, print)
     order = heard.get(timeout=10)
-    assert (order["do"], order["generation"], order["rank"], order["world_size"]) == ("join", 2, 0, 1)
-    assert second.snapshot().generation == 2
-    client.send({"say": "step", "generation": 2, "progress": {"step": 9, "steps": 10, "loss": 1.0}})
-    client.send({"say": "left", "generation": 2, "how": "finished", "text": ""})
+    assert (order["do"], order["generation"], order["rank"], order["world_size"]) == ("join", 1_000_000, 0, 1)
+    assert {**order["past"], "time": 0.0} == {"step": 8, "failures": 1, "generation": 1_000_000, "time": 0.0}
+    assert second.snapshot().generation == 1_000_000
+    client.send({"say": "step", "generation": 1_000_000, "progress": {"step": 9, "steps": 10, "loss": 1.0}})
+    client.send({"say": "left", "generation": 1_000_000, "how": "finished", "text": ""})
     assert heard.get(timeout=10)["do"] == "over"
     assert second.snapshot().progress["step"] == 9
     client.close()
     second.end()
     kinds = [event["kind"] for event in jsonlog.read(store(tmp_path), "events.jsonl")]
     assert kinds == ["driver_start", "resume", "failure", "driver_start"]
+    state = store(tmp_path).read_json("state.json")
+    assert (state["step"], state["failures"], state["generation"]) == (9, 1, 1_000_000)
 
 
 def test_a_stranger_is_not_heard(tmp_path, quiet):
-    coordinator = Coordinator(str(tmp_path))
+    coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
     place, closed = coordinator.place(), Event()
     coordinator.expect({"a": "n"}, True)
@@ -53,7 +72,7 @@ def test_a_stranger_is_not_heard(tmp_path, quiet):
 
 def test_ray_says_one_is_dead_that_is_still_connected(tmp_path, quiet):
     """Its raylet was killed, it was not: it is cut off, and ends itself."""
-    coordinator = Coordinator(str(tmp_path))
+    coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
     place, closed, heard = coordinator.place(), Event(), SimpleQueue()
     coordinator.expect({"a": "n"}, True)
@@ -65,8 +84,99 @@ def test_ray_says_one_is_dead_that_is_still_connected(tmp_path, quiet):
     coordinator.end()
 
 
+class Workers:
+    """Workers as the coordinator knows them: a socket each and signs of life."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.place = coordinator.place()
+        self.clients, self.heard, self.ended = {}, {}, {}
+        self.generation, self.frozen = {}, set()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def come(self, *names: str) -> None:
+        for name in names:
+            self.heard[name], self.ended[name] = SimpleQueue(), Event()
+            hello = {"name": name, "node": f"node of {name}", "token": self.place["token"]}
+            self.clients[name] = Client(tuple(self.place["address"]), hello, self.heard[name].put, self.ended[name].set)
+
+    def hears(self, name: str, what: str) -> None:
+        order = self.heard[name].get(timeout=60)
+        assert order["do"] == what
+        self.generation[name] = order["generation"]
+
+    def _beat(self) -> None:
+        while True:
+            for name, client in list(self.clients.items()):
+                if name not in self.frozen:
+                    client.send({"say": "beat", "generation": self.generation.get(name, -1), "step": 7})
+            time.sleep(0.25)
+
+
+@pytest.fixture
+def full(tmp_path, quiet, monkeypatch):
+    """A run of up to three workers, and a function that takes the room for its events and gives it back."""
+    monkeypatch.setattr("tidewheel.elastic.process_group.serve_store", lambda host: SimpleNamespace(port=1))
+    elastic = ElasticConfig(min_workers=1, max_workers=3, join_wait_seconds=0.1, resize_interval_seconds=0.1)
+    coordinator = coordinator_of(tmp_path, elastic, (1, 2, 3))
+    coordinator.start("127.0.0.1")
+    events = tmp_path / "events.jsonl"
+
+    def fill(is_full: bool) -> None:
+        if is_full:
+            events.rename(tmp_path / "kept")
+            events.symlink_to("/dev/full")
+        else:
+            events.unlink()
+            (tmp_path / "kept").rename(events)
+
+    yield coordinator, fill
+    coordinator.end()
+
+
+def kinds_of(folder) -> list[str]:
+    return [event["kind"] for event in jsonlog.read(store(folder), "events.jsonl")]
+
+
+def test_events_that_cannot_be_written_cost_no_worker(tmp_path, full):
+    coordinator, fill = full
+    coordinator.expect(dict.fromkeys("abc", "n"), True)
+    workers = Workers(coordinator)
+    workers.come(*"abc")
+    for name in "abc":
+        workers.hears(name, "join")
+    fill(True)
+    for step in range(3):
+        workers.clients["a"].send({"say": "event", "kind": "save", "detail": {"step": step}, "time": 1.0})
+    workers.clients["a"].send({"say": "step", "generation": 0, "progress": {"step": 9, "steps": 99}})
+    until = time.monotonic() + 60
+    while coordinator.snapshot().progress.get("step") != 9 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(workers.ended[name].is_set() for name in "abc")
+    fill(False)
+    coordinator.end()
+    assert kinds_of(tmp_path) == ["driver_start", "save", "save", "save"]
+
+
+def test_frozen_workers_are_found_after_events_could_not_be_written(tmp_path, full):
+    coordinator, fill = full
+    coordinator.expect(dict.fromkeys("ab", "n"), True)
+    workers = Workers(coordinator)
+    workers.come(*"ab")
+    for name in "ab":
+        workers.hears(name, "join")
+    fill(True)
+    coordinator.expect({"c": "n"})
+    workers.come("c")
+    workers.hears("a", "stop")  # asked to make way, which is an event of its own
+    fill(False)
+    workers.frozen.add("b")
+    assert workers.ended["b"].wait(60)
+    coordinator.end()
+    assert "resize_asked" in kinds_of(tmp_path)
+
+
 def test_each_failure_is_recorded_and_charged_once(tmp_path, quiet):
-    coordinator = Coordinator(str(tmp_path))
+    coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
     assert coordinator.failed("lost", [0], True, False) == "kept"
     assert coordinator.failed("no place", [], True, True) == "kept"

@@ -2,80 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tidewheel.elastic.membership import How, Limits, Membership, Phase
-from tidewheel.elastic.policy import FailureBudget, Recovery, Resizer
-
-LIMITS = Limits(heartbeat=3, leave=5, start=60, gather=120)
-
-
-class World:
-    """A membership, what it says, and a clock."""
-
-    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4)) -> None:
-        self.now, self.sent, self.fenced, self.events = 100.0, [], [], []
-        resizer = Resizer(sizes, join_wait_seconds=1, interval_seconds=2, patience_seconds=30)
-        self.it = Membership(sizes, resizer, FailureBudget(), self, limits=LIMITS)
-
-    def send(self, worker: str, message: dict[str, Any]) -> None:
-        self.sent.append((worker, message))
-
-    def fence(self, worker: str) -> None:
-        self.fenced.append(worker)
-
-    def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
-        self.events.append((kind, detail))
-
-    def formed(self, generation: int, size: int) -> None:
-        pass
-
-    def start(self, *names: str) -> None:
-        self.it.expect(names, self.now, anew=True)
-        self.come(*names)
-
-    def come(self, *names: str, spot: bool = False) -> None:
-        for name in names:
-            self.it.hello(name, f"node of {name}", self.now, spot=spot)
-
-    def run(self, step: int) -> None:
-        for name in self.members:
-            self.it.beat(name, self.number, step, self.now)
-
-    def leave(self, *names: str, how: How = How.FAILED, text: str = "connection closed") -> None:
-        for name in names:
-            self.it.left(name, self.number, how, text, self.now)
-
-    def lose(self, *names: str) -> None:
-        for name in names:
-            self.it.lost(name, f"{name} died", self.now)
-
-    def wait(self, seconds: float, *alive: str) -> None:
-        """Time passes; those named give signs of life."""
-        until = self.now + seconds
-        while self.now < until:
-            self.now += 0.1
-            for name in alive:
-                self.it.beat(name, self.number, 0, self.now)
-            self.it.tick(self.now)
-
-    @property
-    def number(self) -> int:
-        return self.it.generation.number if self.it.generation else -1
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        return self.it.generation.members if self.it.generation else ()
-
-    def told(self, what: str) -> list[str]:
-        found = [worker for worker, message in self.sent if message["do"] == what]
-        self.sent = [one for one in self.sent if one[1]["do"] != what]
-        return found
-
-    def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
+from tests.unit.elastic.world import World
+from tidewheel.elastic.channel import RECONNECT_SECONDS
+from tidewheel.elastic.membership import How, Phase
 
 
 @pytest.fixture
@@ -133,17 +64,32 @@ def test_two_at_once_and_one_while_the_others_leave(world):
     assert world.kinds().count("failure") == 1
 
 
-def test_a_death_in_the_new_generation_before_its_first_step_asks_ray_train(world):
+def test_nodes_that_are_lost_one_after_the_other_never_end_the_run():
+    """Before the next generation has done a step further: it is nobody's fault, and the pauses between are short."""
+    names = [f"w{number}" for number in range(16)]
+    world = World(tuple(range(1, 17)))
+    world.start(*names)
+    world.run(1000)
+    for victim in names[:10]:
+        world.lose(victim)
+        world.leave(*world.members)
+        world.wait(61, *names)
+        assert world.it.phase is Phase.RUNNING
+    assert world.members == tuple(names[10:])
+    assert {detail["recovery"] for detail in world.details("failure")} == {"in_place"}
+
+
+def test_losses_that_follow_each_other_are_answered_after_a_pause(world):
     world.lose("b")
     world.leave("a", "c", "d")
     world.lose("a")
     world.leave("c")
-    assert world.it.phase is Phase.FAILED
-    assert world.it.recovery is Recovery.KEPT
-    assert world.told("raise") == ["c", "d"]
-    world.start("c", "d")
-    assert world.members == ("c", "d")
-    assert world.number == 2
+    assert world.members == ("c", "d")  # at once
+    world.lose("c")
+    world.leave("d")
+    assert world.members == ()
+    world.wait(1.5, "d")
+    assert world.members == ("d",)
 
 
 def test_who_does_not_leave_is_cut_off(world):
@@ -154,6 +100,37 @@ def test_who_does_not_leave_is_cut_off(world):
     world.wait(2, "a", "c", "d")
     assert world.fenced == ["d"]
     assert world.members == ("a", "c")
+
+
+def test_who_is_at_work_has_longer(world):
+    """On a busy machine a healthy survivor needs more than the limit."""
+    world.lose("b")
+    world.leave("a", "c")
+    world.wait(12, "a", "c", "d", at_work="d")
+    assert not world.fenced
+    world.leave("d")
+    assert world.members == ("a", "c")  # three do not divide
+    assert "d" in world.it.workers
+
+
+def test_who_stops_working_is_cut_off_and_so_is_who_works_for_ever(world):
+    world.lose("b")
+    world.leave("a")
+    world.wait(12, "a", "c", "d", at_work="d")
+    assert world.fenced == ["c"]
+    world.wait(4, "a", "d")
+    assert world.fenced == ["c"]
+    world.wait(2, "a", "d")
+    assert world.fenced == ["c", "d"]
+    other = World((3,))
+    other.start("a", "b", "c")
+    other.run(1)
+    other.lose("b")
+    other.leave("a")
+    other.wait(29, "a", "c", at_work="c")
+    assert not other.fenced
+    other.wait(2, "a", "c", at_work="c")
+    assert other.fenced == ["c"]
 
 
 def test_a_member_that_stands_still_is_cut_off(world):
@@ -186,6 +163,25 @@ def test_nobody_is_blamed_for_the_coordinators_own_stand(world):
     world.now += 30
     world.it.tick(world.now)
     assert not world.fenced
+
+
+def test_a_time_in_which_nobody_was_heard_is_not_held_against_those_who_come_back_last(world):
+    """The coordinator's network was away: the connections are made again one after the other."""
+    world.wait(1, "a", "b", "c", "d")
+    world.now += 0.2
+    world.it.beat("b", world.number, 0, world.now)  # beats do not come at the same instant
+    world.wait(12)
+    assert world.fenced == []
+    world.wait(2, "c")
+    world.wait(3, "a", "c", "d")
+    assert world.fenced == ["b"], "who does not come back is found as ever"
+
+
+def test_nobody_is_waited_for_longer_than_they_try_to_come_back(world):
+    world.wait(RECONNECT_SECONDS - 1)
+    assert world.fenced == []
+    world.wait(2)
+    assert sorted(world.fenced) == ["a", "b", "c", "d"]
 
 
 def test_a_joiner_is_taken_in_at_a_step_boundary():
@@ -222,15 +218,6 @@ def test_a_death_while_they_make_way_is_a_failure(world):
     world.leave("d")
     assert world.members == ("b", "d")
     assert "failure" in world.kinds()
-
-
-def test_what_nobody_can_mend_ends_the_run(world):
-    world.leave("b", how=How.FATAL, text="ShardError: damaged")
-    world.leave("a", "c", "d")
-    assert world.it.phase is Phase.FAILED
-    assert world.told("raise") == ["b"]
-    [(_, failure)] = [event for event in world.events if event[0] == "failure"]
-    assert failure["restart"] is False
 
 
 def test_it_is_over_when_all_have_finished(world):

@@ -102,7 +102,7 @@ def test_fifteen_trillion_tokens_cost_nothing():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16e6
-    assert seconds < 1
+    assert seconds < 20  # a few milliseconds; a loop over all positions takes hours
     assert np.all(rows < counts[shards])
     assert rows.min() >= 0
 

@@ -13,6 +13,7 @@ from tidewheel.checkpoint.digest import digest
 from tidewheel.config import build
 from tidewheel.demo.corpus import build_corpus
 from tidewheel.elastic.trainer import fit_local
+from tidewheel.lease import Holder, Leases
 from tidewheel.shards import growing
 from tidewheel.shards.manifest import read_manifest
 from tidewheel.storage import store
@@ -21,7 +22,6 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.workflow import workflow
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.launch import RayLauncher, execute
-from tidewheel.workflow.lease import Holder, Leases
 from tidewheel.workflow.records import Records
 from tidewheel.workflow.schedule import Schedule
 

@@ -16,11 +16,11 @@ import tidewheel as tw
 from tests.plain_execution import without_ray
 from tidewheel.demo.corpus import build_corpus
 from tidewheel.elastic.trainer import fit_local
+from tidewheel.lease import Holder, Leases
 from tidewheel.storage import store
 from tidewheel.workflow import workflow
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.launch import RayLauncher, execute
-from tidewheel.workflow.lease import Holder, Leases
 from tidewheel.workflow.records import Records
 from tidewheel.workflow.schedule import Schedule
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tidewheel.errors import ConfigError
+from tidewheel.lease import Holder, Leases
 from tidewheel.storage import store
 from tidewheel.workflow.graph import Node
-from tidewheel.workflow.lease import Holder, Leases
 from tidewheel.workflow.records import Records
 from tidewheel.workflow.schedule import Cancelled, Schedule, StepsFailed, cancel_key, grant
 

@@ -8,6 +8,7 @@ its index with it, and the next one on the machine deletes its files (`slots.swe
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import socket
 import threading
@@ -34,7 +35,9 @@ from tidewheel.checkpoint.memory.slots import (
     sweep,
 )
 from tidewheel.checkpoint.memory.table import tensors_start
+from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError
+from tidewheel.strangers import Strangers
 
 SLOTS = 3
 """Of each worker. A push may lag one snapshot behind, so the copy of a lost worker is of snapshot i or i - 1 when the
@@ -46,9 +49,13 @@ SETTLED = 3
 EXTRA_BYTES = 1 << 20
 """Room for the JSON of `extra`, which is not of the same length in each snapshot."""
 LINGER_SECONDS = 900.0
+"""Without workers for so long, an agent lets go of everything, whether storage took it or not."""
 UPLOAD_SECONDS = 30.0
-"""So long all workers of the run must have been gone before what they left is uploaded: longer than any recovery."""
+"""So long all workers of the run must have been gone before all but the newest whole step is dropped and that is
+uploaded: longer than any recovery. A driver that ends has this done at once."""
 SWEEP_SECONDS = 30.0
+ACCEPT_SECONDS = 0.2
+"""After a connection that could not be taken, the next is tried so much later."""
 NICENESS = 4
 """Added to the agent's process: hashing and sending make way for the training where both want the same core."""
 
@@ -81,9 +88,9 @@ class Agent:
         token: the run's; who does not know it is not heard.
         run: a short name for the folder in shared memory.
         root: the folder of shared memory.
-        linger_seconds: without any worker or question for so long, it stops: nobody is coming back.
-        upload_seconds: without any worker on any node for so long, the newest whole step is uploaded, by one of the
-            agents, unless storage has it.
+        linger_seconds: without any worker for so long, it stops: nobody is coming back.
+        upload_seconds: without any worker on any node for so long, all but the newest whole step is dropped, and that
+            is uploaded by one of the agents, unless storage has it. Then all of them stop.
         on_stop: called once it has stopped.
     """
 
@@ -101,9 +108,12 @@ class Agent:
         self._free: list[Slot] = []
         self._workers: set[_Worker] = set()
         self._connections: set[Connection] = set()
+        self._readers: set[Connection] = set()  # that load what is here, or upload it
         self._stopped = threading.Event()
         self._last = time.monotonic()
         self._orphans = Orphans(upload_seconds)
+        self._strangers = Strangers()
+        self._generation = -1  # the newest that was heard of
         self._listener = socket.create_server((host, 0), backlog=256)
         self.address = Address(host, self._listener.getsockname()[1])
         threading.Thread(target=self._listen, name="memory agent", daemon=True).start()
@@ -135,13 +145,15 @@ class Agent:
         while not self._stopped.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return  # it was closed
+            except OSError:  # it was closed; or this process has too many files open just now
+                self._stopped.wait(ACCEPT_SECONDS)
+                continue
             threading.Thread(target=self._serve, args=(sock,), name="memory agent connection", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            connection = admit(sock, self.token)
+            with self._strangers.one(functools.partial(_hang_up, sock)):
+                connection = admit(sock, self.token)
         except OSError:
             return  # a stranger, or gone already
         with self._lock:
@@ -150,13 +162,13 @@ class Agent:
         try:
             while not self._stopped.is_set():
                 self._answer(connection, connection.receive(), worker)
-                self._last = time.monotonic()
         except OSError:
             pass  # the other side is gone: the usual end of a connection
         finally:
             connection.close()
             with self._lock:
                 self._connections.discard(connection)
+                self._readers.discard(connection)
             if not self._stopped.is_set():
                 worker.gone()
 
@@ -165,8 +177,13 @@ class Agent:
         try:
             kind = message["op"]
             if kind == "inventory":
-                connection.send({"parts": self._inventory(), "workers": len(self._workers)})
+                if "generation" in message:
+                    self.hear_of(int(message["generation"]))
+                connection.send({"parts": self._inventory(), "workers": len(self._workers),
+                                 "generation": self._generation, "uploads": bool(self._orphans.checkpoints)})
             elif kind == "describe":
+                with self._lock:
+                    self._readers.add(connection)
                 self._describe(connection, self._part(message["part"]))
             elif kind == "read":
                 self._read(connection, self._part(message["part"]), message)
@@ -183,9 +200,17 @@ class Agent:
                 self.forget(rank=int(message["rank"]))
                 worker.forget(message)
                 connection.send({})
-            elif kind == "stop":
+            elif kind == "abandon":
+                self._orphans.abandoned = True
                 connection.send({})
-                self.stop()
+            elif kind == "keep":
+                if self._is_left(int(message["generation"])):
+                    self._keep_only(int(message["of"]), int(message["step"]))
+                connection.send({})
+            elif kind == "stop" or kind == "release":
+                connection.send({})
+                if kind == "stop" or self._is_left(int(message["generation"])):
+                    self.stop()
             else:
                 raise ValueError(f"{kind!r} is not known")
         except CheckpointError as error:
@@ -200,16 +225,52 @@ class Agent:
                 sweep(self._root)
                 swept = time.monotonic()
             with self._lock:
-                busy, working = bool(self._connections), bool(self._workers)
+                busy, working = bool(self._connections), bool(self._workers or self._readers)
             self._orphans.look(self, working)
-            if busy:
+            if working:
                 self._last = time.monotonic()
-            elif time.monotonic() - self._last > self._linger:
+            elif time.monotonic() - self._last > self._linger and not busy:  # busy: another one reads what it uploads
                 self.stop()
+
+    # -- who may write -------------------------------------------------------------------------
+    def hear_of(self, generation: int) -> None:
+        """A generation says something: from now on earlier epochs are refused, and an upload of what was left stops.
+
+        Raises:
+            CheckpointError: it is of an earlier epoch than one that was heard of.
+        """
+        with self._lock:
+            newest = self._generation
+            if epoch_of(generation) >= epoch_of(newest):
+                self._generation = max(newest, generation)
+        if epoch_of(generation) < epoch_of(newest):
+            raise CheckpointError(
+                f"generation {generation} is of epoch {epoch_of(generation)}, and epoch {epoch_of(newest)} of the run "
+                "has begun", where="memory tier", mend="nothing: another driver has taken the run over")
+        self._last = time.monotonic()
+        self._orphans.cancel(f"generation {generation} is at work")
+
+    def _is_left(self, generation: int) -> bool:
+        """No worker is here, and none of a later generation was heard of."""
+        with self._lock:
+            return not self._workers and self._generation <= generation
+
+    def _keep_only(self, generation: int, step: int) -> None:
+        """Drop all but this step, and the room that was kept for more."""
+        with self._lock:
+            kept = {path: part for path, part in self._parts.items()
+                    if (part.content.generation, part.content.step) == (generation, step)}
+            slots = [part.slot for part in self._parts.values()] + self._free
+            slots += [slot for copies in self._copies.values() for slot in copies]
+            self._parts, self._free, self._copies = kept, [], {}
+        for slot in slots:
+            if slot.path not in kept:
+                slot.unlink()
 
     # -- what is held --------------------------------------------------------------------------
     def hold(self, slot: Slot, content: Content, origin: Literal["own", "copy"], hashes: np.ndarray) -> Part:
-        """From now on serve this content of this slot."""
+        """From now on serve this content of this slot; CheckpointError when its epoch is over."""
+        self.hear_of(content.generation)
         extra = slot.bytes[content.extra_start:content.end]
         table = slot.bytes[HEADER_BYTES:HEADER_BYTES + content.table_bytes]
         part = Part(next(self._numbers), content, origin, slot, hashes, xxhash.xxh3_64_intdigest(table),
@@ -250,6 +311,7 @@ class Agent:
 
     def learn(self, message: dict[str, Any]) -> None:
         """Where the run's checkpoints are, and its other agents, as a worker says."""
+        self._orphans.abandoned = False
         self._orphans.checkpoints = str(message.get("checkpoints", ""))
         self._orphans.agents = [Address(str(host), int(port)) for host, port in message.get("agents", ())]
 
@@ -311,6 +373,7 @@ class Agent:
         if not tensors_start(content.table_bytes) <= content.extra_start <= content.end:
             raise ConnectionError("a part that makes no sense")  # its bytes cannot be told from what follows
         try:
+            self.hear_of(content.generation)
             slot = self._slot_for_copy(content)
         except CheckpointError as error:
             self._skip(connection, content)
@@ -344,6 +407,12 @@ class Agent:
             left -= len(connection.receive_bytes(min(left, 1 << 20)))
 
 
+def _hang_up(sock: socket.socket) -> None:
+    """End a connection that another thread waits on."""
+    with contextlib.suppress(OSError):  # it is closed already
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 class _Worker:
     """A worker that this agent serves, by its connection; nothing for a connection that only asks."""
 
@@ -358,6 +427,7 @@ class _Worker:
 
     def open(self, message: dict[str, Any]) -> None:
         """Begin to make the worker's slots; those it had are free, what they hold is served on."""
+        self._agent.hear_of(int(message["generation"]))
         self._await_slots()
         self._agent.release(self)
         self._agent.learn(message)
@@ -426,7 +496,8 @@ class _Worker:
         self._await_slots()
         found = [(content.sequence, number) for number, slot in enumerate(self.slots)
                  if (content := slot.content()) is not None and content.sequence > self._seen]
-        for _, number in sorted(found):
-            self.put(number)
+        with contextlib.suppress(CheckpointError):  # its epoch is over: nobody wants it
+            for _, number in sorted(found):
+                self.put(number)
         self._buddies.close()
         self._agent.release(self)

@@ -1,9 +1,14 @@
-"""Where the copies of a worker's states go: to its buddy, or, when that is gone, to the next node of the ring."""
+"""Where the copies of a worker's states go: to its buddy, or, when that is gone, to the next node of the ring.
+
+A buddy shares no failure domain with its node whenever there is another one: what takes a rack away takes one of the
+two copies. Nodes without a label are domains of their own, by host.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidewheel.checkpoint.memory.protocol import Address, Connection, connect
@@ -12,12 +17,33 @@ RETRY_SECONDS = 5.0
 """An agent that did not answer is left alone for so long."""
 
 
-def ring(nodes: Sequence[Address], mine: Address) -> tuple[Address, ...]:
-    """Who may hold the copies of `mine`, its buddy first: the nodes behind it in the ring, those on other hosts before
-    those on its own."""
-    ordered = sorted({*nodes, mine})
-    at = ordered.index(mine)
-    return tuple(sorted(ordered[at + 1:] + ordered[:at], key=lambda other: other.host == mine.host))
+def ring(nodes: Sequence[Address], mine: Address, domains: Mapping[Address, str] | None = None) -> tuple[Address, ...]:
+    """Return who may hold the copies of `mine`, its buddy first: nodes in other failure domains before those on other
+    hosts of its own, and these before those on its own host.
+
+    Copies are spread evenly: while no domain has more than half of the nodes, each node is the buddy of exactly one.
+
+    Args:
+        domains: the failure domain of each node that has a label for it.
+    """
+    known = domains or {}
+
+    def domain(node: Address) -> tuple[str, str]:
+        return ("label", known[node]) if known.get(node) else ("host", node.host)
+
+    everyone = {*nodes, mine}
+    sizes = Counter(domain(node) for node in everyone)
+    ordered = sorted(everyone, key=lambda node: (-sizes[domain(node)], domain(node), node))  # domain by domain
+    at, largest = ordered.index(mine), sizes[domain(ordered[0])]
+    if 2 * largest <= len(ordered):
+        start = at + largest  # past the end of its own domain, as none is larger
+    elif at < largest:
+        start = largest + at % (len(ordered) - largest) if largest < len(ordered) else at + 1
+    else:
+        start = at - largest  # what is not in the largest domain has its buddy there
+    turned = [ordered[(start + step) % len(ordered)] for step in range(len(ordered))]
+    others = [node for node in turned if node != mine]
+    return tuple(sorted(others, key=lambda node: (domain(node) == domain(mine), node.host == mine.host)))
 
 
 class Buddies:

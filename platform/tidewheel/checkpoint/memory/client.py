@@ -165,8 +165,9 @@ class MemoryTier:
         pieces = pieces_of(flat)
         self._table, self._placed, end = place(list(pieces.values()))
         self._extra_start, self._room, self._turn = end, room, 0
-        self._connection.ask({"op": "open", "capacity": end + room, "buddies": self.buddies,
-                              "agents": sorted(set(self.agents.values())), "checkpoints": self._checkpoints})
+        everyone = sorted({*self.agents.values(), *self.buddies})
+        self._connection.ask({"op": "open", "capacity": end + room, "buddies": self.buddies, "agents": everyone,
+                              "checkpoints": self._checkpoints, "generation": self.generation})
         self._release()
         self._on_device = any(tensor.is_cuda for tensor in flat.values())
         self._layout = _layout({name: local(tensor) for name, tensor in flat.items()})

@@ -54,6 +54,8 @@ class Inventory:
     alive: tuple[Address, ...]
     workers: int
     """That are connected to them."""
+    generation: int
+    """The newest that any of them has heard of; -1: none."""
     run_token: str = field(repr=False)
 
 
@@ -69,27 +71,33 @@ class Recoverable:
     run_token: str = field(repr=False)
 
 
-def inventory(agents: Iterable[Address], run_token: str, *, seconds: float = ASK_SECONDS) -> Inventory:
-    """What is held where. Agents that do not answer within `seconds` are passed over; all are asked at once."""
+def inventory(agents: Iterable[Address], run_token: str, *, generation: int | None = None,
+              seconds: float = ASK_SECONDS) -> Inventory:
+    """What is held where. Agents that do not answer within `seconds` are passed over; all are asked at once.
+
+    Args:
+        generation: of the workers that ask: from now on the agents refuse those of earlier epochs.
+    """
     asked = sorted(set(agents))
+    question = {"op": "inventory", **({} if generation is None else {"generation": generation})}
     with ThreadPoolExecutor(max(1, min(64, len(asked)))) as pool:
-        answers = list(pool.map(lambda each: _ask(each, run_token, seconds), asked))
-    alive = {each: answer for each, answer in zip(asked, answers) if answer is not None}
-    return Inventory(tuple(copy for copies, _ in alive.values() for copy in copies), tuple(alive),
-                     sum(workers for _, workers in alive.values()), run_token)
+        answers = list(pool.map(lambda each: ask(each, run_token, question, seconds=seconds), asked))
+    alive = {agent: answer for agent, answer in zip(asked, answers) if answer is not None}
+    copies = tuple(Copy(agent=agent, **part) for agent, answer in alive.items() for part in answer["parts"])
+    return Inventory(copies, tuple(alive), sum(answer["workers"] for answer in alive.values()),
+                     max((answer["generation"] for answer in alive.values()), default=-1), run_token)
 
 
-def _ask(agent: Address, token: str, seconds: float) -> tuple[list[Copy], int] | None:
-    """What an agent holds, and its number of workers."""
+def ask(agent: Address, token: str, message: dict[str, Any], *, seconds: float = ASK_SECONDS) -> dict[str, Any] | None:
+    """What an agent answers to one message; None: it is dead, frozen, or refuses."""
     try:
         connection = connect(agent, token, seconds=seconds, patience=seconds)
         try:
-            answer = connection.ask({"op": "inventory"})
+            return connection.ask(message)
         finally:
             connection.close()
-        return [Copy(agent=agent, **part) for part in answer["parts"]], int(answer["workers"])
-    except (OSError, LookupError, TypeError):
-        return None  # dead or frozen: recovery goes on with those that answer
+    except OSError:
+        return None
 
 
 def candidates(found: Inventory) -> list[Recoverable]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tidewheel.strangers import HELLO_BYTES, HELLO_SECONDS
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Of the JSON of one message; the longest is the table of a worker's tensors."""
@@ -46,6 +50,7 @@ class Connection:
         sock.settimeout(patience)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+        self._until = math.inf
 
     def send(self, message: dict[str, Any], *payloads: Any) -> None:
         """Send a message, and the bytes of `payloads`, bytes-like or `FileRange`, behind it.
@@ -62,18 +67,18 @@ class Connection:
             else:
                 self._socket.sendall(payload)
 
-    def receive(self) -> dict[str, Any]:
-        """The next message; what follows it is read with `receive_into`.
+    def receive(self, most: int = MAX_MESSAGE_BYTES) -> dict[str, Any]:
+        """The next message, of at most `most` bytes; what follows it is read with `receive_into`.
 
         Raises:
             OSError: the other side is gone, says nothing for too long, or nothing that can be understood.
         """
         length = int.from_bytes(self.receive_bytes(4), "big")
-        if length > MAX_MESSAGE_BYTES:
-            raise ConnectionError(f"a message of {length} bytes is announced, more than {MAX_MESSAGE_BYTES}")
+        if length > most:
+            raise ConnectionError(f"a message of {length} bytes is announced, more than {most}")
         try:
             message = json.loads(self.receive_bytes(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConnectionError(f"this is no message: {error}") from None
         if not isinstance(message, dict):
             raise ConnectionError("this is no message: not a group of values")
@@ -82,6 +87,8 @@ class Connection:
     def receive_into(self, view: memoryview) -> None:
         """Fill `view` with the next bytes."""
         while view:
+            if self._until < math.inf:
+                self._socket.settimeout(max(0.001, self._until - time.monotonic()))
             found = self._socket.recv_into(view)
             if not found:
                 raise ConnectionError("the connection was closed")
@@ -111,7 +118,12 @@ class Connection:
 
     def patience(self, seconds: float | None) -> None:
         """From now on wait so long for the other side; None: for ever."""
+        self._until = math.inf
         self._socket.settimeout(seconds)
+
+    def hurry(self, seconds: float) -> None:
+        """Until the next call of `patience`, all that is received must have come within `seconds`, however slowly."""
+        self._until = time.monotonic() + seconds
 
     def close(self) -> None:
         """Let go; a thread that waits on it wakes up."""
@@ -129,10 +141,11 @@ def connect(address: Address, token: str, *, seconds: float = CONNECT_SECONDS,
     """
     connection = Connection(socket.create_connection((address.host, address.port), timeout=seconds), seconds)
     try:
-        theirs = str(connection.receive().get("nonce"))
+        connection.hurry(HELLO_SECONDS)
+        theirs = str(connection.receive(HELLO_BYTES).get("nonce"))
         mine = secrets.token_hex(16)
         answer = connection.ask({"nonce": mine, "proof": _proof(token, "client", theirs, mine)})
-        if not hmac.compare_digest(str(answer.get("proof")), _proof(token, "agent", theirs, mine)):
+        if not _same(answer.get("proof"), _proof(token, "agent", theirs, mine)):
             raise ConnectionError(f"{address.host}:{address.port} is not an agent of this run")
     except BaseException:
         connection.close()
@@ -146,11 +159,12 @@ def admit(sock: socket.socket, token: str) -> Connection:
     token."""
     connection = Connection(sock)
     try:
+        connection.hurry(HELLO_SECONDS)
         mine = secrets.token_hex(16)
         connection.send({"nonce": mine})
-        hello = connection.receive()
+        hello = connection.receive(HELLO_BYTES)
         theirs = str(hello.get("nonce"))
-        if not hmac.compare_digest(str(hello.get("proof")), _proof(token, "client", mine, theirs)):
+        if not _same(hello.get("proof"), _proof(token, "client", mine, theirs)):
             raise ConnectionError("the token is not that of this run")
         connection.send({"proof": _proof(token, "agent", mine, theirs)})
     except BaseException:
@@ -161,4 +175,8 @@ def admit(sock: socket.socket, token: str) -> Connection:
 
 
 def _proof(token: str, role: str, *nonces: str) -> str:
-    return hmac.new(token.encode(), " ".join((role, *nonces)).encode(), "sha256").hexdigest()
+    return hmac.new(token.encode(), " ".join((role, *nonces)).encode(errors="replace"), "sha256").hexdigest()
+
+
+def _same(shown: Any, proof: str) -> bool:
+    return hmac.compare_digest(str(shown).encode(errors="replace"), proof.encode())

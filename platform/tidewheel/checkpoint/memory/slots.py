@@ -7,7 +7,6 @@ nothing. A file never changes its length or is written anew: who has mapped it m
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from tidewheel.errors import CheckpointError
+from tidewheel.checkpoint.memory.room import check_room, no_room
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "tidewheel-"
@@ -139,32 +138,6 @@ def hash_blocks(data: memoryview) -> np.ndarray:
     forger: nobody else can write here."""
     return np.array([xxhash.xxh3_64_intdigest(data[start:start + BLOCK_BYTES])
                      for start in range(0, len(data), BLOCK_BYTES)], dtype=np.uint64)
-
-
-def free_bytes(folder: Path) -> int:
-    """What can be allocated under `folder` without the machine running out of memory."""
-    stats = os.statvfs(folder)
-    free = stats.f_bavail * stats.f_frsize
-    with contextlib.suppress(OSError):  # not Linux: the file system's word must do
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = min(free, int(line.split()[1]) * 1024)
-    return free
-
-
-def check_room(folder: Path, wanted: int) -> None:
-    """CheckpointError when `wanted` bytes are not free."""
-    if wanted > free_bytes(folder):
-        raise no_room(folder, wanted)
-
-
-def no_room(folder: Path, wanted: int) -> CheckpointError:
-    """What is said when shared memory is full."""
-    return CheckpointError(
-        f"{wanted / 1e9:.2f} GB more of shared memory are needed for the memory tier, "
-        f"{free_bytes(folder) / 1e9:.2f} GB are free", where=str(folder),
-        mend="make it larger (containers: --shm-size; Kubernetes: an emptyDir with medium Memory), or turn the tier "
-             "off: checkpoint.memory.every_steps 0")
 
 
 class Folder:

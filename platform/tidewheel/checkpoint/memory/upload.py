@@ -6,29 +6,44 @@ The same files and manifest as `CheckpointManager` writes, so that whoever reads
 from __future__ import annotations
 
 import time
-import uuid
+from collections.abc import Callable, Sequence
 
-from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, Chunk, TensorEntry, step_name
+from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
+from tidewheel.checkpoint.manifest import CheckpointManifest, Chunk, TensorEntry
 from tidewheel.checkpoint.memory.find import PartReader, Recoverable
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
+from tidewheel.commit_log import CommitLog
 from tidewheel.storage import CHUNK_BYTES, Stamp, Store
 
 
-def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = None) -> CheckpointManifest:
+def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = None,
+           before_commit: Callable[[], None] = lambda: None) -> CheckpointManifest:
     """Write all parts one after the other in chunks, then the manifest.
 
     Args:
         store: the run's `checkpoints` folder.
         mine: the agent of this node: its parts are mapped.
+        before_commit: called when all is written but the manifest; what it raises leaves the checkpoint without one.
 
     Raises:
         CheckpointError: a part is damaged or gone in all its copies.
         StorageError: the store fails.
+        OwnershipError: another driver owns the run by now.
     """
-    name, attempt = step_name(recoverable.step), uuid.uuid4().hex[:8]
     parts = [PartReader(sorted(copies, key=lambda copy: copy.agent != mine), recoverable.run_token, mine)
              for copies in recoverable.copies]
+    try:
+        return _upload(recoverable, store, parts, before_commit)
+    finally:
+        for part in parts:  # who holds them takes an open connection for a sign that they are needed
+            part.close()
+
+
+def _upload(recoverable: Recoverable, store: Store, parts: Sequence[PartReader],
+            before_commit: Callable[[], None]) -> CheckpointManifest:
+    name = folder_name(store, recoverable.step, recoverable.generation)
+    attempt = attempt_name(recoverable.generation)
     files: list[Stamp] = []
     entries: dict[str, TensorEntry] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -54,6 +69,7 @@ def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = Non
         files.append(Stamp(key, sink.stamp.bytes, sink.stamp.hash))
         part.close()
     manifest = CheckpointManifest(recoverable.step, recoverable.world_size, time.time(), tuple(files), entries,
-                                  parts[0].extra)
-    store.write(f"{name}/{KEY}", manifest.to_json())
+                                  parts[0].extra, recoverable.generation)
+    before_commit()
+    publish(store, name, manifest, owned=CommitLog(store).head() is not None)
     return manifest

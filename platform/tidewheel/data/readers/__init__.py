@@ -21,8 +21,8 @@ from tidewheel.storage import Store
 __all__ = ["ENDINGS", "MODULES", "Record", "UnreadableFile", "check_installed", "format_of", "is_empty", "ranges",
            "read_records", "versions"]
 
-MODULES = tuple(f"tidewheel.data.readers{name}" for name in ("", ".columns", ".lines", ".packed", ".record", ".trees",
-                                                            ".web"))
+MODULES = tuple(f"tidewheel.data.readers{name}" for name in ("", ".columns", ".columns_size", ".lines", ".packed",
+                                                            ".record", ".trees", ".web"))
 """Whose code decides what a file holds."""
 ENDINGS = {
     "parquet": (".parquet", ".pq"),

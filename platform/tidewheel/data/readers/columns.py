@@ -1,7 +1,9 @@
-"""Parquet and Arrow files: a row is a record, its columns are the fields. Memory is bounded by a batch of rows.
+"""Parquet and Arrow files: a row is a record, its columns are the fields.
 
 Text columns are taken as bytes and decoded row by row, so that one bad value is one bad row. Nested and binary
-columns that no field is mapped to are left out.
+columns that no field is mapped to are left out. A row is measured before it is decoded: a few bytes of a dictionary
+may stand for any number of large values. Memory is bounded by `BATCH_BYTES` of decoded values, one row of
+`max_record_bytes`, and one page of Parquet or record batch of Arrow.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import pyarrow.parquet as pq
 
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
+from tidewheel.data.readers.columns_size import Sizes, largest_entry, row_bytes, size_of
 from tidewheel.data.readers.packed import first_line, told
 from tidewheel.data.readers.record import Place, Record, record
 from tidewheel.storage import Store
 
-_BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20
+"""Decoded values that are read from a Parquet file at once; more only where one row has more."""
 _BATCH_ROWS = 1024
+_LOOK_BYTES = 1 << 20  # a look at a column's dictionary must not fetch all of the column
 _FILE_MAGIC = b"ARROW1"
 _FAULTS = (OSError, pa.ArrowException, UnicodeDecodeError)
 
@@ -64,12 +69,13 @@ def records(place: Store, key: str, kind: str, config: ReadConfig, name: str, sp
             first, batch = found
             try:
                 columns = _columns(batch, named, nested)
+            except MemoryError:
+                raise
             except _FAULTS as error:
                 yield _lost(_Lost(first, batch.num_rows, first_line(error)), name)
                 continue
             for row in range(batch.num_rows):
-                values = {field: column[row] for field, column in columns.items() if column[row] is not None}
-                yield _row(values, config, Place(name, first + row + 1, first + row))
+                yield _row(columns, row, config, Place(name, first + row + 1, first + row))
 
 
 def row_groups(place: Store, key: str, size: int) -> list[tuple[int, int]]:
@@ -78,7 +84,7 @@ def row_groups(place: Store, key: str, size: int) -> list[tuple[int, int]]:
         with place.open(key) as stream:
             metadata = pq.ParquetFile(stream).metadata
             sizes = [_compressed_bytes(metadata.row_group(number)) for number in range(metadata.num_row_groups)]
-    except FileNotFoundError:
+    except (FileNotFoundError, MemoryError):
         raise
     except _FAULTS:
         return []
@@ -111,18 +117,66 @@ def _parquet(stream: Any, named: set[str], span: tuple[int, int] | None
     first, last = span or (0, metadata.num_row_groups)
     row = sum(metadata.row_group(number).num_rows for number in range(first))
     for number in range(first, last):
-        group = metadata.row_group(number)
-        end = row + group.num_rows
-        rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)))
+        end = row + metadata.row_group(number).num_rows
         try:
-            for batch in file.iter_batches(rows, row_groups=[number], columns=columns):
+            for batch in _group_batches(stream, file, number, columns):
                 yield row, batch
                 row += batch.num_rows
-        except FileNotFoundError:
+        except (FileNotFoundError, MemoryError):
             raise
         except _FAULTS as error:
             yield _Lost(row, end - row, first_line(error))
         row = end
+
+
+def _group_batches(stream: Any, file: pq.ParquetFile, number: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """The batches of a row group, of so few rows that what they decode to is bounded.
+
+    Columns of one value a row are decoded, and rows are counted by the largest value that the dictionary holds. Of
+    nested columns a single row may repeat a value any number of times: where that is too much they stay dictionaries.
+    """
+    group = file.metadata.row_group(number)
+    read = [index for index in range(group.num_columns) if _is_read(group.column(index), columns)]
+    chunks = [group.column(index) for index in read]
+    largest = {group.column(index).path_in_schema: _largest_value(stream, file, number, index) for index in read}
+    repeated = [chunk.path_in_schema for chunk in chunks
+                if chunk.path_in_schema not in columns and chunk.physical_type == "BYTE_ARRAY"
+                and chunk.has_dictionary_page and largest[chunk.path_in_schema] * chunk.num_values > BATCH_BYTES]
+    widest = sum(size for path, size in largest.items() if path not in repeated)
+    average = group.total_byte_size // max(group.num_rows, 1)
+    rows = max(1, min(_BATCH_ROWS, BATCH_BYTES // max(widest, average, 1)))
+    if repeated:
+        file = pq.ParquetFile(stream, metadata=file.metadata, page_checksum_verification=True, read_dictionary=repeated)
+    return file.iter_batches(rows, row_groups=[number], columns=columns)
+
+
+def _is_read(chunk: Any, columns: list[str]) -> bool:
+    path = chunk.path_in_schema
+    return path in columns or path.partition(".")[0] in columns
+
+
+def _largest_value(stream: Any, file: pq.ParquetFile, number: int, index: int) -> int:
+    """How many bytes a value of a column may decode to without taking as many in its page; 0 when it cannot.
+
+    The largest entry of its dictionary. In DELTA_BYTE_ARRAY a value may begin with all of the one before it: as much
+    as the column has in the row group.
+    """
+    chunk = file.metadata.row_group(number).column(index)
+    path = chunk.path_in_schema
+    if chunk.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(file.schema.column(index).length)
+    if chunk.physical_type != "BYTE_ARRAY":
+        return 0
+    if "DELTA_BYTE_ARRAY" in chunk.encodings:
+        return int(chunk.total_uncompressed_size)
+    if not chunk.has_dictionary_page:
+        return 0
+    kept = pq.ParquetFile(stream, metadata=file.metadata, page_checksum_verification=True, read_dictionary=[path],
+                          buffer_size=_LOOK_BYTES)
+    for batch in kept.iter_batches(_BATCH_ROWS, row_groups=[number], columns=[path]):
+        if size := max(map(largest_entry, batch.columns), default=0):
+            return size
+    return 0
 
 
 def _arrow(stream: Any) -> Iterator[tuple[int, pa.RecordBatch] | _Lost]:
@@ -138,7 +192,7 @@ def _arrow(stream: Any) -> Iterator[tuple[int, pa.RecordBatch] | _Lost]:
     while True:
         try:
             batch = next(batches, None)
-        except FileNotFoundError:
+        except (FileNotFoundError, MemoryError):
             raise
         except _FAULTS as error:
             yield _Lost(row, 1, first_line(error))
@@ -161,43 +215,86 @@ def _is_string(kind: pa.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def _columns(batch: pa.RecordBatch, named: set[str], nested: set[str]) -> dict[str, list[Any]]:
-    """Values by column: JSON values, strings as bytes, `Other` in columns of `named` that have another type."""
-    found: dict[str, list[Any]] = {}
+@dataclass(frozen=True)
+class _Column:
+    """A column of a batch, decoded value by value."""
+
+    values: pa.Array
+    sizes: Sizes
+    is_other: bool
+
+    def value(self, row: int) -> Any:
+        """A JSON value, a string as bytes, an `Other`; None where there is none."""
+        scalar = self.values[row]
+        if not scalar.is_valid:
+            return None
+        if self.is_other:
+            return Other(str(self.values.type))
+        value = scalar.as_py()
+        if pa.types.is_floating(self.values.type):  # NaN is no JSON
+            return float(value) if math.isfinite(value) else None
+        return value
+
+    def head(self, row: int, size: int) -> bytes:
+        """The first bytes of a string."""
+        scalar = self.values[row]
+        if isinstance(scalar, pa.DictionaryScalar):
+            scalar = scalar.value
+        data = scalar.as_buffer() if scalar.is_valid and hasattr(scalar, "as_buffer") else None
+        return data.slice(0, min(size, data.size)).to_pybytes() if data else b""
+
+
+def _columns(batch: pa.RecordBatch, named: set[str], nested: set[str]) -> dict[str, _Column]:
+    """The columns that are read, by name; of two with the same name the first."""
+    found: dict[str, _Column] = {}
     for number, field in enumerate(batch.schema):
         if field.name not in found and (field.name in named or _is_plain(field.type)):
-            found[field.name] = _values(batch.column(number))
+            found[field.name] = _column(batch.column(number))
         elif field.name not in found and field.name in nested:  # messages
-            found[field.name] = batch.column(number).to_pylist()
+            column = batch.column(number)
+            column.validate(full=True)
+            found[field.name] = _Column(column, row_bytes(column), is_other=False)
     return found
 
 
-def _values(column: pa.Array) -> list[Any]:
+def _column(column: pa.Array) -> _Column:
     types = pa.types
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     kind = column.type
     if not _is_plain(kind):
-        return [None if null else Other(str(kind)) for null in column.is_null().to_pylist()]
-    if _is_string(kind):
-        column = column.cast(pa.large_binary() if types.is_large_string(kind) else pa.binary())
+        return _Column(column, 0, is_other=True)
+    if types.is_dictionary(kind) and not _is_string(kind.value_type):
+        column = column.dictionary_decode()
+        kind = column.type
+    if types.is_dictionary(kind):
+        entries = column.dictionary.cast(_as_bytes(kind.value_type))
+        column = pa.DictionaryArray.from_arrays(column.indices, entries, safe=False)
+    elif _is_string(kind):
+        column = column.cast(_as_bytes(kind))
     elif types.is_temporal(kind) or types.is_decimal(kind):
         column = column.cast(pa.string())
     column.validate(full=True)
-    values = column.to_pylist()
-    if types.is_floating(kind):  # NaN is no JSON
-        return [float(value) if value is not None and math.isfinite(value) else None for value in values]
-    return values
+    return _Column(column, row_bytes(column), is_other=False)
 
 
-def _row(values: dict[str, Any], config: ReadConfig, place: Place) -> Record | Bad:
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type that holds the same bytes without a claim that they are text."""
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    return pa.binary_view() if pa.types.is_string_view(kind) else pa.binary()
+
+
+def _row(columns: dict[str, _Column], row: int, config: ReadConfig, place: Place) -> Record | Bad:
+    limit = config.max_record_bytes
+    size = sum(size_of(column.sizes, row) for column in columns.values())
+    if size > limit:
+        text = columns.get(config.text)
+        return place.bad("record_too_long", text.head(row, limit) if text else b"", f"more than {limit} bytes")
+    decoded = {name: column.value(row) for name, column in columns.items()}
+    values = {name: value for name, value in decoded.items() if value is not None}
     raw = values.get(config.text)
     shown = raw if isinstance(raw, bytes) else b""
     if isinstance(raw, Other):
         return place.bad("text_not_string", shown, f"a column of type {raw.type}")
-    if len(shown) > config.max_record_bytes:
-        return place.bad("record_too_long", shown[: config.max_record_bytes],
-                         f"more than {config.max_record_bytes} bytes")
     try:
         values = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
     except UnicodeDecodeError as error:

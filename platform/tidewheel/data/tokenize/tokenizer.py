@@ -12,6 +12,8 @@ MIN_VOCABULARY = 256 + 2  # every byte and the two special tokens
 # how text is cut before merging: Llama 3's pattern (words with a leading space, digits in threes, symbols, line ends)
 _SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+WORD_CHARACTERS = 2048
+"""Longest piece that training merges in. A longer word is cut: the work of training grows with the square of a word."""
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str] = (), *,
@@ -21,7 +23,8 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequen
 
     The same multiset of texts gives the same bytes, in any order and with any number of threads: merges
     depend on counts only, and ties are broken by token ids. Fewer merges than asked for are made when
-    the texts have no more repeating pairs.
+    the texts have no more repeating pairs. Words longer than `WORD_CHARACTERS` are cut for training only; what the
+    tokenizer does with them later does not change.
 
     Raises:
         ValueError: vocabulary_size below `MIN_VOCABULARY` and the special tokens.
@@ -33,15 +36,16 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequen
         raise ValueError(f"vocabulary_size must be at least {least} (256 bytes and {least - 256} special tokens), "
                          f"got {vocabulary_size}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    words = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
+    cut = pre_tokenizers.FixedLength(length=WORD_CHARACTERS)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, cut, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, show_progress=progress,
                                   special_tokens=list(dict.fromkeys([END_OF_TEXT, PAD, *special_tokens])),
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     return (tokenizer.to_str(pretty=True) + "\n").encode()
 
 

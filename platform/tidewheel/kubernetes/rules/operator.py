@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tidewheel import yaml_text
 from tidewheel.kubernetes.clusters import Cluster, clusters
 from tidewheel.kubernetes.problem import Manifest, Problem, at, get
 
@@ -204,7 +205,7 @@ def _submission(manifest: Manifest) -> Iterator[Problem]:
     if mode != "InteractiveMode" and not str(get(spec, "entrypoint", default="")).strip():
         yield at(manifest, ("spec", "entrypoint"), "missing", "the command, as python -m jobs.train --config ...")
     try:
-        environment = yaml.safe_load(get(spec, "runtimeEnvYAML", default="") or "{}")
+        environment = yaml_text.load(get(spec, "runtimeEnvYAML", default="") or "{}")
     except yaml.YAMLError:
         environment = None
     if not isinstance(environment, dict):

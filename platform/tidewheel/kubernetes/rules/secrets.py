@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 
 from tidewheel.kubernetes.problem import Manifest, Problem, at, get, walk
+from tidewheel.secret_patterns import KEYS, URL_PASSWORD
 
 NAMES = re.compile(r"(?i)(password|passwd|secret|token|credential|api_?key|access_?key|private_?key)")
 NOT_VALUES = re.compile(r"(?i)(_path|_file|_mode|_name|_dir)$")
-VALUES = re.compile(r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bgh[pousr]_[A-Za-z0-9]{36}\b"
-                    r"|\bhf_[A-Za-z0-9]{30,}\b|://[^/\s:@]+:[^/\s@]+@")
-"""Keys of AWS, private keys, tokens of GitHub and Hugging Face, passwords inside URLs."""
+VALUES = re.compile("|".join([*KEYS.values(), URL_PASSWORD]))
+"""Keys, and passwords inside URLs."""
 MEND = "make a Secret outside of the manifests, and refer to it with valueFrom.secretKeyRef"
 
 

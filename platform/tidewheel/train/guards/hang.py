@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ BEATS = 12
 """Beats in the time limit; a survey takes two and a half of them."""
 MOST_SECONDS = 5.0
 """Longest time between two beats."""
+CLOSE_SECONDS = 0.5
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -112,10 +114,11 @@ class Watch:
         return HangError(self._finding) if self._finding and isinstance(error, RuntimeError) else error
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. The thread may wait for an answer of the store; it is not waited for, as others may wait for
+        this rank."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(timeout=2 * self._beat_seconds)
+            self._thread.join(timeout=CLOSE_SECONDS)
 
     def _set_limits(self) -> None:
         # a collective gives up after the survey, so that what it raises can be explained
@@ -217,6 +220,11 @@ def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds:
         who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
         lines.append(f"{who} since {seconds:g} s at {_told(alive[waiting[0]])}")
     return "; ".join(lines)
+
+
+def behind(finding: str) -> tuple[int, ...]:
+    """The ranks that a finding of `find` says are behind."""
+    return tuple(int(rank) for rank in re.findall(r"\brank (\d+) (?:does not answer|is still at)", finding))
 
 
 def _behind(beats: dict[int, Beat]) -> list[int]:

@@ -9,6 +9,9 @@ from pydantic import Field
 
 from tidewheel.config import Config
 
+TENSORBOARD_SECONDS = 10.0
+"""Between two flushes of event files."""
+
 
 class WandbConfig(Config):
     """Weights & Biases, where the package is installed. The key is read from the environment or ~/.netrc alone."""

@@ -12,12 +12,14 @@ from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.metrics.meter import Meter
 from tidewheel.train.metrics.profile import Profiler
-from tidewheel.train.metrics.sinks import Background, Sink
+from tidewheel.train.metrics.sinks import Background, Sink, settle
 from tidewheel.train.metrics.straggler import Stragglers
 from tidewheel.train.record import RunRecord, without_secrets
 
 OnEvent = Callable[..., None]
 """Called with (kind, **detail) on rank 0."""
+SETTLE_SECONDS = 5.0
+"""For the sinks of an earlier generation of this process, which may be slow."""
 LISTED_RANKS = 64
 """Of so many ranks each one's own time is in metrics.jsonl; of more, the slowest only."""
 
@@ -46,6 +48,7 @@ class Reporter:
     def open(self, *, step: int, recorded: int) -> None:
         """The run goes on after `step`; steps up to `recorded` have been told of before."""
         if self._rank == 0:
+            settle(SETTLE_SECONDS)
             sinks = _sinks(self._config, self._record.store, step, recorded, self._generation)
             self._sinks = Background([*sinks, *self._extra], self._failed)
 
@@ -88,10 +91,15 @@ class Reporter:
         if self._sinks is not None:
             self._sinks.flush()
 
-    def close(self) -> None:
-        """The last call."""
+    def finish(self) -> None:
+        """Write out everything: the run is over."""
         if self._sinks is not None:
             self._sinks.close()
+
+    def close(self) -> None:
+        """The last call, which waits for no slow sink."""
+        if self._sinks is not None:
+            self._sinks.leave()
         if self._profiler is not None:
             self._profiler.close()
         self._stragglers.close()

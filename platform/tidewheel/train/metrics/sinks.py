@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl: "step" and "time", numbers by name, "validation" {domain: {name: number}}, "sample" text."""
+LEAVE_SECONDS = 0.5
+"""Whoever leaves a slow sink behind waits this long for it."""
 WAITING = 10_000
 """Records that may wait for a slow sink before the step waits too: none is thrown away."""
 
@@ -32,6 +35,19 @@ class Sink(Protocol):
         """The last call."""
 
 
+_leaving: list[threading.Thread] = []
+"""They close what earlier generations of this process left behind."""
+
+
+def settle(seconds: float) -> None:
+    """Wait up to `seconds` for what was left behind: a service may not have the same run open twice."""
+    until = time.monotonic() + seconds
+    while _leaving and time.monotonic() < until:
+        _leaving[0].join(max(0.0, until - time.monotonic()))
+        if not _leaving[0].is_alive():
+            del _leaving[0]
+
+
 class Background:
     """Hands records to sinks from a thread of its own.
 
@@ -46,6 +62,7 @@ class Background:
     def __init__(self, sinks: Sequence[Sink], on_failure: Callable[[str, str], None]) -> None:
         self._sinks, self._on_failure = tuple(sinks), on_failure
         self._failing: set[str] = set()
+        self._left = False
         self._queue: queue.Queue[Callable[[Sink], None] | threading.Event | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
@@ -71,6 +88,16 @@ class Background:
             self._queue.put(lambda sink: sink.close())
             self._queue.put(None)
             self._thread.join()
+
+    def leave(self) -> None:
+        """Have everything written out and closed, and do not wait for a sink that is slow. A second call, or one after
+        `close`, does nothing."""
+        if self._thread.is_alive() and not self._left:
+            self._left = True
+            closing = threading.Thread(target=self.close, name="end of metrics", daemon=True)
+            _leaving.append(closing)
+            closing.start()
+            self._thread.join(LEAVE_SECONDS)
 
     def _serve(self) -> None:
         while (order := self._queue.get()) is not None:

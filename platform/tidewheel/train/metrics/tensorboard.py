@@ -1,8 +1,8 @@
 """TensorBoard event files, on a local folder or an object store, continued after restarts without double steps.
 
-An object cannot be appended to: there, event files are immutable parts, one per flush, which TensorBoard reads in the
-order of their names. A run that continues from step s first writes TensorBoard's own restart mark, which takes back
-what was written for later steps.
+An object cannot be appended to: there, each flush puts the newest event file again until it is `FILE_BYTES` long, as
+logs do (`jsonlog`); TensorBoard reads the files in the order of their names. A run that continues from step s first
+writes TensorBoard's own restart mark, which takes back what was written for later steps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 from tidewheel.storage import Store
+from tidewheel.train.metrics.config import TENSORBOARD_SECONDS
 from tidewheel.train.metrics.sinks import Record
 
 FOLDER = "tensorboard"
+FILE_BYTES = 1 << 20
+"""On an object store a file that is this long is not put again."""
 GROUPS = {
     "speed": ("tokens_per_second", "tokens_per_second_per_worker", "mfu", "step_seconds", "data_wait_seconds",
               "world_size"),
@@ -38,18 +41,20 @@ class TensorBoard:
         store: the run's store.
         step: the run continues after this step; 0 when it begins.
         generation: of the trainers, part of the files' names.
-        flush_seconds: between two flushes, on an object store two parts.
+        flush_seconds: between two flushes.
     """
 
     name = "tensorboard"
 
-    def __init__(self, store: Store, *, step: int = 0, generation: int = 0, flush_seconds: float = 10.0) -> None:
+    def __init__(self, store: Store, *, step: int = 0, generation: int = 0,
+                 flush_seconds: float = TENSORBOARD_SECONDS) -> None:
         self._store, self._generation, self._flush_seconds = store, generation, flush_seconds
         local = store.local_path(FOLDER)
         self._remote = local is None
         self._folder = local or Path(tempfile.mkdtemp(prefix="tidewheel-tensorboard-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None
+        self._newest = self._folder  # the file it writes
         self._parts, self._flushed, self._last = 0, time.monotonic(), step
         if step or generation:
             self.restart(step)
@@ -75,20 +80,14 @@ class TensorBoard:
 
     def flush(self) -> None:
         self._flushed = time.monotonic()
-        if self._writer is None:
-            return
-        if not self._remote:
+        if self._writer is not None:
             self._writer.flush()
-            return
-        self._writer.close()
-        self._writer = None
-        self._upload()
+        if self._remote:
+            self._upload()
 
     def close(self) -> None:
         self.flush()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._end_file()
         if self._remote:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -99,13 +98,28 @@ class TensorBoard:
             suffix = f".{self._generation:06d}.{self._parts:06d}"
             self._parts += 1
             self._writer = EventsWriter(str(self._folder / "events"), suffix)
+            if self._remote:  # the folder is this process's own
+                self._newest = max(self._folder.glob(f"*{suffix}"))
         self._writer.write_event(event)
 
+    def _end_file(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
     def _upload(self) -> None:
-        """Publish the finished parts; what fails is kept for the next time."""
+        """Put the newest file, and before it those that could not be put."""
         for path in sorted(self._folder.iterdir()):
-            self._store.write(f"{FOLDER}/{path.name}", path.read_bytes())
-            path.unlink()
+            content = path.read_bytes()
+            try:
+                self._store.write(f"{FOLDER}/{path.name}", content)
+            except BaseException:
+                self._end_file()  # it may arrive yet, late: then the file must not have grown meanwhile
+                raise
+            if len(content) >= FILE_BYTES:
+                self._end_file()
+            if self._writer is None or path != self._newest:
+                path.unlink()
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from tidewheel.train.parallel.caches import check_threads, forget_meshes
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.runtime import Runtime
 
@@ -21,27 +20,44 @@ DATA = ("replicate", "shard")
 """The dimensions over which the global batch is shared out."""
 GRADIENTS = ("replicate", "shard", "context")
 """The dimensions over which gradients are summed: context ranks see different positions of the same rows."""
+_builds = itertools.count()
+"""Numbers the meshes of this process."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the dimensions, this rank's place in them, and torch's DeviceMesh of those larger than 1."""
+    """Sizes of the dimensions, this rank's place in them, and torch's DeviceMesh of those larger than 1.
+
+    The names of the DeviceMesh's dimensions end with `mark`, which no other mesh of this process has. Torch compares
+    meshes by shape and names, and its caches of DTensor operations by their meshes; so what a cache of any thread holds
+    of an earlier generation's mesh, with another rank and other groups, is never found for this one.
+    """
 
     sizes: dict[str, int]
     rank: int
     device_mesh: DeviceMesh | None
+    mark: str = ""
 
     @classmethod
     def build(cls, parallel: ParallelConfig, runtime: Runtime) -> Mesh:
-        """The mesh of `runtime.world_size` ranks; all ranks call it together."""
+        """The mesh of `runtime.world_size` ranks; all ranks call it together.
+
+        Raises:
+            StaleProcessError: this process still takes tensors for another rank's.
+        """
         sizes = mesh_sizes(parallel, runtime.world_size)
         wide = {name: size for name, size in sizes.items() if size > 1}
-        grid = None
-        if wide:
-            forget_meshes()
-            kind = torch.device(runtime.device).type
-            grid = init_device_mesh(kind, tuple(wide.values()), mesh_dim_names=tuple(wide))
-        return cls(sizes, runtime.rank, grid)
+        if not wide:
+            return cls(sizes, runtime.rank, None)
+        device = torch.device(runtime.device)
+        forget_meshes(device)
+        # the rank too: what torch.compile keeps on disk for one rank must not be found by another
+        mark = f"@{next(_builds)}.{runtime.rank}"
+        names = tuple(name + mark for name in wide)
+        mesh = cls(sizes, runtime.rank, init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=names), mark)
+        for name in wide:
+            check_threads(mesh.of(name), mesh.coordinate(name), device)
+        return mesh
 
     @property
     def world_size(self) -> int:
@@ -68,8 +84,8 @@ class Mesh:
         wide = tuple(name for name in dims if self.sizes[name] > 1)
         if not wide or self.device_mesh is None:
             return None
-        mesh = self.device_mesh[wide]
-        return mesh if len(wide) == 1 else mesh._flatten("_".join(wide))  # torch keeps it under that name
+        mesh = self.device_mesh[tuple(name + self.mark for name in wide)]
+        return mesh if len(wide) == 1 else mesh._flatten("_".join(wide) + self.mark)  # torch keeps it under that name
 
     def group(self, *dims: str) -> Any:
         """The process group of `of`, None when this rank is alone."""
@@ -78,8 +94,8 @@ class Mesh:
 
     def groups(self) -> list[Any]:
         """The process groups of this rank's dimensions, the pipeline left out."""
-        wide = [] if self.device_mesh is None else [name for name in DIMS[1:] if self.sizes[name] > 1]
-        return [self.device_mesh.get_group(name) for name in wide] if self.device_mesh is not None else []
+        groups = [self.group(name) for name in DIMS[1:]]
+        return [group for group in groups if group is not None]
 
     def shard_mesh(self) -> DeviceMesh | None:
         """What FSDP2 shards over: shard x context in one dimension; with several replicas (HSDP) those in front."""
@@ -89,7 +105,7 @@ class Mesh:
         if inner is None or self.device_mesh is None:
             return None
         assert inner.mesh_dim_names is not None
-        return self.device_mesh["replicate", inner.mesh_dim_names[0]]
+        return self.device_mesh["replicate" + self.mark, inner.mesh_dim_names[0]]
 
     @property
     def data_rank(self) -> int:
@@ -107,36 +123,12 @@ class Mesh:
         return self.coordinate("pipeline", "context", "tensor") == 0
 
 
-def forget_meshes() -> None:
-    """Make torch forget the meshes that this process had before; to be called once their groups are gone.
-
-    Two DeviceMeshes are equal to torch when their shapes are, whatever the rank of the process that made them and
-    whichever groups they stand for. So its caches of DTensor operations would answer with the mesh of before: in a
-    process that has got another rank, parameters would be taken for another rank's shard without any error.
-
-    The caches are those of the calling thread, which on CPU runs the backward pass too. On CUDA the threads of autograd
-    keep theirs; only DTensor operations in a backward pass (tensor parallel) would notice.
-    """
-    from torch.distributed.tensor import _collective_utils, _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    if hasattr(_redistribute, "_gen_transform_infos"):  # newer torch
-        _redistribute._gen_transform_infos.cache_clear()
-
-
-def check_current(tensors: Iterable[torch.Tensor]) -> None:
-    """That the sharded ones among `tensors` know this process by the rank it has now.
-
-    Raises:
-        RuntimeError: one is of an earlier generation of this process: only a new process can go on.
-    """
-    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
-    for mesh in meshes.values():
-        place = (mesh.mesh == dist.get_rank()).nonzero()
-        if place.tolist() != [list(mesh.get_coordinate() or [])]:
-            raise RuntimeError(f"a tensor is sharded for another rank than {dist.get_rank()}: its mesh is "
-                               f"{mesh.mesh.tolist()}, its place there {mesh.get_coordinate()}")
+def dimensions(mesh: DeviceMesh, number: int) -> set[str]:
+    """The `DIMS` that dimension `number` of a part of a `Mesh` spans."""
+    if mesh.mesh_dim_names is None:
+        return set()
+    name = mesh.mesh_dim_names[number].partition("@")[0]
+    return set(name.split("_"))  # several in one are called by all their names
 
 
 def mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:

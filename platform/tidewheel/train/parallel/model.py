@@ -23,7 +23,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel import legal, tensor
 from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, blocks, local
-from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh
+from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
 from tidewheel.train.parallel.pipeline import Pipeline, cut
 from tidewheel.train.parallel.stages import stages
 from tidewheel.train.precision import convert_linears, sharded_precision
@@ -164,9 +164,9 @@ class ParallelModel:
         """Whether this rank is the first of the `replicas` of its part of `parameter`."""
         cut: set[str] = set()
         if isinstance(parameter, DTensor):
-            for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements):
+            for number, placement in enumerate(parameter.placements):
                 if not placement.is_replicate():
-                    cut.update(name.split("_"))  # several dimensions in one are called by all their names
+                    cut |= dimensions(parameter.device_mesh, number)
         return self.mesh.coordinate(*(name for name in DIMS if name != "pipeline" and name not in cut)) == 0
 
     def refresh(self) -> None:

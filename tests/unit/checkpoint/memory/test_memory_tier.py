@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.checkpoint.helpers import Events, clear, equal, state
-from tidewheel.checkpoint.memory import slots
+from tidewheel.checkpoint.memory import room
 from tidewheel.checkpoint.memory.agent import Agent
 from tidewheel.checkpoint.memory.buddies import ring
 from tidewheel.checkpoint.memory.client import BEHIND_BYTES, MemoryTier
@@ -231,7 +231,7 @@ def test_without_an_agent_or_room_the_training_goes_on(agents, monkeypatch):
     assert [kind for kind, _ in events] == ["buddy_lost", "memory_tier_lost"]
     assert all(TOKEN not in str(detail) for _, detail in events)
 
-    monkeypatch.setattr(slots, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 1000)
     full, events = Agent("127.0.0.1", TOKEN, "test"), Events()
     worker = tier([full], on_event=events)
     worker.prepare(state(1))
@@ -277,19 +277,8 @@ def test_nonsense_ends_its_connection_and_nothing_else(one_agent, data):
     for message in ({"op": "fly"}, {}, {"op": "read", "part": 1}, {"op": "put", "slot": 9}):
         with pytest.raises(ConnectionError, match="Error"):
             connection.ask(message)
-    assert connection.ask({"op": "inventory"}) == {"parts": [], "workers": 0}
+    assert connection.ask({"op": "inventory"}) == {"parts": [], "workers": 0, "generation": -1, "uploads": False}
     connection.close()
-
-
-def test_buddies_are_on_other_hosts_where_there_are_any():
-    nodes = [Address(f"10.0.0.{host}", port) for host in (1, 2, 3) for port in (1, 2)]
-    for node in nodes:
-        others = ring(nodes, node)
-        assert sorted((*others, node)) == nodes
-        assert [other.host == node.host for other in others] == [False] * 4 + [True]
-    assert {ring(nodes, node)[0] for node in nodes} == {Address(f"10.0.0.{host}", 1) for host in (1, 2, 3)}
-    assert ring(nodes[:2], nodes[0]) == (nodes[1],)
-    assert ring(nodes[:1], nodes[0]) == ()
 
 
 def test_when_the_buddy_goes_the_next_node_takes_the_copies():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tidewheel
-from tidewheel.data.tokenize.tokenizer import train_bpe
+from tidewheel.data.tokenize.tokenizer import WORD_CHARACTERS, train_bpe
 from tidewheel.errors import InputError
 from tidewheel.shards.tokenizer import load as Encoder
 
@@ -76,6 +76,26 @@ def test_survives_pickling_and_batches(tokenizer: bytes):
     assert len(offsets) == len(texts) + 1
     np.testing.assert_array_equal(tokens, np.tile(once, 6))
     np.testing.assert_array_equal(offsets[: len(bounds)], bounds)
+
+
+@pytest.mark.parametrize("word", ["a" * 100_000, " " * 100_000, "世" * 30_000, "-" * 100_000])
+def test_a_long_word_is_cut_before_merging(word: str):
+    """The trainer's work grows with the square of the pieces it is given; no token can be longer than a piece."""
+    trained = train_bpe([word], 258 + 30)
+    vocabulary = json.loads(trained)["model"]["vocab"]
+    characters = max(len(token) for token in vocabulary) // len(word[0].encode())
+    assert 16 <= characters <= WORD_CHARACTERS
+
+
+def test_what_is_cut_in_training_is_whole_in_use(tokenizer: bytes):
+    kinds = [part["type"] for part in json.loads(tokenizer)["pre_tokenizer"]["pretokenizers"]]
+    assert kinds == ["Split", "ByteLevel"]
+
+
+def test_a_cut_word_counts_as_its_pieces():
+    texts = [*TEXTS, "a" * 2 * WORD_CHARACTERS + " " + "b" * WORD_CHARACTERS]
+    cut = [*TEXTS, "a" * WORD_CHARACTERS, "a" * WORD_CHARACTERS, " " + "b" * (WORD_CHARACTERS - 1), "b"]
+    assert train_bpe(texts, 600) == train_bpe(cut, 600)
 
 
 def test_errors(tokenizer: bytes):

@@ -15,6 +15,7 @@ from tidewheel import storage
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
+from tidewheel.train.metrics import tensorboard
 from tidewheel.train.metrics.config import MetricsConfig, WandbConfig
 from tidewheel.train.metrics.sinks import Background
 from tidewheel.train.metrics.tensorboard import TensorBoard
@@ -38,7 +39,7 @@ def write_run(place: storage.Store) -> None:
     again.restart(3)  # a rollback
     for step in range(4, 9):
         again.write(line(step, 20.0 - step))
-        again.flush()  # on an object store a part each
+        again.flush()
     again.write({"step": 8, "time": 1009.0, "validation_loss": 2.0, "validation": {
         "web": {"loss": 2.0, "bits_per_byte": 0.9, "tokens": 12}, "code": {"loss": 1.0, "bits_per_byte": None}}})
     again.write({"step": 8, "time": 1010.0, "sample": "def f():\n  <script>"})
@@ -73,7 +74,37 @@ def test_tensorboard_on_an_object_store(tmp_path: Path):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(place.read(entry.key))
     check_run(tmp_path / "tensorboard")
-    assert len(list((tmp_path / "tensorboard").iterdir())) >= 6
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+def test_tensorboard_files_on_an_object_store_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """When they are long, and when a put may yet arrive late."""
+    monkeypatch.setattr(tensorboard, "FILE_BYTES", 1000)
+    with S3Server() as server:
+        server.create_bucket("runs")
+        place = storage.store("s3://runs/two")
+        sink, late = TensorBoard(place), list[tuple[str, bytes]]()
+        for step in range(1, 101):
+            sink.write(line(step, float(step)))
+            if step % 40:
+                sink.flush()
+                continue
+            with monkeypatch.context() as broken:
+                broken.setattr(type(place), "write", lambda _, key, data: late.append((key, data)) or 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    sink.flush()
+        sink.close()
+        for key, data in late:
+            place.write(key, data)
+        entries = place.list("tensorboard")
+        for entry in entries:
+            path = tmp_path / entry.key
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(place.read(entry.key))
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == list(range(1, 101))
+    assert len(entries) < 30
 
 
 class Fragile:

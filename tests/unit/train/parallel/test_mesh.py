@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.ranks import on_ranks
 from tidewheel.models.config import ModelConfig
+from tidewheel.train.parallel.caches import StaleProcessError, check_current, check_threads
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.data_parallel import _place, _shares
-from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, check_current
+from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh
 from tidewheel.train.parallel.model import ParallelModel
 from tidewheel.train.runtime import Runtime
 
@@ -100,13 +101,34 @@ def test_meshes_of_four_ranks():
 
 
 def _sharded_for_another_rank() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    tensors = [distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(2)]
-    check_current(tensors)
+    mesh = Mesh.build(ParallelConfig(), Runtime(dist.get_rank(), 2))
+    shards = mesh.shard_mesh()
+    assert shards is not None
+    tensors = [distribute_tensor(torch.ones(4), shards, [Shard(0)]), torch.ones(2)]
+    check_current(tensors, mesh.mark)
     with mock.patch.object(dist, "get_rank", return_value=1 - dist.get_rank()), \
-            pytest.raises(RuntimeError, match="sharded for another rank"):
-        check_current(tensors)
+            pytest.raises(StaleProcessError, match="sharded for another rank"):
+        check_current(tensors, mesh.mark)
+    with pytest.raises(StaleProcessError, match="not of this generation"):
+        check_current(tensors, Mesh.build(ParallelConfig(), Runtime(dist.get_rank(), 2)).mark)
+    unmarked = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(StaleProcessError, match="not of this generation"):
+        check_current([unmarked], mesh.mark)
 
 
 def test_a_tensor_of_an_earlier_generation_is_refused():
     on_ranks(2, _sharded_for_another_rank)
+
+
+def _stale_caches() -> None:
+    """Two meshes that torch cannot tell apart: the second one gets what is cached for the first."""
+    rank = dist.get_rank()
+    check_threads(init_device_mesh("cpu", (2,)), rank)
+    with pytest.raises(StaleProcessError, match="kept a mesh of an earlier generation"):
+        check_threads(init_device_mesh("cpu", (2,)), rank)
+    for _ in range(2):
+        Mesh.build(ParallelConfig(), Runtime(rank, 2))
+
+
+def test_a_process_that_takes_tensors_for_another_ranks_is_found():
+    on_ranks(2, _stale_caches)

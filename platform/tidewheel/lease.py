@@ -1,4 +1,4 @@
-"""Leases in the store: while one driver holds a step's lease, no other runs the step.
+"""Leases in the store: while one driver holds the lease of a task, no other starts the task.
 
 A lease is a numbered object, `<key>/000007.json`; who creates the next number holds it. The holder rewrites its own
 object every few seconds. A lease is free when it was released, or when its object has not changed for `ttl_seconds` by
@@ -14,18 +14,19 @@ published atomically.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidewheel.errors import StorageError
+from tidewheel.errors import OwnershipError, StorageError
 from tidewheel.storage import Store
 
 TTL_SECONDS = 20.0
@@ -42,16 +43,22 @@ class Holder:
     host: str
     pid: int
     started: str
-    """Of the process, from the kernel: a reused process id is another process."""
+    """Start time of the process, from the kernel: a reused process id is another process."""
+    machine: str = ""
+    """Boot and process-id namespace: containers and machines may share a host name. "" is unknown."""
 
     @classmethod
     def me(cls) -> Holder:
-        """This process."""
-        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), _started(os.getpid()))
+        """Return this process."""
+        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), _started(os.getpid()), _machine())
 
     def is_gone(self) -> bool:
-        """Certainly; a holder on another machine may be alive."""
-        return self.host == socket.gethostname() and bool(self.started) and _started(self.pid) != self.started
+        """Return True when the process certainly has ended. A holder on another machine may be alive."""
+        here = self.host == socket.gethostname() and self.machine in ("", _machine())
+        return here and bool(self.started) and _started(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
 
 class Leases:
@@ -176,8 +183,78 @@ class Leases:
                            "released": released}).encode()
 
 
+class Held:
+    """A lease that a thread renews; see `holding`."""
+
+    def __init__(self, leases: Leases, name: str, beat_seconds: float) -> None:
+        self._leases, self._name, self._beat_seconds = leases, name, beat_seconds
+        self._ended = threading.Event()
+        self.lost = False
+        """Somebody else has it: this process showed no sign of life for too long."""
+        self._thread = threading.Thread(target=self._renew, name=f"lease {name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Renew no more."""
+        self._ended.set()
+
+    def _renew(self) -> None:
+        while not self.lost and not self._ended.wait(self._beat_seconds):
+            try:
+                self.lost = bool(self._leases.beat())
+            except StorageError:  # it is away for a moment: the lease lives some beats longer
+                continue
+
+
+@contextlib.contextmanager
+def holding(store: Store, name: str, what: str, *, say: Callable[[str], None] | None = None,
+            ttl_seconds: float = TTL_SECONDS, beat_seconds: float = BEAT_SECONDS) -> Iterator[Held]:
+    """Hold the lease `name` below `store` inside the block, and give it back at the end.
+
+    Args:
+        what: the task, for the error: "a pipeline is writing here".
+        say: called with one line when a holder is found of which it is not known whether it lives.
+
+    Raises:
+        OwnershipError: somebody else holds it and lives.
+        StorageError: the store does not answer.
+    """
+    leases = Leases(store, Holder.me(), ttl_seconds=ttl_seconds)
+    first: float | None = None
+    while not leases.acquire(name):
+        seen = leases.look(name)
+        if seen is None:
+            continue
+        holder = Holder(**{key: value for key, value in seen.items() if key != "time"})
+        if first is None and say is not None:
+            say(f"{store.uri}: {what}: {holder}; looking for up to {ttl_seconds:g} s whether it lives")
+        if first is not None and seen["time"] != first:
+            alive = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seen["time"]))
+            raise OwnershipError(f"{what}: {holder}, last sign of life {alive}", where=store.uri,
+                                 mend="wait until it has ended or stop it, then give the command again; or write to "
+                                 "another place")
+        first = seen["time"]
+        time.sleep(beat_seconds / 2)
+    held = Held(leases, name, beat_seconds)
+    try:
+        yield held
+    finally:
+        held.close()
+        with contextlib.suppress(StorageError):  # a lease that is not given back lapses
+            leases.release(name)
+
+
 def _number(key: str) -> int:
     return int(key.rpartition("/")[2][:6])
+
+
+def _machine() -> str:
+    """Identity of this boot and of this process-id namespace; "" where the kernel does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _started(pid: int) -> str:

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from tidewheel.errors import OwnershipError
+from tidewheel.lease import Holder, Leases, holding
 from tidewheel.storage import LocalStore, store
-from tidewheel.workflow.lease import Holder, Leases
 
 
 class Clock:
@@ -76,7 +78,7 @@ def test_a_holder_that_is_silent_loses_it_and_learns_so(place):
 
 
 def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path):
-    code = ("import sys; from tidewheel.workflow.lease import *; from tidewheel.storage import store\n"
+    code = ("import sys; from tidewheel.lease import *; from tidewheel.storage import store\n"
             "assert Leases(store(sys.argv[1]), Holder.me()).acquire('step'); print('held', flush=True); input()")
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -154,3 +156,31 @@ def test_a_beat_takes_nothing_back(place):
     one.beat()
     releasing.join()
     assert two.acquire("step")
+
+
+def test_a_lease_is_held_for_a_block_and_others_are_told_by_whom(tmp_path):
+    place = store(tmp_path)
+    with holding(place, "task", "somebody is at it", beat_seconds=0.05):
+        with pytest.raises(OwnershipError, match=rf"somebody is at it: process {os.getpid()} on"):
+            with holding(place, "task", "somebody is at it", beat_seconds=0.2):
+                pass
+    said: list[str] = []
+    with holding(place, "task", "somebody is at it", say=said.append):
+        assert Leases(place, abroad(1)).look("task")["pid"] == os.getpid()
+    assert said == []
+    assert Leases(place, abroad(1)).look("task") is None
+
+
+def test_a_lease_that_lapsed_is_lost(tmp_path):
+    place = store(tmp_path)
+    silent = Leases(place, abroad(1))
+    assert silent.acquire("task")
+    with holding(place, "task", "somebody is at it", ttl_seconds=0.3, beat_seconds=0.05) as held:
+        assert silent.beat() == ["task"]
+        assert not held.lost
+        other = Leases(place, abroad(2), ttl_seconds=-1.0)
+        assert other.acquire("task"), "this one waits for nobody"
+        until = time.monotonic() + 30
+        while not held.lost:
+            assert time.monotonic() < until
+            time.sleep(0.01)

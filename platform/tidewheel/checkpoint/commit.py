@@ -1,0 +1,74 @@
+"""Make a checkpoint count: choose its folder, write its manifest, append it to the run's commit log. No torch in here.
+
+Whoever writes a checkpoint of a run (a worker group, or a memory agent for a group that is gone) writes files under
+names of its own, so two writers never touch each other's. What counts is what the log says.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, parse_manifest, step_name
+from tidewheel.commit_log import CommitLog, creates_are_conditional
+from tidewheel.errors import CheckpointError, OwnershipError
+from tidewheel.storage import Store
+
+_WRITER = re.compile(r"-g(\d{1,18})-[0-9a-f]{8}\.safetensors$")
+
+
+def attempt_name(generation: int | None) -> str:
+    """Return the part of a file's name that no other attempt to save has; it tells the worker group."""
+    return uuid.uuid4().hex[:8] if generation is None else f"g{generation}-{uuid.uuid4().hex[:8]}"
+
+
+def writer_of(key: str) -> int | None:
+    """Return the number of the worker group that wrote the file at `key`; None when its name does not tell."""
+    match = _WRITER.search(key)
+    return int(match[1]) if match else None
+
+
+def folder_name(store: Store, step: int, generation: int | None) -> str:
+    """Return the name of the folder in which worker group `generation` saves `step`.
+
+    Args:
+        store: the run's `checkpoints` folder.
+        generation: None for a checkpoint outside a run.
+    """
+    if generation is None:
+        return step_name(step)
+    names = [step_name(step), step_name(step, f"g{generation}")]
+    # Where a create can overwrite, a late writer could replace the manifest, so names are never shared.
+    usable = names if generation == 0 or creates_are_conditional(store) else names[1:]
+    for name in usable:
+        keys = [entry.key for entry in store.list(name)]
+        if all(writer_of(key) == generation for key in keys):  # and there is no manifest
+            return name
+    return step_name(step, f"g{generation}.{uuid.uuid4().int % 10_000}")
+
+
+def publish(store: Store, name: str, manifest: CheckpointManifest, *, owned: bool) -> None:
+    """Write the manifest of checkpoint `name`, whose files are written, and commit it.
+
+    Args:
+        owned: the run has an owner, whose epoch is that of `manifest.generation`. False: a checkpoint outside a run.
+
+    Raises:
+        OwnershipError: another driver owns the run, or a later worker group has committed: it does not count.
+        CheckpointError: another writer's manifest lies in the folder.
+        StorageError: the store fails; calling again is safe.
+    """
+    log, key = CommitLog(store), f"{name}/{KEY}"
+    if not owned:
+        head = log.head()
+        if head is not None:
+            raise OwnershipError(f"the run belongs to {head.holder}; a checkpoint written beside it would not count",
+                                 where=store.at(name), mend="write to a folder of its own")
+        store.write(key, manifest.to_json())
+        return
+    if not store.create(key, manifest.to_json()):
+        there = parse_manifest(store.read(key), name, store.at(key))
+        if there.files != manifest.files:  # else it is this one: the answer to the first request was lost
+            raise CheckpointError(f"worker group {there.generation} has written its manifest here meanwhile",
+                                  where=store.at(name), mend="nothing to do: the step is saved again beside it")
+    log.commit(name, manifest.generation)

@@ -1,0 +1,127 @@
+"""What an error of the S3 client means: whether another try can help, and what a person is told."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from tidewheel.errors import StorageAwayError, StorageError
+
+TRANSIENT_CODES = frozenset({"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling",
+                             "ThrottlingException", "RequestLimitExceeded", "OperationAborted",
+                             "ConditionalRequestConflict", "500", "502", "503", "504"})
+EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
+REGION_CODES = frozenset({"PermanentRedirect", "301", "IllegalLocationConstraintException"})
+SKEW_CODE = "RequestTimeTooSkewed"
+MUTE_CODES = frozenset({"301", "400", "403"})
+"""The answer to a HEAD has no body, so it does not say what these statuses mean."""
+
+
+class Kind(Enum):
+    """What an error calls for."""
+
+    UNREACHABLE = "nothing listens there"
+    TRANSIENT = "try again"
+    EXPIRED = "try again with renewed credentials"
+    FINAL = "tell it"
+
+
+class SilentError(TimeoutError):
+    """The store took a request and did not answer, or answered too slowly."""
+
+
+def kind(error: BaseException) -> Kind:
+    """What `error` calls for."""
+    import aiohttp
+    import botocore.exceptions as bx
+    from botocore.parsers import ResponseParserError
+
+    if isinstance(error, bx.EndpointConnectionError) and not isinstance(_inner(error), aiohttp.ClientConnectorError):
+        return Kind.TRANSIENT  # the client calls it so, too, when a connection breaks off later
+    if isinstance(error, bx.EndpointConnectionError | bx.ConnectTimeoutError | bx.ProxyConnectionError):
+        return Kind.UNREACHABLE
+    expired = (bx.CredentialRetrievalError, bx.UnauthorizedSSOTokenError, bx.SSOTokenLoadError, bx.TokenRetrievalError)
+    if isinstance(error, expired) or code(error) in EXPIRED_CODES:
+        return Kind.EXPIRED
+    lost = (SilentError, bx.HTTPClientError, bx.IncompleteReadError, bx.ResponseStreamingError, ResponseParserError,
+            aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError, ConnectionAbortedError,
+            BrokenPipeError)
+    if isinstance(error, lost) or isinstance(error.__cause__, lost) or code(error) in TRANSIENT_CODES:
+        return Kind.TRANSIENT
+    return Kind.FINAL
+
+
+def answered(error: BaseException) -> bool:
+    """The store itself sent this error."""
+    return bool(response(error))
+
+
+def code(error: BaseException) -> str:
+    """The protocol's error code behind an error of the client, such as "NoSuchKey"; "" when there is none."""
+    return str(response(error).get("Error", {}).get("Code", ""))
+
+
+def response(error: BaseException) -> dict[str, Any]:
+    """The store's answer behind an error of the client, {} when there was none."""
+    return getattr(error.__cause__ or error, "response", None) or {}
+
+
+def explained(error: BaseException, where: str, bucket: str) -> StorageError:
+    """`error` as a person is told it."""
+    import botocore.exceptions as bx
+
+    reason = short(error)
+    region = _region(error)
+    if code(error) in REGION_CODES or (code(error) == "AuthorizationHeaderMalformed" and region):
+        place = f"region {region}" if region else "another region"
+        return StorageError(
+            f"the bucket {bucket!r} is in {place} ({reason})", where=where,
+            mend=f"set AWS_REGION={region or 'to the region of the bucket'}, and if AWS_ENDPOINT_URL is set, that to "
+                 "the endpoint of the region")
+    if code(error) == SKEW_CODE:
+        return StorageError(f"this machine's clock is wrong, so the store refuses its signatures ({reason})",
+                            where=where, mend="set the clock (chrony, ntp); `tidewheel doctor --storage URI` tells by "
+                            "how much it is off")
+    match kind(error):
+        case Kind.EXPIRED:
+            return StorageAwayError(f"the credentials have expired ({reason})", where=where,
+                                    mend="renew them where they came from (`aws sso login`, the credentials file): "
+                                    "each try reads them anew")
+        case Kind.UNREACHABLE:
+            return StorageAwayError(f"the object store does not answer ({reason})", where=where,
+                                    mend="check AWS_ENDPOINT_URL and that the server is up")
+    if isinstance(error, PermissionError | bx.NoCredentialsError | bx.PartialCredentialsError | bx.ProfileNotFound):
+        return StorageError(f"access refused ({reason})", where=where,
+                            mend="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role that may read "
+                            "and write this bucket; `tidewheel doctor --storage URI` tests it")
+    if isinstance(error, bx.ParamValidationError):
+        return StorageError(f"{bucket!r} is not a possible bucket name", where=where,
+                            mend="3 to 63 small letters, digits, dots and dashes")
+    if isinstance(error, SilentError):
+        return StorageAwayError(f"the object store takes requests but does not answer in time ({reason})", where=where,
+                                mend="look at the store's health and the way to it; a proxy or a firewall in between "
+                                "shows itself like this, too")
+    return StorageAwayError(f"the object store failed ({reason})", where=where,
+                            mend="try again; if it persists, check AWS_ENDPOINT_URL and the store's health")
+
+
+def short(error: BaseException) -> str:
+    """One line about `error`, with the number of tries where there were several."""
+    told = _inner(error) if kind(error) is Kind.TRANSIENT and _inner(error) is not None else error
+    text = str(told).splitlines()[0][:200] if str(told) else type(told).__name__
+    named = code(error)
+    if named and not named.isdigit() and named not in text:
+        text = f"{named}: {text}"
+    return ", ".join([text, *getattr(error, "__notes__", ())])
+
+
+def _inner(error: BaseException) -> BaseException | None:
+    """What the HTTP client underneath raised."""
+    return getattr(error, "kwargs", {}).get("error")
+
+
+def _region(error: BaseException) -> str:
+    """The bucket's region, where the store's answer tells it."""
+    answer = response(error)
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return str(headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region") or "")

@@ -1,0 +1,137 @@
+"""A time limit for what a thread asks of storage, which another thread can bring forward.
+
+    limit = TimeLimit(1800, "the save")
+    bounded(lambda: store.write("key", data), limit)   # raises once the limit has passed
+    limit.end("the generation has ended")              # from another thread: raises now
+
+Stores look at the limit of the thread that calls them: before each request, during each request and each pause on an
+object store, and before each chunk in a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from tidewheel.errors import StorageAwayError
+
+GRACE_SECONDS = 2.0
+"""Past its limit, work gets this long to stop by itself before it is left behind."""
+T = TypeVar("T")
+
+
+class TimeLimit:
+    """Ends `seconds` from now, or at the first call of `end`. Safe to use from several threads.
+
+    Args:
+        seconds: from now on; infinity for no limit.
+        what: names the work in errors, such as "the save".
+    """
+
+    def __init__(self, seconds: float = math.inf, what: str = "this") -> None:
+        self._seconds, self._what = seconds, what
+        self._until = time.monotonic() + seconds
+        self._ended = threading.Event()
+        self._reason = ""
+        self._lock = threading.Lock()
+        self._watchers: list[Callable[[], Any]] = []
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit; 0 once it has passed."""
+        return 0.0 if self._ended.is_set() else max(0.0, self._until - time.monotonic())
+
+    def end(self, reason: str) -> None:
+        """Stop all work under this limit at once, because of `reason`."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._reason = reason
+            self._ended.set()
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher()
+
+    def check(self) -> None:
+        """Raise StorageAwayError once the limit has passed."""
+        if self._ended.is_set():
+            raise StorageAwayError(f"{self._what} was broken off: {self._reason}", where="storage",
+                                   mend="nothing: it is done again when it is due")
+        if time.monotonic() >= self._until:
+            raise StorageAwayError(f"{self._what} took longer than {self._seconds:g} s", where="storage",
+                                   mend="look at the store's health and bandwidth, or allow more time")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but not past the limit."""
+        self._ended.wait(min(seconds, self.left))
+
+    @contextlib.contextmanager
+    def watched(self, watcher: Callable[[], Any]) -> Iterator[None]:
+        """Call `watcher` when `end` is called during the block, or was called before."""
+        with self._lock:
+            ended = self._ended.is_set()
+            self._watchers.append(watcher)
+        if ended:
+            watcher()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watchers.remove(watcher)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Hold what this thread asks of stores during the block to this limit."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_NONE = TimeLimit()
+_current: contextvars.ContextVar[TimeLimit] = contextvars.ContextVar("time limit", default=_NONE)
+
+
+def current() -> TimeLimit:
+    """The limit of this thread; one that never ends by default."""
+    return _current.get()
+
+
+def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
+    """Return `work()`, run in a thread of its own under `limit`.
+
+    A call into a file system that hangs cannot be stopped: its thread is left behind when the limit has passed.
+
+    Raises:
+        StorageAwayError: the limit has passed.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            with limit.applied():
+                limit.check()
+                results.append(work())
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    thread = threading.Thread(target=run, name="bounded", daemon=True)
+    thread.start()
+    with limit.watched(done.set):
+        done.wait(None if math.isinf(limit.left) else limit.left)
+    thread.join(GRACE_SECONDS)
+    if results:
+        return results[0]
+    if errors:
+        raise errors[0]
+    limit.check()
+    raise StorageAwayError("the storage does not answer", where="storage", mend="look at the store's health")

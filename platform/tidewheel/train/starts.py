@@ -1,0 +1,145 @@
+"""What may change when a run is started again, and what run.json keeps of each start.
+
+A run is one training. Whoever starts it again may change how it goes on, not what it is: `REFUSED` has the rule. Each
+start is kept in run.json, so that a page or an audit can tell with which settings a step was done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidewheel.errors import ConfigError
+from tidewheel.storage import Store
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.record import git_commit, versions, without_secrets
+
+RUN = "run.json"
+REFUSED: dict[str, str] = {
+    "model": "the weights have another shape, or mean something else",
+    "optimizer.kind": "the optimizer's state is that of another one",
+    "parameters": "the weights and the optimizer's state are in another format",
+    "batch.global_sequences": "the tokens would come in another order",
+    "batch.ramp": "the tokens would come in another order",
+    "batch.virtual_ranks": "the random states belong to another number of virtual ranks",
+    "data.seed": "the tokens would come in another order",
+    "data.mixture": "the tokens would come in another order",
+}
+"""Settings that make a run what it is, and why each cannot change. Everything else may."""
+FREE_PARTS_OF_MODEL = ("model.attention", "model.init_from")
+"""How attention is computed, and where the first weights came from."""
+REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
+    "precision": "the bits of every later step would be others",
+    "batch.micro_sequences": "sums over micro-batches would have another order",
+    "reproducible": "the bits of every later step would be others",
+}
+"""Settings that a run in reproducible mode may not change besides."""
+SILENT = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics", "profile",
+          "data.uri", "data.cache", "data.prefetch", "data.validation", "data.wait_seconds")
+"""Groups and settings that do not change what a step computes: kept in run.json, and not told."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs from the start before."""
+
+    key: str
+    """With dots, such as "optimizer.learning_rate"."""
+    before: Any
+    now: Any
+    refused: str = ""
+    """Why the run cannot go on with it; "" when it can."""
+
+    @property
+    def told(self) -> bool:
+        """Whether people should hear of it."""
+        return not _below(self.key, SILENT)
+
+
+def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
+    """Compare `config` with the run's last start, add this start to run.json, and return what has changed.
+
+    A run without run.json, which its first worker group writes, has no start before: [].
+
+    Args:
+        store: the run's folder; its caller owns the run.
+        epoch: in which the caller owns it.
+
+    Raises:
+        ConfigError: a setting has changed that makes the run what it is; nothing was written.
+    """
+    if not store.exists(RUN):
+        return []
+    run = store.read_json(RUN)
+    changes = changed(last_settings(run), settings_of(config), reproducible=bool(run["config"].get("reproducible")))
+    refused = [change for change in changes if change.refused]
+    if refused:
+        told = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}" for change in refused)
+        back = " ".join(f"--set {change.key}={change.before}" for change in refused)
+        raise ConfigError(f"this run cannot go on with other settings ({told})", where=config.run_uri,
+                          mend=f"restore them ({back}), or start a new run with another run.id; "
+                          f"model.init_from={config.run_uri} lets it begin with these weights")
+    entry = {"epoch": epoch, "time": time.time(), "changed": {change.key: change.now for change in changes},
+             **_changed_code(run)}
+    store.write_json(RUN, {**run, "starts": [*run.get("starts", ()), entry]})
+    return changes
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Return all settings by their dotted names, without the user and password of any URI."""
+    return _flat(without_secrets(config.canonical()))
+
+
+def last_settings(run: Mapping[str, Any], epoch: int | None = None) -> dict[str, Any]:
+    """Return the settings of the newest start in the content of run.json, or of the start of `epoch`."""
+    settings = _flat(run["config"])
+    for start in run.get("starts", ()):
+        if epoch is None or start["epoch"] <= epoch:
+            settings |= start["changed"]
+    return settings
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any], *, reproducible: bool) -> list[Change]:
+    """Return the settings that differ, with the reason where the run cannot go on with a change.
+
+    A setting that a newer version has added had its default before, so it has not changed.
+    """
+    reasons = {**REFUSED, **(REFUSED_IF_REPRODUCIBLE if reproducible else {})}
+    found = []
+    for key in sorted(now):
+        moved = key.startswith("data.mixture.") and key.endswith(".shards")  # a copy elsewhere will do
+        if key not in before or before[key] == now[key] or moved:
+            continue
+        reason = "" if _below(key, FREE_PARTS_OF_MODEL) else next(
+            (why for name, why in reasons.items() if _below(key, (name,))), "")
+        found.append(Change(key, before[key], now[key], reason))
+    return found
+
+
+def _changed_code(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the newest start in run.json does not say of the code: its commit, and versions of packages."""
+    commit = run.get("commit", "")
+    packages = dict(run.get("versions", {}))
+    for start in run.get("starts", ()):
+        commit = start.get("commit", commit)
+        packages |= start.get("versions", {})
+    newer = {name: version for name, version in versions().items() if packages.get(name) != version}
+    here = git_commit()
+    return {**({"versions": newer} if newer else {}), **({"commit": here} if here != commit else {})}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{key}.")
+        else:
+            found[key] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _below(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

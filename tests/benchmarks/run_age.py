@@ -1,0 +1,65 @@
+"""Seconds until a new driver and rank 0 know what they need of a run's past, by the run's age, on an object store.
+
+    python -m tests.benchmarks.run_age [--days 1 10 30] [--latency 0.02] [--parts-hours 2]
+
+The store answers each request after 20 ms. A step takes a second, a generation three hours. Below, what a start took
+that reads all records, as it did when each flush was an object of its own. Exit code 1 when a start takes more than
+20 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.aged_run import AgedRun, start
+from tidewheel import jsonlog
+from tidewheel.console import print_table
+from tidewheel.storage import store
+
+MOST_REQUESTS = 20
+
+
+def measured(run: AgedRun, read: Callable[[], Any], layout: str, days: float) -> dict[str, Any]:
+    """A row of the table."""
+    store(run.uri).exists("run.json")  # the client is there before a start
+    run.requests = 0
+    began = time.perf_counter()
+    read()
+    seconds = time.perf_counter() - began
+    return {"layout": layout, "run": f"{days:g} days" if days >= 1 else f"{24 * days:g} hours",
+            "steps": f"{run.steps:,}", "objects": f"{len(run.objects):,}", "requests": f"{run.requests:,}",
+            "seconds": f"{seconds:.2f}"}
+
+
+def read_all(uri: str) -> None:
+    """What a start read before: events and batches in the coordinator, again in rank 0, and the metrics."""
+    for log in ("events.jsonl", "batches.jsonl", "events.jsonl", "batches.jsonl", "metrics.jsonl"):
+        jsonlog.read(store(uri), log)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--days", type=float, nargs="+", default=[1, 10, 30])
+    options.add_argument("--latency", type=float, default=0.02)
+    options.add_argument("--parts-hours", type=float, default=2.0, help="age of the run with an object for each flush")
+    given = options.parse_args()
+    rows = []
+    for days in given.days:
+        with AgedRun(days, latency=given.latency) as run:
+            start(run.uri, run.steps - 30)  # imports, and the store makes what it is asked for
+            rows.append(measured(run, lambda run=run: start(run.uri, run.steps - 30), "segments", days))
+    most = max(int(row["requests"]) for row in rows)
+    days = given.parts_hours / 24
+    with AgedRun(days, latency=given.latency, parts=True, state=False) as run:
+        rows.append(measured(run, lambda: start(run.uri, run.steps - 30), "parts, continued now", days))
+        rows.append(measured(run, lambda: read_all(run.uri), "parts, all read", days))
+    print_table(rows, title=f"what a start reads, {1000 * given.latency:g} ms a request")
+    return 0 if most <= MOST_REQUESTS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Workers of one run as plain processes, with a coordinator in the test's own; Ray would only start and bury them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import multiprocessing as _preloaded  # noqa: F401  the fork server that has imported torch
+from tests.unit.train.helpers import config, write_shards
+from tidewheel import jsonlog, storage
+from tidewheel.elastic.coordinator import Coordinator
+from tidewheel.elastic.worker import notice, take_part
+from tidewheel.ownership import acquire
+from tidewheel.train import loop
+from tidewheel.train.audit import audit
+from tidewheel.train.config import TrainConfig
+
+Fault = Callable[[str, Path], None]
+"""Called in each worker with its node and a path before it takes part: it breaks something there, once there is a file
+of that name."""
+STEP_SECONDS, LATE_STEP_SECONDS, LAST_STEPS = 0.1, 5.0, 40
+
+
+def work(settings: TrainConfig, place: dict[str, Any], name: str, node: str, fault: Fault | None) -> None:
+    """A worker's process. Until there is a file "hurry" beside the run, steps are slow, and the last ones so slow that
+    the run is never over before the test is done with it."""
+    step, hurry = loop.Loop._step, Path(settings.run.uri) / "hurry"
+
+    def slow_step(self: loop.Loop, number: int, *arguments: Any) -> Any:
+        late = number > settings.steps - LAST_STEPS
+        until = time.monotonic() + (LATE_STEP_SECONDS if late else STEP_SECONDS)
+        while not hurry.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        return step(self, number, *arguments)
+
+    loop.Loop._step = slow_step  # type: ignore[method-assign]
+    if fault is not None:
+        fault(node, Path(settings.run.uri) / "fault")
+    signal.signal(signal.SIGTERM, lambda *_: notice())  # in a cluster `ray_workers` does
+    take_part(settings, place, name=name, node=node)
+
+
+class Group:
+    """A coordinator here, and workers of it."""
+
+    def __init__(self, settings: TrainConfig, folder: Path, sizes: tuple[int, ...] = (1, 2),
+                 fault: Fault | None = None) -> None:
+        self.folder, self.settings, self.store = folder, settings, storage.store(settings.run_uri)
+        self.fault = fault
+        self.processes: dict[str, Any] = {}
+        self.coordinator = Coordinator(settings.run_uri, settings.elastic, sizes, epoch=acquire(self.store).epoch)
+        self.coordinator.start("127.0.0.1")
+
+    def add(self, *names: str, anew: bool = False, node: str = "") -> None:
+        context = multiprocessing.get_context("forkserver")
+        place = self.coordinator.place()
+        nodes = {name: node or f"node of {name}" for name in names}
+        self.coordinator.expect(nodes, anew)
+        for name in names:
+            arguments = (self.settings, place, name, nodes[name], self.fault)
+            self.processes[name] = context.Process(target=work, args=arguments, daemon=True)
+            self.processes[name].start()
+
+    def step(self) -> int:
+        return int(self.coordinator.snapshot().progress.get("step", 0))
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 240.0) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "\n".join(map(str, self.events()))
+            time.sleep(0.005)
+
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self.processes[name].pid, number)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        found = jsonlog.read(self.store, "events.jsonl")
+        return [event for event in found if not kinds or event["kind"] in kinds]
+
+    def end(self) -> None:
+        self.coordinator.end()
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def prepare(folder: Path, *overrides: str, **elastic: Any) -> TrainConfig:
+    """Shards in `folder`, and a run over them that resizes and finds losses quickly."""
+    write_shards(folder / "shards", rows=200)
+    write_shards(folder / "validation", shards=1, rows=11, seed=1)
+    settings = config(folder, "run", "checkpoint.every_steps=25", "reproducible=true", *overrides)
+    limits = {"join_wait_seconds": 0.2, "resize_interval_seconds": 0.5, "heartbeat_seconds": 5.0, **elastic}
+    return settings.model_copy(update={"elastic": settings.elastic.model_copy(update=limits)})
+
+
+def finished(group: Group) -> None:
+    (Path(group.settings.run.uri) / "hurry").touch()
+    group.wait(lambda: group.store.exists("result.json"))
+    group.wait(lambda: not any(process.is_alive() for process in group.processes.values()))
+    found = audit(group.settings.run_uri)
+    assert found.ok, found.summary()
+    assert not group.events("save_failed")

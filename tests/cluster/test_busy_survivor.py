@@ -1,0 +1,64 @@
+"""Whoever survives is not held by what the broken generation was waiting for."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.in_place import Group, finished, prepare
+from tidewheel.elastic.coordinator import Coordinator
+from tidewheel.shards.loader import Loader
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+AHEAD = 4
+"""Batches that are read before the training needs them."""
+
+
+def slow_shard(node: str, flag: Path) -> None:
+    """On a's node one read, begun once there is the flag, hangs until the test's end."""
+    batch, hung = Loader.batch, []
+
+    def slow(self: Loader, *arguments: Any) -> Any:
+        if node == "node of a" and flag.exists() and not hung:
+            hung.append(True)
+            flag.with_name("hangs").touch()
+            while not flag.with_name("released").exists():
+                time.sleep(0.1)
+        return batch(self, *arguments)
+
+    Loader.batch = slow  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["reads ahead", "waits for the batch"])
+def test_a_survivor_leaves_though_a_read_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool):
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    settings = prepare(tmp_path, "steps=150", f"data.prefetch={AHEAD}", "checkpoint.every_steps=1000")
+    folder, group = Path(settings.run.uri), Group(settings, tmp_path, (1, 2), slow_shard)
+    try:
+        group.add("a", "b", anew=True)
+        group.wait(lambda: group.step() >= 5)
+        (folder / "fault").touch()
+        group.wait((folder / "hangs").exists)
+        if waits:
+            before = group.step()
+            group.wait(lambda: group.step() >= before + AHEAD - 1)
+            still = group.step()
+            time.sleep(1.0)  # nothing tells that a thread waits; if it does not yet, the test shows less
+            assert group.step() <= still + 1
+        group.signal("b", signal.SIGKILL)
+        group.wait(lambda: group.coordinator.snapshot().generation == 1 and group.step() > 5)
+        assert group.processes["a"].is_alive()
+        assert group.coordinator.fenced() == set()
+        finished(group)
+        [failure] = group.events("failure")
+        assert failure["detail"]["ranks"] == [1]
+        assert "did not leave" not in failure["detail"]["error"]
+        assert group.processes["a"].exitcode == 0  # the thread that hangs does not hold its end either
+    finally:
+        (folder / "released").touch()
+        group.end()

@@ -1,0 +1,106 @@
+"""One worker's fault is not the run's: real processes, of which one meets what the others do not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.in_place import Group, finished, prepare
+from tidewheel.elastic.coordinator import Coordinator
+from tidewheel.errors import StorageAwayError
+from tidewheel.shards.loader import Loader
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+BAD = "node of b"
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+def _reading_fails(node: str, flag: Path, error: Exception) -> None:
+    batch = Loader.batch
+
+    def failing(self: Loader, *arguments: Any) -> Any:
+        if node == BAD and flag.exists():
+            raise error
+        return batch(self, *arguments)
+
+    Loader.batch = failing  # type: ignore[method-assign]
+
+
+def storage_away(node: str, flag: Path) -> None:
+    _reading_fails(node, flag, StorageAwayError("the store does not answer", where="s3://bucket/x", mend="wait"))
+
+
+def disk_full(node: str, flag: Path) -> None:
+    _reading_fails(node, flag, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/x.arrow"))
+
+
+def mistake(node: str, flag: Path) -> None:
+    _reading_fails(node, flag, ValueError("token 70000 does not fit uint16"))
+
+
+def bad_gpu(node: str, flag: Path) -> None:
+    """It fails whatever process uses it."""
+    from tidewheel.elastic import probe
+    from tidewheel.train import loop
+
+    step = loop.train_step
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if node == BAD and flag.exists():
+            raise RuntimeError(ECC)
+        return step(*arguments, **named)
+
+    def computes(device: Any) -> None:
+        if node == BAD:
+            raise RuntimeError(ECC)
+
+    loop.train_step, probe.computes = failing, computes
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """Two workers, one that stands by, and a fault on b's node, which has a rank."""
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    settings = prepare(tmp_path, "steps=150", readmit_after_seconds=0.5, readmit_at_most_seconds=60.0)
+    group = Group(settings, tmp_path, (2,), request.param)
+    group.add("a", "b", anew=True)
+    group.wait(lambda: group.step() >= 3)
+    group.add("c")
+    group.wait(lambda: group.coordinator.standing_by() == 1)
+    Path(settings.run.uri, "fault").touch()
+    yield group
+    group.end()
+
+
+@pytest.mark.parametrize("group", [storage_away, disk_full, mistake, bad_gpu], indirect=True)
+def test_the_one_that_fails_is_left_out_and_the_run_goes_on(group: Group):
+    group.wait(lambda: group.events("worker_left_out") != [])
+    group.wait(lambda: not group.processes["b"].is_alive())  # its process is ended
+    group.wait(lambda: group.coordinator.snapshot().generation == 1)
+    finished(group)
+    [failure] = group.events("failure")
+    [out] = group.events("worker_left_out")
+    assert (out["detail"]["node"], out["detail"]["level"]) == (BAD, "process")
+    assert failure["detail"]["recovery"] == "in_place"
+    assert failure["detail"]["error"][:300] == out["detail"]["reason"]
+    assert "losed" not in failure["detail"]["error"]  # what a peer says of its connection is not the cause
+    assert group.processes["a"].exitcode == 0
+    assert group.processes["c"].exitcode == 0
+
+
+@pytest.mark.parametrize("group", [bad_gpu], indirect=True)
+def test_a_bad_device_does_not_pass_its_probe(group: Group):
+    group.wait(lambda: group.events("worker_left_out") != [])
+    for number in range(2, 4):
+        group.add(f"b{number}", node=BAD)
+        group.wait(lambda: not group.processes[f"b{number}"].is_alive())  # noqa: B023
+    finished(group)
+    reasons = [event["detail"]["reason"] for event in group.events("worker_left_out")]
+    assert [ECC in reason for reason in reasons] == [True] * 3
+    assert ["probe" in reason for reason in reasons] == [False, True, True]
+    assert len(group.events("failure")) == 1

@@ -1,0 +1,163 @@
+"""Two drivers on one run: the second is told who owns it; one that was taken over writes nothing that counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.train.helpers import config, write_shards
+from tidewheel import jsonlog
+from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
+from tidewheel.commit_log import CommitLog
+from tidewheel.elastic.trainer import fit_local
+from tidewheel.storage import Store, store
+from tidewheel.train.audit import audit
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from tests.unit.train.helpers import config
+from tidewheel import ownership
+from tidewheel.elastic.trainer import fit_local
+from tidewheel.errors import OwnershipError
+from tidewheel.train import loop
+ownership.LOCAL = ownership.Timing(0.3, 3.0)
+step = loop.train_step
+def slow(*arguments, **named):
+    time.sleep(0.0 if Path(sys.argv[1], "hurry").exists() else 0.1)
+    return step(*arguments, **named)
+loop.train_step = slow
+settings = config(Path(sys.argv[1]), "run", "steps=150", "checkpoint.every_steps=4", "evaluation.every_steps=0",
+                  *sys.argv[3:])
+try:
+    result = fit_local(settings, take_over=sys.argv[2] == "take")
+    print("done", result.steps, flush=True)
+except OwnershipError as error:
+    print("refused:", error.what, flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shards(tmp_path / "shards", rows=200)
+    write_shards(tmp_path / "validation", shards=1, rows=11, seed=1)
+    return tmp_path
+
+
+def drive(folder: Path, how: str = "", *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), how, *overrides], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_checkpoints(run: Store, count: int) -> None:
+    until = time.monotonic() + 120
+    while True:
+        head = CommitLog(run.child("checkpoints")).head()
+        if head is not None and len(head.checkpoints) >= count:
+            return
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def check(run: Store) -> None:
+    found = audit(run.uri)
+    assert found.ok, found.summary()
+    for info in list_checkpoints(run.child("checkpoints")):
+        if info.committed:
+            assert verify_checkpoint(run.child("checkpoints"), info.name) == []
+
+
+def test_a_second_driver_is_told_who_trains_the_run(folder):
+    run = store(config(folder).run_uri)
+    first = drive(folder)
+    wait_for_checkpoints(run, 1)
+    second = drive(folder, "", "optimizer.learning_rate=3e-2")
+    output, _ = second.communicate(timeout=280)
+    assert second.returncode == 3, output
+    assert f"the run is being trained by process {first.pid} on" in output
+    assert first.poll() is None
+    (folder / "hurry").touch()
+    output, _ = first.communicate(timeout=280)
+    assert "done 150" in output
+    check(run)
+
+
+def test_a_driver_that_was_stopped_comes_back_and_is_fenced(folder):
+    run = store(config(folder).run_uri)
+    first = drive(folder)
+    wait_for_checkpoints(run, 2)
+    os.kill(first.pid, signal.SIGSTOP)
+    before = CommitLog(run.child("checkpoints")).head()
+    second = drive(folder)
+    until = time.monotonic() + 120
+    while CommitLog(run.child("checkpoints")).head().epoch == before.epoch:
+        assert time.monotonic() < until
+        assert second.poll() is None, second.communicate()
+        time.sleep(0.1)
+    os.kill(first.pid, signal.SIGCONT)
+    output, _ = first.communicate(timeout=280)
+    assert first.returncode == 3, output
+    assert f"the run was taken over by process {second.pid} on" in output
+    (folder / "hurry").touch()
+    output, _ = second.communicate(timeout=280)
+    assert "done 150" in output
+    check(run)
+    reference = fit_local(config(folder, "undisturbed", "steps=150", "checkpoint.every_steps=0",
+                                 "evaluation.every_steps=0"))
+    losses = [line["loss"] for line in jsonlog.read(run, "metrics.jsonl") if line["step"] == 150 and "loss" in line]
+    assert losses[-1] == pytest.approx(reference.loss, rel=1e-6)
+
+
+def test_a_live_driver_is_fenced_on_request(folder):
+    run = store(config(folder).run_uri)
+    first = drive(folder)
+    wait_for_checkpoints(run, 1)
+    second = drive(folder, "take")
+    output, _ = first.communicate(timeout=280)
+    assert first.returncode == 3, output
+    (folder / "hurry").touch()
+    output, _ = second.communicate(timeout=280)
+    assert "done 150" in output
+    assert CommitLog(run.child("checkpoints")).head().epoch == 1
+    check(run)
+
+
+def test_a_killed_driver_s_run_is_taken_over_at_once(folder):
+    run = store(config(folder).run_uri)
+    first = drive(folder)
+    wait_for_checkpoints(run, 1)
+    first.kill()
+    first.wait()
+    (folder / "hurry").touch()
+    second = drive(folder)
+    output, _ = second.communicate(timeout=280)
+    assert "done 150" in output
+    assert "looking for up to" not in output
+    check(run)
+
+
+def test_the_audit_refuses_what_two_drivers_wrote(folder):
+    """Without owners, as it was: both drivers wrote as worker group 0."""
+    settings = config(folder, "run", "steps=6")
+    fit_local(settings)
+    run = store(settings.run_uri)
+    other = config(folder, "other", "steps=6", "optimizer.learning_rate=3e-2")
+    fit_local(other)
+    for name in ("metrics.jsonl", "batches.jsonl"):
+        log = jsonlog.JsonLog(run, name)
+        for line in jsonlog.read(store(other.run_uri), name):
+            log.append({**line, "time": 1.0})
+        log.flush()
+    found = audit(run.uri)
+    assert not found.ok
+    assert any("has two losses" in line for line in found.mismatches)
+    assert any("two drivers trained this run at once" in line for line in found.mismatches)

@@ -1,0 +1,193 @@
+"""What agents do with what a run has left: keep the newest whole step, upload it, let go; and give way to workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint.helpers import equal, manager, state
+from tidewheel import jsonlog
+from tidewheel.checkpoint.memory.agent import COPIES, SLOTS, Agent
+from tidewheel.checkpoint.memory.client import MemoryTier
+from tidewheel.checkpoint.memory.find import PartReader, ask
+from tidewheel.checkpoint.memory.restore import candidates, inventory
+from tidewheel.checkpoint.verify import list_checkpoints
+from tidewheel.elastic.agent_keeper import AgentKeeper
+from tidewheel.elastic.agents import Agents
+from tidewheel.storage import store
+
+pytestmark = pytest.mark.timeout(120)
+TOKEN, NEVER = "secret", 1e6
+
+
+class Cluster:
+    """Agents of two nodes, and one worker at a time on the first."""
+
+    def __init__(self, folder: Path, upload_seconds: float) -> None:
+        self.folder = folder / "checkpoints"
+        self.agents = [Agent(f"127.0.0.{host}", TOKEN, "orphans", upload_seconds=upload_seconds) for host in (1, 2)]
+
+    def keep(self, *steps: int, generation: int = 0) -> MemoryTier:
+        mine, other = (agent.address for agent in self.agents)
+        tier = MemoryTier({0: mine}, mine, [other], 0, 1, TOKEN, generation=generation, checkpoints=str(self.folder))
+        for step in steps:
+            tier.snapshot(step, state(step), {"step": step})
+            assert tier.flush()
+        return tier
+
+    def held(self) -> list[tuple[int, int]]:
+        found = inventory([agent.address for agent in self.agents], TOKEN)
+        return sorted((one.generation, one.step) for one in candidates(found))
+
+    def slots(self) -> int:
+        """Files of shared memory that exist."""
+        return sum(len(list(agent._folder.path.glob("slot-*"))) for agent in self.agents)
+
+    def committed(self) -> list[int]:
+        return [info.step for info in list_checkpoints(store(self.folder)) if info.complete]
+
+    def events(self) -> list[dict[str, Any]]:
+        return jsonlog.read(store(self.folder.parent), "events.jsonl")
+
+    def abandon(self) -> None:
+        for agent in self.agents:
+            ask(agent.address, TOKEN, {"op": "abandon"})
+
+    def end(self) -> None:
+        for agent in self.agents:
+            agent.stop()
+
+
+class Gate:
+    """Uploads read no further while it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        read = PartReader.read
+
+        def gated(reader: PartReader, start: int, end: int) -> memoryview:
+            self.reached.set()
+            assert self.open.wait(60)
+            return read(reader, start, end)
+
+        monkeypatch.setattr(PartReader, "read", gated)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, getattr(request, "param", 0.5))
+    yield made
+    made.end()
+
+
+def test_all_but_the_newest_step_goes_at_once_and_that_goes_when_it_is_in_storage(cluster, monkeypatch):
+    gate = Gate(monkeypatch)
+    worker = cluster.keep(1, 2, 3, 4)
+    assert cluster.slots() == SLOTS + COPIES
+    worker.close()
+    assert gate.reached.wait(60)
+    assert cluster.held() == [(0, 4)]
+    assert cluster.slots() == 2  # its own, and the copy at the buddy
+    assert cluster.committed() == []
+    gate.open.set()
+    until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
+    until(lambda: not cluster.slots())
+    assert cluster.committed() == [4]
+    filled = state(99)
+    assert manager(store(cluster.folder)).load_latest(filled) == {"step": 4}
+    assert equal(filled, state(4))
+
+
+@pytest.mark.parametrize("cluster", [NEVER], indirect=True)
+def test_a_driver_that_ends_lets_its_agents_go_without_a_wait(cluster):
+    worker = cluster.keep(1, 2)
+    cluster.abandon()
+    time.sleep(2.5)
+    assert cluster.slots() == SLOTS + COPIES, "a worker is still there"
+    worker.close()
+    until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
+    assert cluster.committed() == [2]
+
+
+@pytest.mark.parametrize("cluster", [NEVER], indirect=True)
+def test_what_is_in_storage_already_is_not_uploaded_again(cluster):
+    saved = manager(store(cluster.folder))
+    saved.save(2, state(2), {"step": 2})
+    saved.wait()
+    cluster.keep(1, 2).close()
+    cluster.abandon()
+    until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
+    assert cluster.committed() == [2]
+    assert not cluster.folder.parent.joinpath("events.jsonl").exists()
+
+
+def test_an_upload_stops_when_workers_come_back(cluster, monkeypatch):
+    gate = Gate(monkeypatch)
+    cluster.keep(1, 2).close()
+    assert gate.reached.wait(60)
+    back = cluster.keep(3, generation=1)
+    gate.open.set()
+    until(lambda: any(event["kind"] == "upload_failed" for event in cluster.events()))
+    assert "generation 1 is at work" in cluster.events()[-1]["detail"]["reason"]
+    assert cluster.committed() == []
+    assert cluster.held()[-1] == (1, 3)
+    back.close()
+    until(lambda: cluster.committed() == [3])  # and when those are gone too it is done
+
+
+def test_an_upload_stops_when_a_newer_generation_asks_what_there_is(cluster, monkeypatch):
+    """Its workers are on their way: none has opened slots yet."""
+    gate = Gate(monkeypatch)
+    cluster.keep(1, 2).close()
+    assert gate.reached.wait(60)
+    inventory([cluster.agents[1].address], TOKEN, generation=1_000_000)  # only the other node's agent hears of it
+    gate.open.set()
+    until(lambda: any(event["kind"] == "upload_failed" for event in cluster.events()))
+    assert "workers are back" in cluster.events()[-1]["detail"]["reason"]
+    assert cluster.committed() == []
+    assert cluster.held() == [(0, 2)]
+    assert not any(agent.stopped.is_set() for agent in cluster.agents)
+
+
+def test_what_is_being_loaded_is_not_taken_away(cluster):
+    cluster.keep(1, 2).close()
+    found = candidates(inventory([agent.address for agent in cluster.agents], TOKEN, generation=1))[0]
+    reader = PartReader(found.copies[0], TOKEN, None)
+    reader.describe()
+    time.sleep(3)  # much longer than `upload_seconds`
+    assert cluster.held() == [(0, 1), (0, 2)]
+    reader.close()
+    until(lambda: cluster.committed() == [2])
+
+
+def test_an_agent_that_cannot_upload_does_not_stand_in_the_way(cluster):
+    """The node of the lowest address had no worker of its own, only copies: it does not know where checkpoints go."""
+    mine, other = (agent.address for agent in reversed(cluster.agents))
+    assert other < mine
+    tier = MemoryTier({0: mine}, mine, [other], 0, 1, TOKEN, checkpoints=str(cluster.folder))
+    tier.snapshot(1, state(1), {"step": 1})
+    assert tier.flush()
+    tier.close()
+    until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
+    assert cluster.committed() == [1]
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_the_keeper_tells_the_agents_how_the_run_has_ended(over, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(Agents, "stop", lambda self: told.append("stop"))
+    monkeypatch.setattr(Agents, "abandon", lambda self: told.append("abandon"))
+    AgentKeeper(Agents("run")).end(over=over)
+    assert told == ["stop" if over else "abandon"]

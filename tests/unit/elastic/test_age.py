@@ -1,0 +1,31 @@
+"""What a start reads of a run does not grow with the run."""
+
+import pytest
+
+from tests.aged_run import AgedRun, start
+from tidewheel.elastic.coordinator import Coordinator
+
+MOST_REQUESTS = 20
+
+
+@pytest.mark.parametrize("days", [0.1, 10, 30])
+def test_a_start_makes_few_requests_however_old_the_run_is(days: float):
+    with AgedRun(days, latency=0.0) as run:
+        assert start(run.uri, run.steps - 30) == (run.steps, run.generations - 1, run.generations - 1)
+        assert run.requests <= MOST_REQUESTS
+
+
+def test_without_a_state_the_newest_records_say_it():
+    with AgedRun(30, latency=0.0, state=False) as run:
+        step, failures, generation = start(run.uri, run.steps - 30)
+        assert (step, generation) == (run.steps, run.generations - 1)
+        assert failures > 0
+        assert run.requests <= 2 * MOST_REQUESTS
+
+
+def test_a_run_of_an_older_version_is_not_read_whole():
+    with AgedRun(0.5, latency=0.0, parts=True, state=False) as run:
+        assert len(run.objects) > 17_000
+        past = Coordinator(run.uri).past()
+        assert (past.step, past.generation) == (run.steps, run.generations - 1)
+        assert run.requests < 1_500  # a part for every five steps of the newest thousand, each event, the listings

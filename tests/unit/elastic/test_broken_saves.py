@@ -1,0 +1,51 @@
+"""An upload of a generation that is broken off stops, and holds nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.helpers import HangingStore
+from tests.unit.train.helpers import config
+from tidewheel import storage
+from tidewheel.elastic import worker
+from tidewheel.elastic.process_group import GenerationGroup
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+class Control:
+    """Hears the events of a worker."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def event(self, kind: str, **detail: Any) -> None:
+        self.events.append((kind, detail))
+
+
+@pytest.mark.parametrize("how", ["broken off", "failed", "over"])
+def test_an_upload_ends_with_its_generation(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = HangingStore(tmp_path)
+    monkeypatch.setattr(storage, "store", lambda uri: type("Run", (), {"child": lambda self, name: place})())
+    group, control = GenerationGroup(), Control()
+    order = {"rank": 0, "world_size": 1, "generation": 0}
+    state = {"model": {"w": torch.zeros(3)}}
+    try:
+        with worker._checkpoints(config(tmp_path), order, control, group) as checkpoints:  # type: ignore[arg-type]
+            checkpoints.save(1, state, {})
+            assert place.entered.wait(60)
+            if how == "broken off":
+                group.break_off()
+            if how == "failed":
+                raise RuntimeError("a peer is gone")
+    except RuntimeError:
+        assert how == "failed"
+    checkpoints.wait()  # returns though the folder still hangs
+    [(kind, detail)] = control.events
+    assert kind == "save_failed"
+    assert "its workers have parted" in detail["reason"]
+    place.released.set()

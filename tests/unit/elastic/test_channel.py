@@ -1,0 +1,205 @@
+"""The connection between coordinator and workers, over a network that fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.elastic.network import Network, network
+from tidewheel.elastic import channel
+from tidewheel.elastic.channel import Client, Log, Message, Server
+
+pytestmark = pytest.mark.timeout(120)
+TOKEN = "secret"
+
+
+class Heard:
+    """What a server tells its handler."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.numbers: list[int] = []
+
+    def opened(self, name: str, hello: Message) -> None:
+        self.calls.append(("opened", name))
+
+    def received(self, name: str, message: Message) -> None:
+        if message["say"] == "event":
+            self.numbers.append(message["number"])
+
+    def returned(self, name: str, seconds: float) -> None:
+        self.calls.append(("returned", name))
+
+    def closed(self, name: str) -> None:
+        self.calls.append(("closed", name))
+
+    def tick(self) -> None:
+        return
+
+    def event(self, kind: str, detail: dict[str, Any]) -> None:
+        self.calls.append((kind, detail["error"]))
+
+
+class Worker:
+    """A client that remembers what it was told."""
+
+    def __init__(self, address: tuple[str, int], **options: Any) -> None:
+        self.told: list[int] = []
+        self.ended = threading.Event()
+        hello = {"name": "a", "node": "n", "token": options.pop("token", TOKEN)}
+        self.client = Client(address, hello, lambda message: self.told.append(message["number"]), self.ended.set,
+                             **options)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def server(heard: Heard) -> Iterator[Server]:
+    made = Server("127.0.0.1", TOKEN, heard)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def between(server: Server) -> Iterator[Network]:
+    with network(server.address) as made:
+        yield made
+
+
+def test_nothing_is_lost_or_heard_twice_however_often_the_connection_breaks(server, heard, between):
+    worker, generator, count = Worker(between.address), random.Random(3), 1500
+    until(lambda: bool(worker.client._session))  # it is welcome
+
+    def break_off() -> None:
+        while len(heard.numbers) < count or len(worker.told) < count:
+            time.sleep(generator.random() * 0.1)
+            between.reset()
+
+    def say() -> None:
+        for number in range(count):
+            worker.client.send({"say": "event", "number": number})
+            worker.client.send({"say": "beat"})
+            time.sleep(0.0005)
+
+    breaking, saying = threading.Thread(target=break_off), threading.Thread(target=say)
+    breaking.start()
+    saying.start()
+    for number in range(count):
+        server.call(lambda number=number: server.send("a", {"do": "order", "number": number}))
+        time.sleep(0.0005)
+    saying.join()
+    until(lambda: len(heard.numbers) >= count and len(worker.told) >= count)
+    breaking.join()
+    assert heard.numbers == list(range(count))
+    assert worker.told == list(range(count))
+    assert heard.calls.count(("returned", "a")) > 3
+    assert ("closed", "a") not in heard.calls
+    assert not worker.ended.is_set()
+    worker.client.send({"say": "beat"})
+    until(lambda: not server.call(lambda: len(server._sessions["a"].log.kept)))
+    assert len(worker.client._log.kept) < channel.ACKNOWLEDGED
+    worker.client.close()
+    until(lambda: heard.calls[-1] == ("closed", "a"))
+
+
+def test_a_network_that_is_away_for_a_while_costs_no_worker(server, heard, between):
+    worker = Worker(between.address)
+    until(lambda: bool(worker.client._session))  # it is welcome
+    between.away()
+    until(lambda: not worker.client.connected.is_set())
+    worker.client.send({"say": "event", "number": 1})
+    server.call(lambda: server.send("a", {"do": "order", "number": 2}))
+    time.sleep(2.5)  # more than the first attempts
+    assert heard.calls == [("opened", "a")]
+    between.back()
+    until(lambda: heard.numbers == [1] and worker.told == [2])
+    assert worker.client.connected.is_set()
+    assert heard.calls == [("opened", "a"), ("returned", "a")]
+    worker.client.close()
+
+
+def test_who_was_cut_is_told_to_end_when_it_comes_back(server, heard, between):
+    worker = Worker(between.address)
+    until(lambda: bool(worker.client._session))  # it is welcome
+    between.away()
+    until(lambda: not worker.client.connected.is_set())
+    server.call(lambda: server.cut("a"))
+    worker.client.send({"say": "event", "number": 1})
+    assert not worker.ended.is_set()
+    between.back()
+    assert worker.ended.wait(20)
+    assert heard.numbers == []
+    assert heard.calls == [("opened", "a")]
+
+
+def test_a_successor_of_the_same_name_is_not_taken_for_it(server, heard, between):
+    """Ray starts the function in a kept process again while its old connection is being made anew."""
+    worker = Worker(between.address)
+    until(lambda: bool(worker.client._session))  # it is welcome
+    between.away()
+    until(lambda: not worker.client.connected.is_set())
+    second = Worker(server.address)
+    until(lambda: heard.calls.count(("opened", "a")) == 2)
+    between.back()
+    assert worker.ended.wait(20)
+    second.client.send({"say": "event", "number": 7})
+    until(lambda: heard.numbers == [7])
+    second.client.close()
+
+
+def test_a_worker_ends_when_the_coordinators_process_is_gone(server):
+    worker = Worker(server.address)
+    until(lambda: bool(worker.client._session))
+    server.stop()
+    assert worker.ended.wait(channel.REFUSED_SECONDS + 30)
+
+
+def test_both_sides_give_up_in_the_end(server, heard, between):
+    worker = Worker(between.address, reconnect_seconds=1.0)
+    until(lambda: bool(worker.client._session))  # it is welcome
+    between.away()
+    assert worker.ended.wait(30)
+    assert heard.calls == [("opened", "a")]  # it has heard nothing of that: silence is found by the membership
+    between.close()
+    until(lambda: heard.calls == [("opened", "a"), ("closed", "a")])
+
+
+def test_a_process_that_dies_is_missed_at_once(server, heard):
+    worker = Worker(server.address)
+    until(lambda: ("opened", "a") in heard.calls)
+    worker.client._socket.shutdown(channel.socket.SHUT_WR)  # what the kernel does for it
+    until(lambda: ("closed", "a") in heard.calls)
+    assert worker.ended.wait(20), "it came back although it was given up"
+
+
+def test_a_stranger_is_not_asked_to_come_back(server, heard):
+    worker = Worker(server.address, token="guessed")
+    assert worker.ended.wait(10)
+    assert heard.calls == []
+
+
+def test_what_was_acknowledged_is_let_go():
+    log = Log()
+    for _ in range(5):
+        log.number({})
+    log.acknowledge(3)
+    assert [message["n"] for message in log.kept] == [4, 5]
+    assert log.is_new({"n": 1})
+    assert not log.is_new({"n": 1})
+    assert log.is_new({})

@@ -1,0 +1,216 @@
+"""The channel between coordinator and workers: what is bad costs itself, and strangers cost little."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tidewheel import strangers
+from tidewheel.elastic.channel import MOST_BYTES, Client, Server
+from tidewheel.elastic.supervision import Supervisor
+
+pytestmark = pytest.mark.timeout(120)
+
+TOKEN = "secret"
+SECONDS = 60.0
+"""Longer than anything here takes on any machine."""
+
+
+class Handler:
+    """Remembers what it is told, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.opened_names: list[str] = []
+        self.closed_names: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.ticks = 0
+        self.fails: set[str] = set()
+
+    def opened(self, name: str, hello: dict[str, Any]) -> None:
+        self.opened_names.append(name)
+        self._fail("opened")
+
+    def received(self, name: str, message: dict[str, Any]) -> None:
+        if message["say"] == "fail":
+            raise OSError(28, "No space left on device")
+        self.heard.put(message["say"])
+
+    def closed(self, name: str) -> None:
+        self.closed_names.append(name)
+        self._fail("closed")
+
+    def returned(self, name: str, seconds: float) -> None:
+        self._fail("returned")
+
+    def tick(self) -> None:
+        self.ticks += 1
+        self._fail("tick")
+
+    def event(self, kind: str, detail: dict[str, Any]) -> None:
+        self._fail("event")
+        self.events.append((kind, detail))
+
+    def _fail(self, where: str) -> None:
+        if where in self.fails:
+            raise RuntimeError(f"{where} fails")
+
+    def told(self, where: str) -> list[dict[str, Any]]:
+        return [detail for kind, detail in self.events if kind == "control_error" and detail["where"] == where]
+
+
+@pytest.fixture
+def handler() -> Handler:
+    return Handler()
+
+
+@pytest.fixture
+def server(handler: Handler) -> Iterator[Server]:
+    running = Server("127.0.0.1", TOKEN, handler, tick_seconds=0.01)
+    running.start()
+    yield running
+    running.stop()
+
+
+def worker(server: Server, name: str = "a") -> socket.socket:
+    """A connection that has shown the token."""
+    connection = socket.create_connection(server.address, timeout=SECONDS)
+    say(connection, name=name, node="n", token=TOKEN)
+    return connection
+
+
+def say(connection: socket.socket, **message: Any) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("bad", [b"no json\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"3\n", b'{"no": "say"}\n',
+                                 b'{"say": "fail"}\n', b"x" * (3 * MOST_BYTES) + b"\n"],
+                         ids=["text", "bytes", "deep", "number", "empty", "handler", "long"])
+def test_a_bad_message_costs_itself(server: Server, handler: Handler, bad: bytes) -> None:
+    with worker(server) as connection:
+        for _ in range(3):
+            connection.sendall(bad)
+        say(connection, say="good")
+        assert handler.heard.get(timeout=SECONDS) == "good"
+        assert handler.closed_names == []
+    assert len(handler.events) == 1  # three of a kind are told once
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_tick_that_fails_is_followed_by_the_next(server: Server, handler: Handler, recorded: bool) -> None:
+    handler.fails = {"tick"} if recorded else {"tick", "event"}
+    seen = handler.ticks
+    until(lambda: handler.ticks > seen + 5)
+    assert len(handler.told("tick")) == recorded
+    with worker(server) as connection:
+        say(connection, say="good")
+        assert handler.heard.get(timeout=SECONDS) == "good"
+
+
+def test_a_worker_whose_coming_fails_is_let_go(server: Server, handler: Handler) -> None:
+    handler.fails = {"opened", "closed"}
+    with worker(server) as connection:
+        while connection.recv(100):  # the welcome, and then the end
+            pass
+    until(lambda: bool(handler.told("hello") and handler.told("closed")))
+    assert handler.closed_names == ["a"]
+    handler.fails = set()
+    with worker(server) as connection:
+        say(connection, say="good")
+        assert handler.heard.get(timeout=SECONDS) == "good"
+
+
+@pytest.mark.parametrize("hello", [b"", b"\n", b"{}\n", b"[]\n", b'{"token": "guess", "name": "a"}\n',
+                                   b'{"token": "secret"}\n', b'{"token": "\xc3\xbc", "name": "a"}\n',
+                                   b"x" * 2 * strangers.HELLO_BYTES, b"[" * 4000 + b"\n"])
+def test_a_stranger_is_not_heard(server: Server, handler: Handler, hello: bytes) -> None:
+    with socket.create_connection(server.address, timeout=SECONDS) as connection:
+        connection.sendall(hello)
+        if not hello:
+            connection.shutdown(socket.SHUT_WR)
+        try:
+            assert connection.recv(1) == b""
+        except ConnectionResetError:
+            pass  # closed with something of ours unread
+    assert handler.opened_names == []
+    assert handler.events == []
+
+
+def test_a_silent_stranger_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, handler: Handler) -> None:
+    from tidewheel.elastic import channel
+
+    monkeypatch.setattr(channel, "HELLO_SECONDS", 0.5)
+    running = Server("127.0.0.1", TOKEN, handler)
+    running.start()
+    with socket.create_connection(running.address, timeout=SECONDS) as connection:
+        connection.sendall(b'{"token"')
+        assert connection.recv(1) == b""
+    running.stop()
+
+
+def test_many_strangers_keep_no_worker_out(handler: Handler, server: Server) -> None:
+    server._strangers._most = 20
+    first = worker(server, "first")
+    until(lambda: handler.opened_names == ["first"])
+    crowd = [socket.create_connection(server.address, timeout=SECONDS) for _ in range(60)]
+    with worker(server, "late") as late:
+        say(late, say="late")
+        assert handler.heard.get(timeout=SECONDS) == "late"
+    say(first, say="first")
+    assert handler.heard.get(timeout=SECONDS) == "first"
+    assert crowd[0].recv(1) == b""  # the oldest made way
+    until(lambda: len(server._strangers) <= 20)
+    for connection in (first, *crowd):
+        connection.close()
+
+
+def test_a_worker_goes_on_hearing_after_an_error() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard: list[Any] = []
+    closed = threading.Event()
+
+    def hear(message: dict[str, Any]) -> None:
+        heard.append(message["do"])
+        if message["do"] == "unknown":
+            raise KeyError("unknown")
+
+    client = Client(listener.getsockname(), {"name": "a"}, hear, closed.set)
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(b'no json\n{"no": "order"}\n')
+        say(connection, do="unknown")
+        say(connection, do="stop")
+        until(lambda: heard == ["unknown", "stop"])
+        assert not closed.is_set()
+    assert closed.wait(SECONDS)
+    client.close()
+    listener.close()
+
+
+def test_errors_are_counted_and_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    events: list[dict[str, Any]] = []
+    supervisor = Supervisor(lambda kind, detail: events.append(detail))
+    for second in range(121):
+        now[0] = float(second)
+        supervisor.call("tick", {}.pop, "nothing")
+    supervisor.call("tick", int, "no number")
+    assert [(detail["where"], detail["times"]) for detail in events] == [("tick", 1), ("tick", 60), ("tick", 60),
+                                                                         ("tick", 1)]
+    assert events[-1]["error"].startswith("ValueError")
+    assert supervisor.errors["tick"] == 122

@@ -1,0 +1,145 @@
+"""What a worker does between two generations, in this process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.unit.train.helpers import config, write_shards
+from tidewheel.elastic import warm, worker
+from tidewheel.elastic.coordinator import Coordinator
+from tidewheel.elastic.membership import How
+from tidewheel.elastic.worker import take_part
+from tidewheel.errors import clear_frames, related
+from tidewheel.ownership import acquire
+from tidewheel.storage import store
+from tidewheel.train import loop
+from tidewheel.train.guards.hang import HangError, Watch
+from tidewheel.train.parallel.caches import StaleProcessError
+from tidewheel.train.record import TrainResult
+
+FAILURES = 3
+
+
+def wrapped(error: BaseException, how: str) -> BaseException:
+    """`error` inside another one."""
+    try:
+        if how == "cause":
+            raise HangError("rank 1 does not answer") from error
+        if how == "context":
+            try:
+                raise error
+            except BaseException:
+                raise HangError("rank 1 does not answer")  # noqa: B904
+        if how == "hidden":
+            try:
+                raise error
+            except BaseException:
+                raise HangError("rank 1 does not answer") from None
+        if how == "group":
+            raise BaseExceptionGroup("several", [error])
+        raise CheckpointException("ranks failed", {0: (error, [])})  # type: ignore[dict-item]
+    except BaseException as outer:
+        return outer
+
+
+def failing() -> tuple[BaseException, weakref.ref[torch.nn.Module]]:
+    def step() -> None:
+        model = torch.nn.Linear(1, 1)
+        kept.append(weakref.ref(model))
+        raise RuntimeError("timed out")
+
+    kept: list[weakref.ref[torch.nn.Module]] = []
+    try:
+        step()
+    except RuntimeError as error:
+        return error, kept[0]
+
+
+@pytest.mark.parametrize("how", ["cause", "context", "hidden", "group", "failures"])
+def test_nothing_that_an_error_wraps_keeps_the_model(how: str) -> None:
+    inner, model = failing()
+    error = wrapped(wrapped(inner, how), "cause")
+    assert inner in list(related(error))
+    assert model() is not None
+    clear_frames(error)
+    assert model() is None
+
+
+def test_a_loop_of_causes_ends() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__context__ = second, first
+    assert list(related(first)) == [first, second]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("hang", [False, True])
+def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: bool) -> None:
+    """With `hang` the guard says why, in an error of its own whose cause is the collective's."""
+    write_shards(tmp_path / "shards")
+    settings = config(tmp_path, "run", "data.validation=''", "evaluation.every_steps=0", "checkpoint.every_steps=1",
+                      "elastic.max_workers=1")
+    models: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    build, train_step, steps = loop.parallel.build, loop.train_step, iter(range(1, 1000))
+
+    def watched_build(*arguments: Any) -> Any:
+        alive.append(sum(model() is not None for model in models))
+        model = build(*arguments)
+        models.extend(weakref.ref(part) for part in (model, *model.parts))
+        return model
+
+    def failing_step(*arguments: Any, **named: Any) -> Any:
+        step = next(steps)
+        if step % 3 == 0 and step <= 3 * FAILURES:
+            raise RuntimeError("Timed out waiting for a peer")
+        return train_step(*arguments, **named)
+
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    monkeypatch.setattr(warm, "warm_up", lambda *_, **__: None)  # it freezes what is there for the collector
+    monkeypatch.setattr(loop.parallel, "build", watched_build)
+    monkeypatch.setattr(loop, "train_step", failing_step)
+    if hang:
+        monkeypatch.setattr(Watch, "explained", lambda self, error: HangError("rank 1 does not answer"))
+    coordinator = Coordinator(settings.run_uri, settings.elastic, (1,), epoch=acquire(store(settings.run_uri)).epoch)
+    coordinator.start("127.0.0.1")
+    try:
+        place = coordinator.place()
+        coordinator.expect({"a": "n"}, True)
+        result = take_part(settings, place, name="a", node="n")
+    finally:
+        coordinator.end()
+    assert isinstance(result, TrainResult)
+    assert alive == [0] * (FAILURES + 1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hang")]
+
+
+class Ended(BaseException):
+    """The process would have ended here."""
+
+
+def test_a_process_that_takes_tensors_for_another_ranks_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of it a new one is started: another generation in it would compute the same."""
+    def stale(*_: Any) -> Any:
+        raise StaleProcessError("rank 0 gets the rows of rank 1")
+
+    def ended(code: int) -> None:
+        raise Ended(code)
+
+    left: list[Any] = []
+    monkeypatch.setattr(loop, "train", stale)
+    monkeypatch.setattr(worker.os, "_exit", ended)
+    member = SimpleNamespace(begin=lambda *_: None, left=lambda *said: left.append(said), send=lambda _: None)
+    order = {"rank": 0, "world_size": 1, "generation": 4, "store": ("", 0)}
+    with pytest.raises(Ended, match=str(worker.EXIT_CODE)):
+        worker._generation(config(tmp_path), member, order, "node")
+    [(said,)] = left
+    assert (said.how, said.text) == (How.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")

@@ -1,0 +1,94 @@
+"""A membership with its ears and mouth, and a clock that the tests turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidewheel.elastic.blame import Blame
+from tidewheel.elastic.membership import How, Limits, Membership
+from tidewheel.elastic.policy import Backoff, FailureBudget, Resizer
+
+LIMITS = Limits(heartbeat=3, leave=5, start=60, gather=120)
+READMIT = Backoff(60, 240)
+
+
+class World:
+    """A membership, what it says, and a clock."""
+
+    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), **budget: Any) -> None:
+        self.now, self.sent, self.fenced, self.events = 100.0, [], [], []
+        self.asked, self.healthy = [], False  # probes are passed at once
+        resizer = Resizer(sizes, join_wait_seconds=1, interval_seconds=2, patience_seconds=30)
+        self.it = Membership(sizes, resizer, FailureBudget(**budget), self, limits=LIMITS,
+                             blame=Blame(READMIT))
+
+    def send(self, worker: str, message: dict[str, Any]) -> None:
+        self.sent.append((worker, message))
+        if message["do"] == "probe" and self.healthy:
+            self.asked.append(worker)
+
+    def fence(self, worker: str) -> None:
+        self.fenced.append(worker)
+
+    def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
+        self.events.append((kind, detail))
+
+    def formed(self, generation: int, size: int) -> None:
+        pass
+
+    def start(self, *names: str) -> None:
+        self.it.expect(names, self.now, anew=True)
+        self.come(*names)
+
+    def come(self, *names: str, spot: bool = False, node: str = "", device: str = "") -> None:
+        for name in names:
+            self.it.hello(name, node or f"node of {name}", self.now, spot=spot, device=device)
+
+    def run(self, step: int) -> None:
+        for name in self.members:
+            self.it.beat(name, self.number, step, self.now)
+
+    def leave(self, *names: str, how: How = How.FAILED, text: str = "connection closed", kind: str = "") -> None:
+        for name in names:
+            self.it.left(name, self.number, how, text, self.now, kind=kind)
+
+    def fail(self, name: str, text: str = "RuntimeError: CUDA error: uncorrectable ECC error") -> None:
+        """It raises an error by itself; the other members hear of it, and leave."""
+        members = self.members
+        self.leave(name, text=text, kind=text.partition(":")[0])
+        self.leave(*[other for other in members if other != name])
+
+    def lose(self, *names: str) -> None:
+        for name in names:
+            self.it.lost(name, f"{name} died", self.now)
+
+    def wait(self, seconds: float, *alive: str, at_work: str = "") -> None:
+        """Time passes; those named give signs of life. `at_work` has heard that its generation ends, and computes."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.1
+            for name in alive:
+                self.it.beat(name, self.number, 0, self.now, work=self.now if name == at_work else 0.0,
+                             aborts=self.number if name == at_work else -1)
+            self.it.tick(self.now)
+            while self.asked:
+                self.it.probed(self.asked.pop(), "", self.now)
+
+    @property
+    def number(self) -> int:
+        return self.it.generation.number if self.it.generation else -1
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.it.generation.members if self.it.generation else ()
+
+    def told(self, what: str) -> list[str]:
+        found = [worker for worker, message in self.sent if message["do"] == what]
+        self.sent = [one for one in self.sent if one[1]["do"] != what]
+        return found
+
+    def details(self, kind: str) -> list[dict[str, Any]]:
+        return [detail for one, detail in self.events if one == kind]
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]

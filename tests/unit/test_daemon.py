@@ -1,0 +1,78 @@
+"""Threads that can be left behind."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tidewheel.daemon import DaemonThread, result
+from tidewheel.errors import StorageAwayError
+from tidewheel.time_limit import TimeLimit
+
+SECONDS = 60
+
+
+@pytest.fixture
+def held():
+    """An event that hung calls wait for; set in the end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_calls_run_in_turn():
+    thread, seen = DaemonThread("test"), []
+    futures = [thread.submit(seen.append, number) for number in range(50)]
+    assert [future.result(SECONDS) for future in futures] == [None] * 50
+    assert seen == list(range(50))
+    thread.stop()
+
+
+def test_an_error_reaches_whoever_waits():
+    thread = DaemonThread("test")
+    with pytest.raises(ZeroDivisionError):
+        thread.submit(lambda: 1 // 0).result(SECONDS)
+    assert thread.submit(lambda: 7).result(SECONDS) == 7
+    thread.stop()
+
+
+def test_what_hangs_is_left_behind_and_what_waits_behind_it_is_cancelled(held):
+    thread, begun = DaemonThread("test"), threading.Event()
+
+    def hang():
+        begun.set()
+        held.wait()
+
+    hung, waiting = thread.submit(hang), thread.submit(print)
+    assert begun.wait(SECONDS)
+    thread.stop(wait=False)
+    assert not hung.done()
+    held.set()
+    hung.result(SECONDS)
+    thread.stop()
+    assert waiting.cancelled()
+    with pytest.raises(RuntimeError, match="told to stop"):
+        thread.submit(print)
+
+
+def test_a_process_ends_though_a_call_hangs():
+    code = "import threading as t; from tidewheel.daemon import DaemonThread; DaemonThread('x').submit(t.Event().wait)"
+    subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=True)
+
+
+def test_a_wait_is_broken_off(held):
+    thread, limit = DaemonThread("test"), TimeLimit()
+    threading.Timer(0.05, limit.end, ["the ranks have parted"]).start()
+    with pytest.raises(StorageAwayError, match="parted"):
+        result(thread.submit(held.wait), limit)
+    thread.stop(wait=False)
+
+
+def test_what_is_there_is_taken_though_the_wait_is_broken_off():
+    thread, limit = DaemonThread("test"), TimeLimit()
+    future = thread.submit(lambda: 7)
+    future.result(SECONDS)
+    limit.end("the ranks have parted")
+    assert result(future, limit) == 7
+    thread.stop()

@@ -1,0 +1,85 @@
+"""What may change when a run is started again, and what run.json keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.train.helpers import config, write_shards
+from tidewheel import jsonlog
+from tidewheel.config import build
+from tidewheel.elastic.trainer import fit_local
+from tidewheel.errors import ConfigError
+from tidewheel.storage import store
+from tidewheel.train.audit import audit
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.starts import REFUSED, REFUSED_IF_REPRODUCIBLE, changed, last_settings, settings_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shards(tmp_path / "shards", rows=60)
+    write_shards(tmp_path / "validation", shards=1, rows=11, seed=1)
+    return tmp_path
+
+
+def run_json(folder: Path) -> dict:
+    return json.loads((folder / "runs" / "run" / "run.json").read_text())
+
+
+def test_each_start_is_kept_and_told(folder):
+    fit_local(config(folder, "run", "steps=6"))
+    events = []
+    fit_local(config(folder, "run", "steps=12", "optimizer.learning_rate=1e-4", "checkpoint.keep_last=2"),
+              on_progress=lambda progress: events.extend(progress.get("events", ())))
+    run = run_json(folder)
+    assert run["config"]["steps"] == 6
+    assert [start["epoch"] for start in run["starts"]] == [1]
+    assert run["starts"][0]["changed"] == {"steps": 12, "optimizer.learning_rate": 1e-4, "checkpoint.keep_last": 2}
+    assert last_settings(run) == settings_of(config(folder, "run", "steps=12", "optimizer.learning_rate=1e-4",
+                                                    "checkpoint.keep_last=2"))
+    assert last_settings(run, 0)["steps"] == 6
+    told = {event["detail"]["setting"]: event["detail"] for event in events if event["kind"] == "setting_changed"}
+    assert told == {"steps": {"setting": "steps", "before": 6, "now": 12},
+                    "optimizer.learning_rate": {"setting": "optimizer.learning_rate", "before": 3e-3, "now": 1e-4}}
+    kept = [event for event in jsonlog.read(store(folder / "runs" / "run"), "events.jsonl")
+            if event["kind"] == "setting_changed"]
+    assert len(kept) == 2
+    assert audit(str(folder / "runs" / "run")).ok
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("optimizer.kind=lion", "optimizer.kind was adamw, now lion: the optimizer's state"),
+    ("batch.virtual_ranks=2", "batch.virtual_ranks was 4, now 2"),
+    ("model.dim=64", "model.dim was 32, now 64"),
+    ("data.seed=8", "data.seed was 7, now 8"),
+])
+def test_what_makes_the_run_what_it_is_cannot_change(folder, override, says):
+    fit_local(config(folder, "run", "steps=3"))
+    before = run_json(folder)
+    with pytest.raises(ConfigError, match=says) as refused:
+        fit_local(config(folder, "run", "steps=6", override))
+    assert "--set " in refused.value.mend
+    assert run_json(folder) == before
+    assert fit_local(config(folder, "run", "steps=6")).steps == 6, "the refused start has left nothing behind"
+
+
+def test_reproducible_runs_keep_what_decides_their_bits(folder):
+    fit_local(config(folder, "run", "steps=3", "reproducible=true"))
+    with pytest.raises(ConfigError, match=r"batch\.micro_sequences was 2, now 1"):
+        fit_local(config(folder, "run", "steps=6", "reproducible=true", "batch.micro_sequences=1"))
+
+
+def test_a_setting_that_is_new_in_this_version_has_not_changed(folder):
+    now = settings_of(config(folder))
+    before = dict(now)
+    del before["optimizer.kind"]
+    assert changed(before, now, reproducible=False) == []
+
+
+def test_every_rule_names_a_setting_there_is():
+    known = settings_of(build(TrainConfig, {}))
+    for name in (*REFUSED, *REFUSED_IF_REPRODUCIBLE):
+        assert any(key == name or key.startswith(f"{name}.") for key in known), name

@@ -1,0 +1,194 @@
+"""A run whose storage misbehaves in the middle: training goes on, the cause is told, and nothing is lost in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.train.helpers import config, write_shards
+from tidewheel import jsonlog, s3_requests, storage
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
+from tidewheel.cluster.s3_faults import Faults
+from tidewheel.cluster.s3_server import S3Server
+from tidewheel.elastic.trainer import LocalControl
+from tidewheel.jsonlog import JsonLog
+from tidewheel.s3_requests import RetryPolicy
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.loop import train
+from tidewheel.train.runtime import Runtime
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+STEPS, BREAKS_AT = 30, 8
+
+
+class Training(LocalControl):
+    """Breaks the storage at a step, and mends it once a save has failed."""
+
+    def __init__(self, log: JsonLog, break_it: Callable[[], object], mend_it: Callable[[], object]) -> None:
+        super().__init__(log, None)
+        self.break_it, self.mend_it = break_it, mend_it
+        self.step, self.failed_at = 0, 0
+        self.reasons: list[str] = []
+
+    def progress(self, step: int, steps: int, **metrics) -> None:
+        self.step = step
+        if step == BREAKS_AT:
+            self.break_it()
+
+    def event(self, kind: str, **detail) -> None:
+        super().event(kind, **detail)
+        if kind == "save_failed":
+            self.reasons.append(detail["reason"])
+            self.failed_at = self.failed_at or self.step
+            self.mend_it()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("misbehaves")
+    write_shards(place / "shards")
+    return place
+
+
+def settings_of(shards: Path, uri: str) -> TrainConfig:
+    return config(shards, f"run{time.time_ns()}", f"steps={STEPS}", "evaluation.every_steps=0", f"run.uri={uri}",
+                  "evaluation.sample_tokens=0", "data.validation=''", "checkpoint.every_steps=10",
+                  "checkpoint.keep_last=9", "checkpoint.retry_seconds=0.2")
+
+
+def trained(settings: TrainConfig, break_it: Callable[[], object], mend_it: Callable[[], object]) -> Training:
+    """Train through the fault; what the run has written is whole."""
+    run = storage.store(settings.run_uri)
+    log = JsonLog(run, "events.jsonl")
+    control = Training(log, break_it, mend_it)
+    saver = CheckpointManager.of(run.child("checkpoints"), settings.checkpoint,
+                                 lambda kind, detail: control.event(kind, **detail), generation=None)
+    result = train(settings, Runtime(checkpoints=saver, control=control))
+    log.flush()
+    assert result.steps == STEPS
+    assert control.reasons
+    whole = [info for info in list_checkpoints(saver.store) if info.complete]
+    assert whole[-1].step == STEPS
+    assert verify_checkpoint(saver.store, whole[-1].name) == []
+    assert len(whole) >= 2  # one between the fault and the end
+    for name in ("batches.jsonl", "metrics.jsonl"):
+        steps = {line["step"] for line in jsonlog.read(run, name)}
+        assert steps >= set(range(1, STEPS + 1)), name
+    kinds = [event["kind"] for event in jsonlog.read(run, "events.jsonl")]
+    assert "save_failed" in kinds
+    assert kinds[-1] == "finish"
+    return control
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server(faults=Faults(0.0)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("faults", "told"), [
+    (Faults(1.0, 0, ("silent",)), "takes requests but does not answer in time"),
+    (Faults(1.0, 0, ("trickle",)), "takes requests but does not answer in time"),
+    (Faults(1.0, 0, ("slow_down",)), "SlowDown"),
+    (Faults(1.0, 0, ("reset_before", "reset_after")), "the object store failed"),
+    (Faults(0.0, expired_key="tidewheel"), "the credentials have expired"),
+], ids=["silent", "trickle", "503", "reset", "expired"])
+def test_an_object_store_misbehaves(faults: Faults, told: str, server: S3Server, shards: Path,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_requests, "POLICY", RetryPolicy(request_seconds=0.7, budget_seconds=2.0))
+    bucket = server.create_bucket(f"run{time.time_ns()}")
+
+    def mend_it() -> None:
+        if faults.expired_key:
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")  # and the store refuses the old one from now on
+        else:
+            server.fail(Faults(0.0))
+
+    try:
+        control = trained(settings_of(shards, bucket), lambda: server.fail(faults), mend_it)
+    finally:
+        server.fail(Faults(0.0))
+    assert any(told in reason for reason in control.reasons), control.reasons
+
+
+def test_an_object_store_is_frozen(server: S3Server, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel goes on taking connections for the server's process, in which nothing moves any more."""
+    monkeypatch.setattr(s3_requests, "POLICY", RetryPolicy(request_seconds=0.7, budget_seconds=2.0))
+    bucket, pid = server.create_bucket(f"run{time.time_ns()}"), server.pid
+    assert pid is not None
+    control = trained(settings_of(shards, bucket), lambda: os.kill(pid, signal.SIGSTOP),
+                      lambda: os.kill(pid, signal.SIGCONT))
+    assert "does not answer in time" in control.reasons[0]
+
+
+# -- folders -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)],
+                                      check=False, capture_output=True).returncode:
+        pytest.skip("mounting takes root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_is_full(disk: Path, shards: Path) -> None:
+    ballast = disk / "ballast"
+
+    def fill() -> None:
+        with ballast.open("wb", buffering=0) as sink, contextlib.suppress(OSError):
+            while True:
+                sink.write(bytes(4096))
+
+    control = trained(settings_of(shards, str(disk)), fill, lambda: ballast.unlink(missing_ok=True))
+    assert "No space left on device" in control.reasons[0]
+
+
+def test_a_folder_turns_read_only(disk: Path, shards: Path) -> None:
+    """As the kernel makes it when the disk below reports errors."""
+    def mount(*options: str) -> None:
+        subprocess.run(["mount", *options], check=True)
+
+    settings = settings_of(shards, str(disk))
+    there: list[bool] = []
+
+    def lock() -> None:
+        mount("--bind", settings.run_uri, settings.run_uri)
+        mount("-o", "remount,ro,bind", settings.run_uri)
+        there.append(True)
+
+    def unlock() -> None:
+        if there:
+            there.clear()
+            subprocess.run(["umount", "-l", settings.run_uri], check=True)
+
+    control = trained(settings, lock, unlock)
+    assert "Read-only file system" in control.reasons[0]
+
+
+def test_a_folder_goes_away_and_comes_back(tmp_path: Path, shards: Path) -> None:
+    """A save before that has shown which folder it is: another one in its place is not taken for it."""
+    settings = settings_of(shards, str(tmp_path / "runs"))
+    settings = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"every_steps": 5})})
+    run, away = Path(settings.run_uri), tmp_path / "away"
+
+    def come_back() -> None:
+        if away.exists():
+            assert not (run / "checkpoints").exists()  # nothing was written into the void
+            away.rename(run)
+
+    control = trained(settings, lambda: run.rename(away), come_back)
+    assert "the folder is gone" in control.reasons[0]
