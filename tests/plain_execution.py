@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
+from ray import cloudpickle
 
 from tidewheel.data.stage import Published
 from tidewheel.data.stages import execute
@@ -16,15 +17,19 @@ from tidewheel.data.stages import execute
 class Blocks:
     """What `execute` uses of a `ray.data.Dataset`."""
 
-    def __init__(self, blocks: Iterable[pa.Table], seed: int) -> None:
-        self.blocks, self.seed = list(blocks), seed
+    def __init__(self, blocks: Iterable[pa.Table], seed: int, functions: list[Callable[[pa.Table], Any]]) -> None:
+        self.blocks = list(blocks)
+        self.seed = seed
+        self.functions = functions
+        """All functions that were mapped, in order."""
 
     def map_batches(self, work: Callable[[pa.Table], Any], **_: Any) -> Blocks:
+        self.functions.append(work)
         done: list[pa.Table] = []
         for block in self.blocks:
             made = work(block)
             done += [made] if isinstance(made, pa.Table) else list(made)
-        return Blocks(done, self.seed)
+        return Blocks(done, self.seed, self.functions)
 
     def repartition(self, partitions: int, keys: Sequence[str]) -> Blocks:
         """Rows with one key end up in one block, blocks hold several keys, rows come in any order."""
@@ -35,7 +40,8 @@ class Blocks:
         rows = rows.take(pa.array(order, pa.int64()))
         count = max(1, partitions // 2)
         numbers = pa.array([hash((value, self.seed)) % count for value in rows[keys[0]].to_pylist()], pa.int64())
-        return Blocks([rows.filter(pa.compute.equal(numbers, number)) for number in range(count)], self.seed)
+        return Blocks([rows.filter(pa.compute.equal(numbers, number)) for number in range(count)],
+                      self.seed, self.functions)
 
 
 def without_ray(seed: int = 0) -> Any:
@@ -44,9 +50,15 @@ def without_ray(seed: int = 0) -> Any:
                 partitions: int = 1) -> Iterator[Published]:
         tasks = list(tasks)
         random.Random(seed).shuffle(tasks)
-        dataset = Blocks([pa.table({"task": [execute._encode(task)]}) for task in tasks], seed)
-        for block in chain(dataset).blocks:
+        functions: list[Callable[[pa.Table], Any]] = []
+        dataset = Blocks([pa.table({"task": [execute._encode(task)]}) for task in tasks], seed, functions)
+        blocks = chain(dataset).blocks
+        planned = [cloudpickle.dumps(function) for function in functions]
+        for block in blocks:
             for text in block["published"].to_pylist():
                 yield Published.from_json(text)
+                # Ray pickles them in another thread whenever it submits a task
+                assert [cloudpickle.dumps(function) for function in functions] == planned, \
+                    "a stage changed what its functions refer to while they were in use"
 
     return patch.object(execute, "_results", results)

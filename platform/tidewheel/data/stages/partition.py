@@ -6,6 +6,7 @@ From here on neither file order nor file boundaries are visible. A partition has
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def run(job: Job, runner: Runner, units: list[Published]) -> tuple[Finished, lis
         wanted = {task.unit.number: task for task in missing}
         only = [Task(task.output, task.unit, {**task.inputs, "wanted": sorted(wanted)}) for task in sources]
         if only:
-            hop = Hop("partition", lambda number, table: publish(wanted[number], table))
+            hop = Hop("partition", functools.partial(_publish_wanted, dict(wanted)))
             for unit in shuffle_units(only, read_ingested, rows, [hop], job.partitions):
                 del wanted[unit.unit.number]
                 yield unit
@@ -136,6 +137,10 @@ def run(job: Job, runner: Runner, units: list[Published]) -> tuple[Finished, lis
     _check_share(job, units, done.units)
     return done, [Part(unit.unit.number, unit.files["documents"], unit.files["keys"], (), unit.summary["documents"])
                   for unit in done.units]
+
+
+def _publish_wanted(wanted: Mapping[int, Task], number: int, table: pa.Table) -> Published:
+    return publish(wanted[number], table)
 
 
 def read_ingested(task: Task) -> Iterator[pa.Table]:
