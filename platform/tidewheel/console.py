@@ -98,12 +98,14 @@ class Bars:
 def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console | None = None) -> None:
     """Rows of equal keys as a table; on standard output unless `to` says otherwise. Numbers stand on the right."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for key in rows[0] if rows else ["nothing"]:
         right = bool(rows) and str(rows[0][key]).replace(",", "").replace(".", "").isdigit()
         table.add_column(key, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+        cells = [f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()]
+        table.add_row(*map(Text, cells))  # what a document says is no markup
     target = to or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     target.print(table)

@@ -49,7 +49,9 @@ def data_run(
         raise ConfigError("the pipeline has no decontaminate step", where="--fail-above",
                           mend="add the step to the recipe, with the evals to look for")
     if dry_run:
-        print_table(pipeline.plan(settings, input=input, output=output).rows(), title="what would run")
+        plan = pipeline.plan(settings, input=input, output=output)
+        print_table([line.row() for line in plan.formats], title="what would be read")
+        print_table(plan.rows(), title="what would run")
         return 0
     pipeline.check(settings, input=input, output=output)  # before a cluster is started for it
     from tidewheel.cluster.session import session

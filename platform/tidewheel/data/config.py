@@ -29,7 +29,8 @@ class ReadConfig(Config):
     paths: tuple[str, ...] = Field(min_length=1)
     """Glob patterns; relative ones are below the pipeline's input, full URIs and absolute paths stand alone."""
     text: str = "text"
-    """Field with the document's text."""
+    """Field with the document's text. Here and below `data.text` means the field `text` of the object `data`, unless a
+    field has that very name."""
     id: str | None = "id"
     """Field with the document's unique, stable id. Records without it are named by content; so are all, with `null`."""
     source: str | None = "source"
@@ -40,11 +41,12 @@ class ReadConfig(Config):
     """Field with the language; `meta` holds it as `language`."""
     license: str | None = "license"
     """Field with the licence; `meta` holds it as `license`."""
-    format: Literal["auto", "jsonl", "parquet", "arrow", "text", "warc"] = "auto"
-    """What the files are. `auto` goes by their ending (.parquet, .arrow, .feather, .txt, .md, .warc, .wet and others,
-    with .gz or .zst behind it or not) and takes the rest for JSONL. A text file is one document: its path is its id,
-    its folder its source. A page of a web archive has the fields id, url, host and date: with `source: host` each host
-    is a source."""
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "warc"] = "auto"
+    """What the files are. `auto` goes by their first bytes, also of gzip, zstd and UTF-16, and by their ending where
+    that decides (.txt and .md are text, whatever is in them). `json` is an array of records, or records over several
+    lines; the first row of `csv` and `tsv` names the fields. A text file is one document: its path is its id, its
+    folder its source. A page of a web archive has the fields id, url, host and date: with `source: host` each host is a
+    source."""
     max_record_bytes: int = Field(default=64 << 20, ge=1, le=1 << 30)
     """A longer record is put in quarantine; it bounds the memory that reading takes."""
     unit_bytes: int = Field(default=256 << 20, ge=1)

@@ -32,6 +32,7 @@ from tidewheel.data.stages import (
     tokenizer,
 )
 from tidewheel.data.stages.execute import Finished, Runner, Task
+from tidewheel.data.stages.formats import FormatLine, by_format
 from tidewheel.data.stages.job import Job, resolve
 from tidewheel.data.stages.ray_data import placed
 from tidewheel.data.stages.summary import Ledger
@@ -100,6 +101,7 @@ class Plan:
     files: int
     input_bytes: int
     partitions: int
+    formats: tuple[FormatLine, ...] = ()
 
     def rows(self) -> list[dict[str, str]]:
         """For a table: a line for each stage."""
@@ -224,7 +226,7 @@ def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
                                      "documents for validation"),
     ]
     return Plan(tuple(PlannedStage(name, units, found.published.get(name), note) for name, units, note in lines),
-                config.recipe_hash(), len(job.files), size, job.partitions)
+                config.recipe_hash(), len(job.files), size, job.partitions, by_format(job.files, config.read))
 
 
 class _Unfinished(Exception):

@@ -21,6 +21,8 @@ REASONS = {
     "record_too_long": "the line is longer than a record may be",
     "wrong_encoding": "the line is not UTF-8",
     "invalid_json": "the line is not JSON",
+    "invalid_csv": "a quote is not closed, so it cannot be told where the row ends",
+    "wrong_fields": "the row has more or fewer fields than the header",
     "not_an_object": "the line is JSON, but no object with fields",
     "missing_text": "the record has no text field",
     "text_not_string": "the text is no string",

@@ -1,7 +1,8 @@
 """From the bytes of a source file to documents, and to bad records with their place and reason.
 
-A format is one module: `lines` (JSONL), `columns` (Parquet, Arrow), `trees` (a text file is a document), `web` (WARC
-and WET). What they give is a function of the file's bytes and the settings, and so are the ranges it can be cut into.
+A format is one module: `lines` (JSONL), `json_values` (JSON arrays), `tables` (CSV, TSV), `columns` (Parquet, Arrow),
+`trees` (a text file is a document), `web` (WARC and WET); `sniff` tells which it is. What they give is a function of
+the file's bytes, its name and the settings, and so are the ranges it can be cut into.
 """
 
 from __future__ import annotations
@@ -9,97 +10,94 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.readers import columns, lines, trees, web
-from tidewheel.data.readers.packed import UnreadableFile, is_packed, opened, unpacked_name
+from tidewheel.data.readers import columns, json_values, lines, tables, trees, web
+from tidewheel.data.readers.packed import UnreadableFile, opened
 from tidewheel.data.readers.record import Record
+from tidewheel.data.readers.sniff import Shape, shape_of
 from tidewheel.storage import Store
 
-__all__ = ["ENDINGS", "MODULES", "Record", "UnreadableFile", "check_installed", "format_of", "is_empty", "ranges",
-           "read_records", "versions"]
+__all__ = ["MODULES", "Record", "Shape", "UnreadableFile", "check_installed", "is_empty", "ranges", "read_records",
+           "shape_of", "versions"]
 
-MODULES = tuple(f"tidewheel.data.readers{name}" for name in ("", ".columns", ".columns_size", ".lines", ".packed",
-                                                            ".record", ".trees", ".web"))
+MODULES = tuple(f"tidewheel.data.readers{name}" for name in (
+    "", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".packed", ".record", ".sniff", ".tables",
+    ".trees", ".web"))
 """Whose code decides what a file holds."""
-ENDINGS = {
-    "parquet": (".parquet", ".pq"),
-    "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
-    "text": (".txt", ".text", ".md", ".markdown", ".rst"),
-    "warc": (".warc", ".wet"),
-}
-"""Endings of each format, before that of a compression; files with others are taken for JSONL."""
-
-
-def format_of(key: str, config: ReadConfig) -> str:
-    """"jsonl", "parquet", "arrow", "text" or "warc": what the settings say, or the ending of `key`."""
-    if config.format != "auto":
-        return config.format
-    name = unpacked_name(key)
-    return next((kind for kind, endings in ENDINGS.items() if name.endswith(endings)), "jsonl")
 
 
 def read_records(place: Store, key: str, config: ReadConfig, *, name: str | None = None,
-                 span: tuple[int, int] | None = None) -> Iterator[Record | Bad]:
+                 span: tuple[int, int] | None = None, shape: Shape | None = None) -> Iterator[Record | Bad]:
     """The records of the file `key`, in order.
 
     Args:
         place: where the file is.
-        key: its key; the ending decides how it is unpacked and, with `format: auto`, what it is.
+        key: its key.
         config: which field is what.
         name: what the file is called in quarantine and as default source; `key` if not given.
         span: one of its `ranges`; the whole file if not given.
+        shape: what `shape_of` gave for the file, if somebody has looked already.
 
     Raises:
         UnreadableFile: it cannot be trusted or read as a whole. Records read before do not count.
         InputError, StorageError: it is not there, or its storage fails: nothing the file's content is to blame for.
     """
     name = name or key
-    kind = format_of(key, config)
-    if kind == "jsonl":
+    shape = shape or shape_of(place, key, config)
+    if shape.problem:
+        raise UnreadableFile(f"{shape.problem}: {shape.hint}")
+    if shape.format == "jsonl":
         return lines.records(place, key, config, name, span)
-    if kind == "text":
+    if shape.format == "json":
+        return json_values.records(place, key, config, name)
+    if shape.format in ("csv", "tsv"):
+        return tables.records(place, key, config, name, shape.delimiter)
+    if shape.format == "text":
         return trees.records(place, key, config, name)
-    if kind == "warc":
+    if shape.format == "warc":
         return web.records(place, key, config, name)
-    return columns.records(place, key, kind, config, name, span)
+    return columns.records(place, key, shape.format, config, name, span)
 
 
-def ranges(place: Store, key: str, size: int, config: ReadConfig) -> list[tuple[int, int]]:
+def ranges(place: Store, key: str, size: int, config: ReadConfig, shape: Shape | None = None
+           ) -> list[tuple[int, int]]:
     """Ranges [first, last) that a file of `size` bytes is cut into: bytes of plain JSONL, row groups of Parquet.
 
     [] when it stays whole, because it is not larger than `unit_bytes` or can only be read from its beginning.
     """
-    kind = format_of(key, config)
     if size <= config.unit_bytes:
         return []
-    if kind == "parquet":
+    shape = shape or shape_of(place, key, config)
+    if shape.problem:
+        return []
+    if shape.format == "parquet":
         found = columns.row_groups(place, key, config.unit_bytes)
         return found if len(found) > 1 else []
-    if kind == "jsonl" and not is_packed(key):
+    if shape.format == "jsonl" and shape.is_seekable:
         return list(itertools.pairwise([*range(0, size, config.unit_bytes), size]))
     return []
 
 
-def versions(key: str, config: ReadConfig) -> list[str]:
-    """Versions of the packages that decide what is read from this file, for the keys of units."""
-    if format_of(key, config) != "warc":
+def versions(shape: Shape) -> list[str]:
+    """Versions of the packages that decide what is read from a file, for the keys of units."""
+    if shape.format != "warc":
         return []
     return [f"{name} {importlib.metadata.version(name)}" for name in web.PACKAGES]
 
 
-def check_installed(keys: Sequence[str], config: ReadConfig) -> None:
-    """InputError when a package is missing that one of these files needs."""
-    wanted = any(format_of(key, config) == "warc" for key in keys)
+def check_installed(shapes: Iterable[Shape]) -> None:
+    """InputError when a package is missing that a file of one of these shapes needs."""
+    wanted = any(shape.format == "warc" for shape in shapes)
     if wanted and not all(importlib.util.find_spec(name) for name in web.PACKAGES):
         raise web.missing()
 
 
-def is_empty(place: Store, key: str, config: ReadConfig) -> bool:
+def is_empty(place: Store, key: str, config: ReadConfig, shape: Shape) -> bool:
     """True when a file whose first range holds no record holds none at all."""
-    if format_of(key, config) != "jsonl":
-        return next(iter(read_records(place, key, config)), None) is None
+    if shape.format != "jsonl":
+        return next(iter(read_records(place, key, config, shape=shape)), None) is None
     with opened(place, key) as stream:
         return lines.is_blank(stream)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers.columns_size import Sizes, largest_entry, row_bytes, size_of
 from tidewheel.data.readers.packed import first_line, told
-from tidewheel.data.readers.record import Place, Record, record
+from tidewheel.data.readers.record import Place, Record, document_fields, message_fields, record
 from tidewheel.storage import Store
 
 BATCH_BYTES = 16 << 20
@@ -54,10 +55,7 @@ def records(place: Store, key: str, kind: str, config: ReadConfig, name: str, sp
     The number of a row, from 1, is its line, and from 0 its offset. A damaged row group or batch is one bad record
     that stands for its rows.
     """
-    named = {name for name in (config.text, config.id, config.source, config.url, config.language, config.license)
-             if name}
-    nested = set() if config.kind == "documents" else {config.messages, config.prompt, config.completion,
-                                                       config.chosen, config.rejected}
+    named, nested = document_fields(config), message_fields(config)
     with told(place, key), place.open(key) as stream:
         if place.size(key) == 0:
             return
@@ -114,6 +112,9 @@ def _parquet(stream: Any, named: set[str], span: tuple[int, int] | None
     file = pq.ParquetFile(stream, page_checksum_verification=True)
     metadata = file.metadata
     columns = [field.name for field in file.schema_arrow if field.name in named or _is_plain(field.type)]
+    paths = [file.schema.column(index).path for index in range(len(file.schema))]
+    columns += sorted(name for name in named if "." in name and name not in columns
+                      and any(_is_below(path, name) for path in paths))
     first, last = span or (0, metadata.num_row_groups)
     row = sum(metadata.row_group(number).num_rows for number in range(first))
     for number in range(first, last):
@@ -151,8 +152,12 @@ def _group_batches(stream: Any, file: pq.ParquetFile, number: int, columns: list
 
 
 def _is_read(chunk: Any, columns: list[str]) -> bool:
-    path = chunk.path_in_schema
-    return path in columns or path.partition(".")[0] in columns
+    return any(_is_below(chunk.path_in_schema, name) for name in columns)
+
+
+def _is_below(path: str, name: str) -> bool:
+    """True when the column at `path` is the field `name` or a part of it."""
+    return path == name or path.startswith(f"{name}.")
 
 
 def _largest_value(stream: Any, file: pq.ParquetFile, number: int, index: int) -> int:
@@ -254,7 +259,24 @@ def _columns(batch: pa.RecordBatch, named: set[str], nested: set[str]) -> dict[s
             column = batch.column(number)
             column.validate(full=True)
             found[field.name] = _Column(column, row_bytes(column), is_other=False)
+    for name in (named | nested) - set(found):
+        if "." in name and (inner := _inner(batch, name.split("."))) is not None:
+            found[name] = _column(inner) if name in named else _Column(inner, row_bytes(inner), is_other=False)
     return found
+
+
+def _inner(batch: pa.RecordBatch, path: list[str]) -> pa.Array | None:
+    """The field of a struct column that a path leads to; None when there is none."""
+    head, *names = path
+    if batch.schema.get_field_index(head) < 0:
+        return None
+    column = batch.column(head)
+    for name in names:
+        if not pa.types.is_struct(column.type) or column.type.get_field_index(name) < 0:
+            return None
+        column.validate(full=True)
+        column = pc.struct_field(column, name)
+    return column
 
 
 def _column(column: pa.Array) -> _Column:

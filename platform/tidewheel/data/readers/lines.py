@@ -26,7 +26,7 @@ def records(place: Store, key: str, config: ReadConfig, name: str, span: tuple[i
     """
     limit = config.max_record_bytes
     with opened(place, key) as stream:
-        for line, offset, raw in _lines(stream, limit, span):
+        for line, offset, raw in numbered_lines(stream, limit, span):
             here = Place(name, line, offset)
             if raw is None:
                 yield here.bad("truncated_file", b"", "the compressed data end too early; records before are kept")
@@ -36,7 +36,7 @@ def records(place: Store, key: str, config: ReadConfig, name: str, span: tuple[i
                 yield parse(raw, config, file=name, line=line, offset=offset)
 
 
-def _lines(stream: Any, limit: int, span: tuple[int, int] | None) -> Iterator[tuple[int, int, bytes | None]]:
+def numbered_lines(stream: Any, limit: int, span: tuple[int, int] | None) -> Iterator[tuple[int, int, bytes | None]]:
     """(line number or 0, offset, bytes without the line end) of each line; one too long is cut at limit + 1 bytes.
 
     Where compressed data end too early, the line that is not there as a whole comes last, without bytes.

@@ -56,6 +56,7 @@ def record(values: dict[str, Any], config: ReadConfig, place: Place, raw: bytes)
         config: which field is what.
         raw: the record as it is in the file, for quarantine.
     """
+    _raise_nested(values, config)
     if config.kind != "documents" and (problem := as_document(values, config)):
         return place.bad(problem[0], raw, problem[1])
     text = values.get(config.text)
@@ -82,6 +83,47 @@ def record(values: dict[str, Any], config: ReadConfig, place: Place, raw: bytes)
     meta |= {"_file": place.file, "_offset": place.offset, **({"_line": place.line} if place.line else {})}
     encoded = json.dumps(meta, sort_keys=True, ensure_ascii=True)
     return Record(identity, text, source or place.file, encoded, place.line, place.offset, len(raw))
+
+
+def document_fields(config: ReadConfig) -> set[str]:
+    """The fields that the settings name for a document: text or numbers."""
+    names = (config.text, config.id, config.source, config.url, config.language, config.license)
+    return {name for name in names if name}
+
+
+def message_fields(config: ReadConfig) -> set[str]:
+    """The fields that the settings name for messages, if the records have any."""
+    if config.kind == "documents":
+        return set()
+    return {config.messages, config.prompt, config.completion, config.chosen, config.rejected}
+
+
+def _raise_nested(values: dict[str, Any], config: ReadConfig) -> None:
+    """Move what `data.text` names out of the object `data`, to a field of that very name."""
+    for name in sorted(document_fields(config) | message_fields(config)):
+        if "." in name and name not in values:
+            found, rest = _taken(values, name.split("."))
+            if found is not None:
+                values.clear()
+                values.update(rest)
+                values[name] = found
+
+
+def _taken(values: Mapping[str, Any], path: list[str]) -> tuple[Any, dict[str, Any]]:
+    """(the value at the end of the path or None, `values` without it and without objects that it leaves empty)."""
+    head, *more = path
+    rest = dict(values)
+    if not more:
+        return rest.pop(head, None), rest
+    inner = rest.get(head)
+    if not isinstance(inner, dict):
+        return None, rest
+    found, left = _taken(inner, more)
+    if left:
+        rest[head] = left
+    else:
+        del rest[head]
+    return found, rest
 
 
 def _others(values: Mapping[str, Any], config: ReadConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tidewheel.data import quarantine, readers, text, verdicts
 from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
-from tidewheel.data.readers import Record, UnreadableFile
+from tidewheel.data.readers import Record, UnreadableFile, sniff
 from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, counts, ipc_stream, unit_key
 from tidewheel.data.stages import by_source, keys
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
@@ -66,20 +66,21 @@ def tasks(job: Job) -> list[Task]:
     rules = grouped(leading_filters(job.config), job.bound)
     found: list[Task] = []
     for file in job.files:
-        versions = readers.versions(file.key, job.config.read)
+        versions = readers.versions(file.shape)
         for span in file.ranges or [None]:
             inputs = [file.name, file.fingerprint, *versions, *(map(str, span or ()))]
-            unit = Unit(STAGE, _label(file, span, job.config.read),
+            unit = Unit(STAGE, _label(file, span),
                         unit_key(STAGE, settings=settings, code=code, inputs=inputs), len(found))
             found.append(Task(job.output, unit, {**settings, "filters": rules, "root": file.root, "key": file.key,
-                                                 "name": file.name, "fingerprint": file.fingerprint, "span": span}))
+                                                 "name": file.name, "fingerprint": file.fingerprint, "span": span,
+                                                 "shape": sniff.values_of(file.shape)}))
     return found
 
 
-def _label(file: SourceFile, span: tuple[int, int] | None, config: ReadConfig) -> str:
+def _label(file: SourceFile, span: tuple[int, int] | None) -> str:
     if span is None:
         return file.name
-    what = "row groups" if readers.format_of(file.key, config) == "parquet" else "bytes"
+    what = "row groups" if file.shape.format == "parquet" else "bytes"
     return f"{file.name}[{what} {span[0]}-{span[1] - 1}]"
 
 
@@ -167,7 +168,8 @@ def _is_empty(task: Task) -> bool:
     if span is None:
         return True
     config = ReadConfig(paths=("-",), **task.inputs["read"])
-    return span[0] == 0 and readers.is_empty(store(task.inputs["root"]), task.inputs["key"], config)
+    return span[0] == 0 and readers.is_empty(store(task.inputs["root"]), task.inputs["key"], config,
+                                              sniff.shape_from(task.inputs["shape"]))
 
 
 def _aside(task: Task, reason: str, records: int, detail: str) -> _Tally:
@@ -204,7 +206,9 @@ def _batches(task: Task, config: ReadConfig, tally: _Tally) -> Iterator[list[Rec
     batch: list[Record] = []
     characters = 0
     span = task.inputs["span"]
-    for record in readers.read_records(place, task.inputs["key"], config, name=name, span=span and tuple(span)):
+    shape = sniff.shape_from(task.inputs["shape"])
+    for record in readers.read_records(place, task.inputs["key"], config, name=name, span=span and tuple(span),
+                                       shape=shape):
         tally.records += record.records if isinstance(record, Bad) else 1
         if isinstance(record, Bad):
             tally.bad.append(record)

@@ -5,6 +5,7 @@ Everything a person can have wrong about places and files is found here, before 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ _PARALLEL_LOOKUPS = 16
 @dataclass(frozen=True)
 class SourceFile:
     """One input file: its place, its name in quarantine and lineage, its length, the identity of its content, and the
-    ranges it is read in (`readers.ranges`); () when it is read as a whole."""
+    ranges it is read in (`readers.ranges`); () when it is read as a whole; what its first bytes say it holds."""
 
     root: str
     key: str
@@ -40,6 +41,7 @@ class SourceFile:
     bytes: int
     fingerprint: str
     ranges: tuple[tuple[int, int], ...] = ()
+    shape: readers.Shape = field(default_factory=lambda: readers.Shape("jsonl"))
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,31 @@ def _source_files(config: PipelineConfig, input: str, output: str) -> tuple[Sour
     def look(entry: tuple[Store, str, str]) -> SourceFile:
         place, key, name = entry
         size = place.size(key)
-        cut = readers.ranges(place, key, size, config.read)
-        return SourceFile(place.uri, key, name, size, place.fingerprint(key), tuple(cut))
-
-    readers.check_installed([key for _, key, _ in found.values()], config.read)
+        try:
+            shape = readers.shape_of(place, key, config.read)
+        except readers.UnreadableFile as error:
+            shape = readers.Shape("jsonl", problem=str(error), hint="correct the file, or leave it out of read.paths")
+        cut = readers.ranges(place, key, size, config.read, shape)
+        return SourceFile(place.uri, key, name, size, place.fingerprint(key), tuple(cut), shape)
 
     with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
-        return tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
+        files = tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
+    _check_formats(files, config.max_bad_fraction)
+    readers.check_installed(file.shape for file in files)
+    return files
+
+
+def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
+    """InputError when a larger share of the files than is allowed of the records cannot be read; others are put in
+    quarantine later."""
+    unreadable = [file for file in files if file.shape.problem]
+    if len(unreadable) <= allowed * len(files):
+        return
+    first = unreadable[0]
+    others = Counter(file.shape.problem for file in unreadable[1:])
+    more = "".join(f"; {count} more: {problem}" for problem, count in others.most_common(3))
+    raise InputError(f"this is {first.shape.problem}{more} ({len(unreadable)} of {len(files)} files cannot be read)",
+                     where=first.name, mend=first.shape.hint)
 
 
 def _locate(pattern: str, input: str) -> tuple[Store, str, bool]:
@@ -261,6 +281,7 @@ def _filter_files(config: PipelineConfig, input: str) -> dict[str, str]:
 def _partitions(config: PipelineConfig, files: Sequence[SourceFile]) -> int:
     if config.partitions != "auto":
         return config.partitions
-    size = sum(file.bytes * (UNPACKED if file.key.endswith(PACKED_ENDINGS) else 1) for file in files)
+    size = sum(file.bytes * (UNPACKED if file.key.endswith(PACKED_ENDINGS) or file.shape.packing else 1)
+               for file in files)
     wanted = max(-(-size // PARTITION_BYTES), MIN_PARTITIONS)
     return 1 << (wanted - 1).bit_length()

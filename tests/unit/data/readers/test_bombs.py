@@ -127,6 +127,14 @@ def test_packed_text_of_400_mebibytes(tmp_path, pack, format):
     assert read(tmp_path, ending, format=format) == [["record_too_long", 1]]
 
 
+@pytest.mark.parametrize(("format", "head"), [("json", b'[{"text": "'), ("csv", b'id,text\n1,"')])
+def test_one_record_of_200_mebibytes(tmp_path, format, head):
+    (tmp_path / "small.gz").write_bytes(gzip.compress(head + b"x"))
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(head) + gzip.compress(b"x" * 50 * MEBIBYTE) * 4)
+    (found, count), = read(tmp_path, ".gz", format=format)
+    assert (found, count) in (("truncated_file", 1), ("record_too_long", 1))
+
+
 def record(body, more="", kind="response", media="application/http"):
     head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n{more}\r\n".encode() if kind == "response" else b""
     content = head + body

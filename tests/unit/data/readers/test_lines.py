@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import random
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.document import content_id
 from tidewheel.data.quarantine import REASONS, Bad
-from tidewheel.data.readers import Record, UnreadableFile, ranges, read_records
+from tidewheel.data.readers import Record, Shape, UnreadableFile, ranges, read_records
 from tidewheel.data.readers.lines import is_blank, parse
 from tidewheel.errors import InputError
 from tidewheel.storage import content_hash, store
@@ -146,7 +147,7 @@ def test_what_does_not_fit_its_checksum_is_unreadable(tmp_path, ending, damage):
     elif damage == "flipped":
         packed = packed[:1000] + bytes(255 - byte for byte in packed[1000:1040]) + packed[1040:]
     else:
-        packed = lines({"text": "a"})
+        packed = b"\0\1\2" + lines({"text": "a"})
     with pytest.raises(UnreadableFile):
         read(tmp_path, packed, ending)
 
@@ -179,26 +180,28 @@ def test_ranges_of_any_size_give_the_records_of_the_whole_file(tmp_path_factory,
     place = store(tmp_path_factory.getbasetemp())
     place.write("ranges.jsonl", data)
     config = ReadConfig(paths=("*",), max_record_bytes=limit, unit_bytes=size)
-    cut = ranges(place, "ranges.jsonl", len(data), config) or [None]
+    lines_of = functools.partial(read_records, shape=Shape("jsonl"))  # it may look like anything
+    cut = ranges(place, "ranges.jsonl", len(data), config, Shape("jsonl")) or [None]
     assert cut == [None] or [number for span in cut for number in range(*span)] == list(range(len(data)))
-    found = [each for span in cut for each in read_records(place, "ranges.jsonl", config, span=span)]
+    found = [each for span in cut for each in lines_of(place, "ranges.jsonl", config, span=span)]
 
     def told(each):  # all but the number of the line, which only the first range knows
         meta = json.loads(each.meta) if isinstance(each, Record) else {}
         meta.pop("_line", None)
         return {**each.__dict__, "line": 0, "meta": meta}
 
-    assert [told(each) for each in found] == [told(each) for each in read_records(place, "ranges.jsonl", config)]
+    assert [told(each) for each in found] == [told(each) for each in lines_of(place, "ranges.jsonl", config)]
     with place.open("ranges.jsonl") as stream:
         assert is_blank(stream) == (not found)
 
 
 def test_packed_and_small_files_stay_whole(tmp_path):
     config = ReadConfig(paths=("*",), unit_bytes=100)
-    assert ranges(store(tmp_path), "a.jsonl", 100, config) == []
-    assert ranges(store(tmp_path), "a.jsonl", 250, config) == [(0, 100), (100, 200), (200, 250)]
-    assert ranges(store(tmp_path), "a.JSONL.GZ", 250, config) == []
-    assert ranges(store(tmp_path), "a.warc", 250, config) == []
+    place = store(tmp_path)
+    assert ranges(place, "a.jsonl", 100, config, Shape("jsonl")) == []
+    assert ranges(place, "a.jsonl", 250, config, Shape("jsonl")) == [(0, 100), (100, 200), (200, 250)]
+    for shape in (Shape("jsonl", "gzip"), Shape("jsonl", encoding="utf-16-le"), Shape("warc"), Shape("csv")):
+        assert ranges(place, "a.jsonl", 250, config, shape) == []
 
 
 def test_url_language_and_license_go_by_canonical_names():

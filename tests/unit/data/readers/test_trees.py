@@ -10,7 +10,7 @@ import pytest
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.document import content_id
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.readers import format_of, read_records
+from tidewheel.data.readers import read_records, shape_of
 from tidewheel.storage import store
 
 
@@ -51,6 +51,8 @@ def test_no_bytes_are_no_record_and_half_a_packed_file_is_none(tmp_path):
     ("a/b.jsonl", "jsonl"), ("b.json.zst", "jsonl"), ("part-0000", "jsonl"), ("b.parquet", "parquet"),
     ("b.PARQUET", "parquet"), ("b.feather", "arrow"), ("b.arrow", "arrow"), ("b.md", "text"), ("b.txt.gz", "text"),
     ("CC-1.warc.gz", "warc"), ("CC-1.warc.wet.gz", "warc"), ("b.wet", "warc")])
-def test_formats_by_ending(key, kind):
-    assert format_of(key, ReadConfig(paths=("*",))) == kind
-    assert format_of(key, ReadConfig(paths=("*",), format="text")) == "text"
+def test_formats_by_ending(tmp_path, key, kind):
+    place = store(tmp_path)
+    place.write(key, b"")
+    assert shape_of(place, key, ReadConfig(paths=("*",))).format == kind
+    assert shape_of(place, key, ReadConfig(paths=("*",), format="text")).format == "text"

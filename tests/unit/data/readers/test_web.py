@@ -185,8 +185,8 @@ def test_the_text_depends_on_nothing_but_the_page():
 
 
 def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
-    readers.check_installed(["a.warc.gz"], ReadConfig(paths=("*",)))
+    readers.check_installed([readers.Shape("warc", "gzip")])
     monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"tidewheel\[web\]"):
-        readers.check_installed(["a.jsonl", "a.warc.gz"], ReadConfig(paths=("*",)))
-    readers.check_installed(["a.jsonl"], ReadConfig(paths=("*",)))
+        readers.check_installed([readers.Shape("jsonl"), readers.Shape("warc", "gzip")])
+    readers.check_installed([readers.Shape("jsonl")])

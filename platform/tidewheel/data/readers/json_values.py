@@ -1,0 +1,160 @@
+"""JSON that is no JSONL: an array of records, or records over several lines. Memory is bounded by one record.
+
+The file is cut at its brackets and quotes, and each value is parsed by itself: one bad record is one bad record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tidewheel.data.config import ReadConfig
+from tidewheel.data.quarantine import Bad
+from tidewheel.data.readers.lines import parse
+from tidewheel.data.readers.packed import opened
+from tidewheel.data.readers.record import Place, Record
+from tidewheel.storage import Store
+
+_READ_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_SPACE = re.compile(rb"[ \t\r\n]*+")
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to the closing quote, or half an escape
+_BRACKETS = re.compile(rb'["{}\[\]]')
+_PLAIN = re.compile(rb'[^\s,\[\]{"]*+')
+_QUOTE, _ESCAPE = b'"'[0], b"\\"[0]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value's place and bytes, of which one too long has only the first; `is_whole` unless the file ends in it."""
+
+    line: int
+    offset: int
+    raw: bytes
+    is_whole: bool = True
+
+
+def records(place: Store, key: str, config: ReadConfig, name: str) -> Iterator[Record | Bad]:
+    """The elements of the file's array, or the values that follow each other in it."""
+    limit = config.max_record_bytes
+    with opened(place, key) as stream:
+        for value in _values(_Window(stream), limit):
+            if not value.is_whole:
+                yield Place(name, value.line, value.offset).bad("truncated_file", value.raw, "the file ends inside a "
+                                                                "record or its array; records before are kept")
+            elif len(value.raw) > limit:
+                yield Place(name, value.line, value.offset).bad("record_too_long", value.raw[:limit],
+                                                                f"more than {limit} bytes")
+            else:
+                yield parse(value.raw, config, file=name, line=value.line, offset=value.offset)
+
+
+def _values(window: _Window, limit: int) -> Iterator[_Value]:
+    in_array = False
+    try:
+        while mark := window.next_mark():
+            if mark == b"," or (mark == b"[" and not in_array) or (mark == b"]" and in_array):
+                in_array = (in_array or mark == b"[") and mark != b"]"
+                window.step()
+                continue
+            value = window.value(limit)
+            yield value
+            if not value.is_whole:
+                return
+        if in_array:
+            yield _Value(window.line, window.offset, b"", is_whole=False)
+    except EOFError:  # compressed data that end too early
+        yield _Value(window.line, window.offset, b"", is_whole=False)
+
+
+class _Window:
+    """A stream, a piece of it in memory, and how far it has been read.
+
+    Args:
+        stream: of bytes, at its beginning.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._data, self._position = b"", 0
+        self.line, self.offset = 1, 0
+        if self._more():
+            self._position = len(_BOM) if self._data.startswith(_BOM) else 0
+            self.offset = self._position
+
+    def _more(self) -> bool:
+        """Read on, keeping what has not been passed; False at the end."""
+        data = self._stream.read(_READ_BYTES)
+        self._data = self._data[self._position :] + data
+        self._position = 0
+        return bool(data)
+
+    def _pass(self, end: int) -> bytes:
+        """The bytes up to `end`, passed."""
+        passed = self._data[self._position : end]
+        self.line += passed.count(b"\n")
+        self.offset += len(passed)
+        self._position = end
+        return passed
+
+    def step(self) -> None:
+        """Pass one byte."""
+        self._pass(self._position + 1)
+
+    def next_mark(self) -> bytes:
+        """The next byte that is no white space, not passed; b"" at the end."""
+        while True:
+            found = _SPACE.match(self._data, self._position)
+            assert found is not None, "the pattern matches the empty text"
+            self._pass(found.end())
+            if self._position < len(self._data):
+                return self._data[self._position : self._position + 1]
+            if not self._more():
+                return b""
+
+    def value(self, limit: int) -> _Value:
+        """The value that begins here, passed; at most limit + 1 bytes of it."""
+        line, offset = self.line, self.offset
+        kept = bytearray()
+
+        def take(end: int) -> None:
+            passed = self._pass(end)
+            if len(kept) <= limit:
+                kept.extend(passed[: limit + 1 - len(kept)])
+
+        if self._data[self._position : self._position + 1] not in (b"{", b"[", b'"'):
+            take(self._position + 1)
+            while True:
+                found = _PLAIN.match(self._data, self._position)
+                assert found is not None, "the pattern matches the empty text"
+                take(found.end())
+                if self._position < len(self._data) or not self._more():
+                    return _Value(line, offset, bytes(kept))
+        depth, in_string = 0, False
+        while True:
+            if in_string:
+                found = _IN_STRING.match(self._data, self._position)
+                assert found is not None, "the pattern matches the empty text"
+                end = found.end()
+                is_closed = end < len(self._data) and self._data[end] == _QUOTE
+                take(end + is_closed)
+                in_string = not is_closed
+            else:
+                found = _BRACKETS.search(self._data, self._position)
+                take(found.end() if found else len(self._data))
+                if found:
+                    mark = found.group()
+                    in_string = mark == b'"'
+                    depth += (mark in b"{[") - (mark in b"}]")
+                    is_closed = mark in b"}]"
+                else:
+                    is_closed = False
+            if is_closed and depth <= 0:
+                return _Value(line, offset, bytes(kept))
+            left = len(self._data) - self._position
+            is_stuck = not left or (left == 1 and in_string and self._data[self._position] == _ESCAPE)
+            if is_stuck and not self._more():
+                take(len(self._data))
+                return _Value(line, offset, bytes(kept), is_whole=False)

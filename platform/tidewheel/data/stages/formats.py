@@ -1,0 +1,69 @@
+"""What the input is made of: files by format, and the first record of each, for a look before anything is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidewheel.data import readers
+from tidewheel.data.config import ReadConfig
+from tidewheel.data.quarantine import REASONS, Bad
+from tidewheel.data.stages.job import SourceFile
+from tidewheel.storage import store
+
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class FormatLine:
+    """The files of one format.
+
+    Args:
+        format: the format with its compression, or why they cannot be read.
+        files, bytes: how many there are, as stored.
+        example: name of the first.
+        record: the first record of the first: how its text begins, or what is wrong with it.
+        is_usable: False when that record, or the format, cannot be used.
+    """
+
+    format: str
+    files: int
+    bytes: int
+    example: str
+    record: str
+    is_usable: bool
+
+    def row(self) -> dict[str, str]:
+        """For a table."""
+        return {"format": self.format, "files": f"{self.files:,}", "MB": f"{self.bytes / 1e6:,.1f}",
+                "such as": self.example, "first record": self.record}
+
+
+def by_format(files: Sequence[SourceFile], config: ReadConfig) -> tuple[FormatLine, ...]:
+    """A line for each format, the one with most bytes first; reads one record of each."""
+    groups: dict[str, list[SourceFile]] = {}
+    for file in files:
+        groups.setdefault(str(file.shape), []).append(file)
+    lines = []
+    for name, group in groups.items():
+        record, is_usable = _first_record(group[0], config)
+        lines.append(FormatLine(name, len(group), sum(file.bytes for file in group), group[0].name, record, is_usable))
+    return tuple(sorted(lines, key=lambda line: (-line.bytes, line.format)))
+
+
+def _first_record(file: SourceFile, config: ReadConfig) -> tuple[str, bool]:
+    if file.shape.problem:
+        return f"cannot be read: {file.shape.hint}", False
+    place = store(file.root)
+    try:
+        record = next(iter(readers.read_records(place, file.key, config, name=file.name, shape=file.shape)), None)
+    except readers.UnreadableFile as error:
+        return f"cannot be read: {error}", False
+    if record is None:
+        return "none: the file is empty", False
+    if isinstance(record, Bad):
+        return f"cannot be used: {REASONS[record.reason]}" + (f" ({record.detail})" if record.detail else ""), False
+    text = " ".join(record.text[: 4 * _SHOWN_CHARACTERS].split())
+    text = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}\u2026"
+    return f"{record.id[:40]!r}: {shown}", True
