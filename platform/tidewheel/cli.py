@@ -1,7 +1,8 @@
 """The `tidewheel` command.
 
 Exit codes: 0 done; 1 a fault of ours, with a stack trace; 2 something for you to mend, with a message that says
-what, where and how; 130 interrupted. Heavy imports happen inside the commands, so that help answers at once.
+what, where and how; 130 and 143 stopped by Ctrl-C and by SIGTERM. Heavy imports happen inside the commands, so that
+help answers at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,11 +26,13 @@ from tidewheel.commands import checkpoint, cluster, data, k8s, plan, shards, wor
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
+from tidewheel.stopping import SIGNALS, Stopped, stopping
 
 app = cyclopts.App(
     name="tidewheel",
     help="Raw text in, a trained language model out, on a Ray cluster that may grow and shrink underneath.",
     version=tidewheel.__version__,
+    suppress_keyboard_interrupt=False,  # cyclopts would exit without a word
     help_epilogue="First time here? `tidewheel demo` shows everything on this machine in a few minutes, "
                   "`tidewheel doctor` checks it first.",
 )
@@ -51,8 +55,8 @@ def train(
 ) -> int:
     """Train a model, or resume a run: the run URI decides which.
 
-    Workers may die, drain and join while it runs; it goes on with what is there, in the same data order. SIGTERM
-    lets it save and leave, with exit code 143.
+    Workers may die, drain and join while it runs; it goes on with what is there, in the same data order. Ctrl-C and
+    SIGTERM let it save and leave, with exit code 130 and 143; a second one ends it at once.
     """
     from tidewheel.config import load
     from tidewheel.train.config import TrainConfig
@@ -72,23 +76,20 @@ def train(
         from tidewheel.checkpoint.verify import locate
 
         locate(settings.model.init_from)
-    from tidewheel.elastic.leave import EXIT_CODE, Stopped, leaving_on_sigterm
+    from tidewheel.elastic.leave import leaving
     from tidewheel.elastic.trainer import fit, fit_local
     from tidewheel.report.run import write_run_report
     from tidewheel.train.progress import training_bar
 
     with training_bar(settings.steps) as on_progress:
         if local:
-            result = fit_local(settings, on_progress=on_progress, take_over=take_over)
+            with stopping(ends_itself=True) as stop:
+                result = fit_local(settings, on_progress=on_progress, take_over=take_over, stop=stop)
         else:
             from tidewheel.cluster.session import session
 
-            try:
-                with session(address), leaving_on_sigterm(settings.run_uri):
-                    result = fit(settings, on_progress=on_progress, take_over=take_over)
-            except Stopped as stopped:
-                print(f"{stopped}; give the same command again to go on")
-                return EXIT_CODE
+            with leaving(settings.run_uri), session(address):
+                result = fit(settings, on_progress=on_progress, take_over=take_over)
     loss = f", loss {result.loss:.4f}" if result.loss is not None else ""
     validation = f", validation loss {result.validation_loss:.4f}" if result.validation_loss is not None else ""
     print(f"{result.steps} steps, {result.tokens:,} tokens{loss}{validation}")
@@ -265,9 +266,12 @@ def run_command(tokens: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output, `head` for one, has seen enough
         sys.stdout = None  # type: ignore[assignment]  # or Python would flush it once more at exit, and complain
         return 0
+    except Stopped as stopped:
+        console.print(str(stopped), markup=False)
+        return stopped.exit_code
     except KeyboardInterrupt:
-        console.print("interrupted; give the same command again to go on from what is committed")
-        return 130
+        console.print("interrupted")
+        return 128 + signal.SIGINT
     except BaseException as error:
         cause = root_cause(error)
         if not isinstance(cause, TidewheelError):
@@ -280,6 +284,8 @@ def run_command(tokens: Sequence[str]) -> int:
 def leave(code: int) -> NoReturn:
     """End the process as Python does, up to where C++ is taken down: there Arrow's threads now and then abort a process
     that has done its work, with "terminate called without an active exception" (apache/arrow#34314)."""
+    for number in SIGNALS:  # there is nothing left to clean up that a signal would have to wait for
+        signal.signal(number, signal.SIG_DFL)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 LEVELS = [
     ("errors",), ("time_limit",), ("daemon", "disk_errors"), ("storage",), ("s3_problems",), ("s3_requests",),
     ("s3",), ("config",),
-    ("jsonlog", "console", "placement", "autoscaler", "lease", "commit_protocol"), ("commit_log",), ("ownership",),
+    ("jsonlog", "console", "placement", "autoscaler", "lease", "commit_protocol"),
+    ("commit_log", "stopping"), ("ownership",),
     ("shards",),
     ("data", "models"),
     ("train",),

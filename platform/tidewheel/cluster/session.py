@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tidewheel.errors import ClusterError
+from tidewheel.stopping import keeping_handlers
 
 #: Ray's own chatter, off unless somebody asked for it by setting the variable.
 QUIET = {
@@ -69,14 +70,16 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     _must_answer(target)
     try:
-        if target == "local":
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
-                     **quiet)
-        else:
-            ray.init(address=target, **quiet)
+        with keeping_handlers():
+            if target == "local":
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
+                         **quiet)
+            else:
+                ray.init(address=target, **quiet)
     except (ConnectionError, ValueError) as error:
         raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target, mend=MEND) from None
     try:
         yield ray.get_runtime_context().gcs_address
     finally:
-        ray.shutdown()
+        with keeping_handlers():
+            ray.shutdown()

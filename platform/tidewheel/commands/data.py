@@ -57,8 +57,9 @@ def data_run(
     from tidewheel.cluster.session import session
     from tidewheel.data.progress import stage_bars
     from tidewheel.report.pipeline import write_pipeline_report
+    from tidewheel.stopping import stopping
 
-    with session(address), stage_bars() as on_progress:
+    with stage_bars() as on_progress, stopping(), session(address):
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
                                fail_above=fail_above, verify=verify)
     print_table(summary.rows(), title="what each stage kept")

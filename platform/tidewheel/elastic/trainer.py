@@ -22,6 +22,7 @@ from tidewheel.errors import ClusterError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.ownership import CHECKPOINTS, Renewal, owning
 from tidewheel.placement import with_labels
+from tidewheel.stopping import Stop
 from tidewheel.train import checks, starts
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.metrics import weights_and_biases
@@ -126,8 +127,12 @@ def _lost(coordinator: Any) -> OwnershipError | None:
     return lost
 
 
-def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
+def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False,
+              stop: Stop | None = None) -> TrainResult:
     """Train in this process with one worker and without Ray: for debugging, and as the undisturbed reference.
+
+    Args:
+        stop: once it is asked for, save and raise `Stopped`.
 
     Raises:
         OwnershipError: another driver trains the run, or has taken it over.
@@ -145,7 +150,7 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, tak
     place.check()
     with _owning(place, take_over) as record:
         generation = first_generation(record.epoch)
-        control = LocalControl(JsonLog(place, "events.jsonl", order=generation), on_progress)
+        control = LocalControl(JsonLog(place, "events.jsonl", order=generation), on_progress, stop)
         for change in starts.record_start(place, config, record.epoch):
             if change.told:
                 control.event("setting_changed", **_told_change(change))
@@ -162,8 +167,9 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, tak
 class LocalControl:
     """`train.runtime.Control` of a run without a cluster."""
 
-    def __init__(self, log: JsonLog, on_progress: OnProgress | None) -> None:
+    def __init__(self, log: JsonLog, on_progress: OnProgress | None, stop: Stop | None = None) -> None:
         self.log, self._on_progress = log, on_progress
+        self._stop = stop or Stop()
         self._lost: OwnershipError | None = None
 
     def lose(self, error: OwnershipError) -> None:
@@ -173,13 +179,13 @@ class LocalControl:
     def poll(self) -> bool:
         if self._lost is not None:
             raise self._lost
-        return False
+        return self._stop.asked.is_set()
 
     def save_wanted(self) -> bool:
         return False
 
     def hold(self, step: int) -> None:
-        return
+        raise self._stop.stopped(f"saved at step {step}")
 
     def event(self, kind: str, **detail: Any) -> None:
         record = {"time": time.time(), "kind": kind, "detail": detail}

@@ -107,7 +107,8 @@ class Pipeline:
         from tidewheel.cluster.session import session
         from tidewheel.data import pipeline
         from tidewheel.data.progress import stage_bars
+        from tidewheel.stopping import stopping
 
         config = self.config()
-        with session(address), stage_bars() as on_progress:
+        with stage_bars() as on_progress, stopping(), session(address):
             return pipeline.run(config, input=input, output=output, on_progress=on_progress)

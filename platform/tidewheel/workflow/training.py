@@ -81,9 +81,10 @@ class Train:
             run_uri: str | None = None) -> TrainResult:
         """Train on Ray to the last step, or resume the run that is there."""
         from tidewheel.cluster.session import session
+        from tidewheel.elastic.leave import leaving
         from tidewheel.elastic.trainer import fit
         from tidewheel.train.progress import training_bar
 
         config = self.resolve(data_uri, run_uri)
-        with session(address), training_bar(config.steps) as on_progress:
+        with training_bar(config.steps) as on_progress, leaving(config.run_uri), session(address):
             return fit(config, on_progress=on_progress)

@@ -8,12 +8,9 @@ one published, whoever ran it and wherever.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,12 +19,13 @@ from tidewheel import storage
 from tidewheel.console import console
 from tidewheel.errors import ConfigError
 from tidewheel.lease import Holder, Leases
+from tidewheel.stopping import stopping
 from tidewheel.workflow import graph
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.kinds import imported
 from tidewheel.workflow.plan import Planned, plan
 from tidewheel.workflow.records import Record, Records
-from tidewheel.workflow.schedule import Schedule, cancel_key
+from tidewheel.workflow.schedule import Cancelled, Schedule, cancel_key
 
 if TYPE_CHECKING:
     from tidewheel.data.pipeline import PipelineSummary
@@ -103,7 +101,8 @@ class Workflow:
 
         Raises:
             StepsFailed: a step failed; what does not depend on it is published all the same.
-            Cancelled: `cancel` was called, or SIGTERM came. Trainings have saved.
+            Cancelled: `cancel` was called. Trainings have saved.
+            Stopped: Ctrl-C or SIGTERM came. Trainings have saved.
         """
         functions = {step.name: step.function for step in _everything(self.steps) if hasattr(step, "function")}
         return run_spec(self.spec(output, input), address=address, functions=functions)
@@ -178,9 +177,14 @@ def run_spec(spec: Mapping[str, Any], *, address: str | None = None,
     if all(records.published(node) for node in nodes):
         return _result(nodes, records)
     leases = Leases(records.store.child("leases"), Holder.me())
-    with session(address), _stop_on_sigterm() as stop:
+    with stopping(ends_itself=True) as stop, session(address):
         launcher = RayLauncher(nodes, input=spec["input"], output=spec["output"], functions=functions)
-        Schedule(nodes, records, leases, launcher, say=_say, stop=stop).run()
+        try:
+            Schedule(nodes, records, leases, launcher, say=_say, stop=stop.asked).run()
+        except Cancelled:
+            if stop.by_signal:
+                raise stop.stopped("what could be saved is saved") from None
+            raise
     return _result(nodes, records)
 
 
@@ -227,17 +231,3 @@ def _everything(steps: Sequence[Any]) -> Iterator[Any]:
 
 def _say(text: str) -> None:
     console.print(text, markup=False)
-
-
-@contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets while the block runs; only in a main thread."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, before)

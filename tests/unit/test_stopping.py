@@ -1,0 +1,171 @@
+"""Ctrl-C and SIGTERM, sent to real processes: what is saved, the one sentence, the exit code, and the second signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tidewheel.stopping import Stopped, stopping
+
+ROOT = Path(__file__).parents[2]
+AGAIN = "give the same command again to go on"
+COMMAND = """
+import signal, sys, time
+from tidewheel import cli
+from tidewheel.stopping import stopping
+
+def save():
+    time.sleep({save_seconds})
+    return "saved at step 12"
+
+@cli.app.command
+def work():
+    with stopping({save}):
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        finally:
+            print("cleaning", flush=True)
+            time.sleep({cleaning_seconds})
+
+cli.leave(cli.run_command(["work"]))
+"""
+
+
+class Process:
+    """A process in a group of its own, as a shell starts it."""
+
+    def __init__(self, *command: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
+        self.popen = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                      text=True, env=environment, start_new_session=True)
+
+    def wait_for(self, text: str) -> None:
+        assert self.popen.stdout is not None
+        seen = ""
+        for line in self.popen.stdout:
+            seen += line
+            if text in line:
+                return
+        raise AssertionError(f"it ended without {text!r}: {seen}")
+
+    def signal(self, number: int) -> None:
+        """To the whole group, as a terminal does."""
+        os.killpg(self.popen.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        said, _ = self.popen.communicate(timeout=20)
+        return self.popen.returncode, said
+
+
+def working(*, save: str = "None", save_seconds: float = 0, cleaning_seconds: float = 0) -> Process:
+    process = Process("-c", COMMAND.format(save=save, save_seconds=save_seconds, cleaning_seconds=cleaning_seconds))
+    process.wait_for("ready")
+    return process
+
+
+@pytest.mark.parametrize(("number", "code", "said"), [
+    (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped")], ids=["Ctrl-C", "SIGTERM"])
+def test_one_sentence_and_the_signals_exit_code(number, code, said):
+    process = working(save="save")
+    process.signal(number)
+    assert process.end() == (code, textwrap.dedent(f"""\
+        stopping after a save; the same signal again ends at once
+        cleaning
+        {said}, saved at step 12; {AGAIN}
+    """))
+
+
+def test_without_anything_to_save():
+    process = working()
+    process.signal(signal.SIGINT)
+    assert process.end() == (130, f"cleaning\ninterrupted; {AGAIN}\n")
+
+
+@pytest.mark.parametrize("during", ["save", "cleaning"])
+def test_a_second_signal_ends_at_once(during):
+    process = working(save="save" if during == "save" else "None", save_seconds=60, cleaning_seconds=60)
+    process.signal(signal.SIGINT)
+    process.wait_for("stopping after" if during == "save" else "cleaning")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.popen.wait(0.5)
+    process.signal(signal.SIGINT)
+    code, said = process.end()
+    assert code == 130
+    assert "ended at once" in said
+    assert "Traceback" not in said
+
+
+def test_one_ctrl_c_that_comes_twice_is_one():
+    process = working(save="save", save_seconds=0.5)
+    for _ in range(3):
+        process.signal(signal.SIGINT)
+    code, said = process.end()
+    assert code == 130
+    assert "saved at step 12" in said
+
+
+def test_errors_of_their_own_are_not_taken_for_a_stop():
+    with pytest.raises(ValueError, match="ours"), stopping():
+        raise ValueError("ours")
+    with pytest.raises(KeyboardInterrupt) as interrupted, stopping():  # not by a signal: a library's
+        raise KeyboardInterrupt
+    assert not isinstance(interrupted.value, Stopped)
+
+
+def test_what_breaks_because_of_the_stop_is_a_stop():
+    def block() -> None:
+        with stopping(ends_itself=True) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.asked.wait(5)
+            raise RuntimeError("a worker is gone")
+
+    with pytest.raises(Stopped) as stopped:
+        block()
+    assert stopped.value.exit_code == 143
+
+
+def test_handlers_are_those_of_before_afterwards_and_are_left_alone_outside_the_main_thread():
+    before, seen = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
+    with stopping():
+        assert signal.getsignal(signal.SIGTERM) is not before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+    def block() -> None:
+        with stopping():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    thread.join()
+    assert seen == [before[1]]
+
+
+def test_a_block_that_swallows_the_interrupt_ends_all_the_same(monkeypatch):
+    monkeypatch.setattr("tidewheel.stopping.INSIST_SECONDS", 0.05)
+    swallowed, cleaned = [], []
+
+    def block() -> None:
+        with stopping():
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            try:
+                try:
+                    time.sleep(10)
+                except BaseException as error:
+                    swallowed.append(error)
+                time.sleep(10)
+            finally:
+                time.sleep(0.3)  # nothing interrupts what cleans up
+                cleaned.append(True)
+
+    with pytest.raises(Stopped):
+        block()
+    assert (len(swallowed), cleaned) == (1, [True])
