@@ -18,6 +18,7 @@ from typing import Any
 
 from tidewheel import commit_protocol as protocol
 from tidewheel.commit_protocol import SlotsContested
+from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import OwnershipError, StorageAwayError, StorageError
 from tidewheel.lease import Holder
 from tidewheel.storage import Store
@@ -26,8 +27,6 @@ FOLDER = "commits"
 GENERATIONS_PER_EPOCH = 1_000_000
 TAKE_OVER, COMMIT, RETIRE, RELEASE = "take_over", "commit", "retire", "release"
 PAUSE_SECONDS = 0.05
-_conditional: dict[tuple[type[Store], str], bool] = {}
-"""What this process found out about stores; see `creates_are_conditional`."""
 
 
 def first_generation(epoch: int) -> int:
@@ -243,28 +242,6 @@ def taken_over(where: str, head: Record | None) -> OwnershipError:
     return OwnershipError(f"the run was taken over by {head.holder} at {since} (epoch {head.epoch})", where=where,
                           mend="nothing of this driver counts from then on; look at the other one, or start this one "
                           "again once the other has ended")
-
-
-def creates_are_conditional(place: Store) -> bool:
-    """Return whether a create of an object that exists fails in this store: tried once per process and store."""
-    key = (type(place), place.uri)
-    if key not in _conditional:
-        _conditional[key] = _probe(place)
-    return _conditional[key]
-
-
-def _probe(place: Store) -> bool:
-    name = f"probe-{uuid.uuid4().hex}"
-    try:
-        place.create(name, b"1")
-        refused = not place.create(name, b"2")
-        return refused and place.read(name) == b"1"
-    except StorageAwayError:
-        raise
-    except StorageError:  # the store refuses the condition itself
-        return False
-    finally:
-        place.delete(name)
 
 
 def _next(head: Record, kind: str, **changed: Any) -> Record:

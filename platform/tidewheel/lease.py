@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import OwnershipError, StorageError
 from tidewheel.storage import Store
 
@@ -74,7 +75,6 @@ class Leases:
         self._seen: dict[str, tuple[str, float]] = {}
         self._beats = 0
         self._lock = threading.Lock()
-        self._atomic: bool | None = None
 
     def acquire(self, name: str) -> bool:
         """Try to take the lease; False while somebody else holds it. Ask again later: that is how age is told."""
@@ -132,7 +132,7 @@ class Leases:
     def _take(self, name: str, number: int) -> str | None:
         """The key of lease `number`, if it is ours now."""
         key = f"{name}/{number:06d}.json"
-        if self._can_create():
+        if creates_are_conditional(self._store):
             return key if self._store.create(key, self._content()) else None
         began = self._clock()
         if any(_number(other) >= number for other in self._objects(name)):
@@ -147,18 +147,6 @@ class Leases:
             self._store.delete(claim)
             return None
         return claim
-
-    def _can_create(self) -> bool:
-        """Whether creating is atomic here: a second creation of the same object must fail."""
-        if self._atomic is None:
-            probe = f"probe/{self.holder.driver}.json"
-            try:
-                self._store.create(probe, b"1")
-                self._atomic = not self._store.create(probe, b"2")
-            except StorageError:  # a store that refuses the header
-                self._atomic = False
-            self._store.delete(probe)
-        return self._atomic
 
     def _objects(self, name: str) -> list[str]:
         return sorted(entry.key for entry in self._store.list(name))

@@ -24,6 +24,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 CHECKOUT = ("platform", "jobs", "pipelines", "cluster", "k8s", "docs", "tests", "pyproject.toml", "constraints.txt",
             "Makefile", "README.md", ".gitignore")
 SECONDS = 500
+#: Pages that train several runs or start clusters of their own. What they rely on is also held by `test_elastic.py`,
+#: `test_jobs.py`, `test_background.py` and `test_demo.py`; `make long` executes them.
+LONG = ("pretrain_on_a_cluster", "spot_training", "recover", "add_a_model")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
     return place
 
 
-@pytest.mark.parametrize("page", TASKS)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long) if page in LONG else page
+                                  for page in TASKS])
 def test_every_command_of_the_page(start, tmp_path, page):
     place = tmp_path / "checkout"
     shutil.copytree(start, place, symlinks=True)

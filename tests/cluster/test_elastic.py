@@ -316,14 +316,15 @@ def test_a_node_on_which_workers_cannot_begin_is_left_alone(cluster, shards, tmp
     assert "No module named" in out[0]["detail"]["reason"]
 
 
-def workers() -> list[int]:
-    """Process ids of the trainers."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if "RayTrainWorker" in place.read_text():
-                found.append(int(place.parent.name))
-    return found
+def trainers(cluster: LocalCluster) -> list[int]:
+    """Return the process ids of the cluster's training workers."""
+    pids = []
+    for node in cluster.nodes:
+        for pid in cluster.processes(node):
+            with contextlib.suppress(OSError):
+                if "RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_text():
+                    pids.append(pid)
+    return pids
 
 
 def test_a_worker_that_stands_still_is_replaced(cluster, shards, tmp_path, record_property):
@@ -331,7 +332,7 @@ def test_a_worker_that_stands_still_is_replaced(cluster, shards, tmp_path, recor
     while len(cluster.nodes) < 2:
         cluster.add_node()
     config, hurry = settings(shards, tmp_path, "still", steps=40), tmp_path / "hurry"
-    stop = At((15, lambda: os.kill(max(workers()), signal.SIGSTOP)))
+    stop = At((15, lambda: os.kill(max(trainers(cluster)), signal.SIGSTOP)))
 
     def on_progress(progress: dict[str, Any]) -> None:
         stop(progress)

@@ -8,7 +8,8 @@ import pytest
 
 from tidewheel import commit_log, commit_protocol
 from tidewheel.cluster.s3_server import S3Server
-from tidewheel.commit_log import CommitLog, creates_are_conditional, epoch_of, first_generation
+from tidewheel.commit_log import CommitLog, epoch_of, first_generation
+from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import OwnershipError, StorageAwayError
 from tidewheel.lease import Holder
 from tidewheel.storage import LocalStore, Store, store

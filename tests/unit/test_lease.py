@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import OwnershipError
 from tidewheel.lease import Holder, Leases, holding
 from tidewheel.storage import LocalStore, store
@@ -101,7 +102,7 @@ def test_many_at_once_give_one_holder(kind, tmp_path):
 
         def race(number: int, got=got, gate=gate, name=f"step{round_}") -> None:
             mine = Leases(kind(tmp_path), abroad(number), settle_seconds=0.4)
-            mine._can_create()
+            creates_are_conditional(mine._store)
             gate.wait()
             if mine.acquire(name):
                 got.append(number)
@@ -120,7 +121,7 @@ def test_a_slow_claim_is_taken_back(tmp_path):
     clock = Clock()
     place = Careless(tmp_path)
     slow = leases(place, 1, clock)
-    assert not slow._can_create()
+    assert not creates_are_conditional(place)
     write = place.write
 
     def late(key, data):

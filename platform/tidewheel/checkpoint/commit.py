@@ -10,7 +10,8 @@ import re
 import uuid
 
 from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, parse_manifest, step_name
-from tidewheel.commit_log import CommitLog, creates_are_conditional
+from tidewheel.commit_log import CommitLog
+from tidewheel.conditional_create import creates_are_conditional
 from tidewheel.errors import CheckpointError, OwnershipError
 from tidewheel.storage import Store
 
