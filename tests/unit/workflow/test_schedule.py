@@ -161,7 +161,14 @@ def test_two_drivers_run_each_step_once(tmp_path):
 
 def test_trainings_share_the_cluster_and_wait_for_their_least(tmp_path):
     trainings = [node(name, kind="train", least=2, most=8) for name in "abc"]
-    steps = Steps(lambda node: time.sleep(0.2), places=5)
+    two = threading.Event()
+
+    def work(_: Node) -> None:
+        if steps.together == 2:
+            two.set()
+        assert two.wait(30), "the first training ran alone"
+
+    steps = Steps(work, places=5)
     schedule(tmp_path, trainings, steps).run()
     assert steps.together == 2
     assert sorted(share for share in steps.shares.values() if share is not None)[-1] <= 5
