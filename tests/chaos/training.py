@@ -110,11 +110,17 @@ def examine(world: World, happened: list[Happened], seconds: float, reference: T
 
 
 def lived(world: World) -> float:
-    """Seconds that drivers were there, by this process's clock: from their own start to their death or the finish."""
+    """Seconds that drivers were there, by this process's clock: from their own start to their death or the finish.
+
+    A driver that was killed before a worker of its own wrote anything is not counted, as the ledger cannot know it.
+    """
     starts = [event["time"] for event in world.events("driver_start")]
     finishes = [event["time"] for event in world.events("finish")]
+    ledger = [float(record["start"]) for record in jsonlog.read(world.place, "ledger.jsonl")]
     total = 0.0
     for driver in world.drivers:
+        if not any(driver.began <= at <= driver.ended for at in ledger):
+            continue
         begun = [at for at in starts if driver.began <= at <= driver.ended]
         ends = [at for at in finishes if driver.began <= at <= driver.ended]
         total += (ends or [driver.ended])[-1] - begun[0] if begun else 0.0

@@ -3,8 +3,10 @@
 Workers write what they did; what nobody could write (a process that is not there yet, or no longer) is filled in
 here, so that the parts of all workers sum to the time they were there.
 
-A generation is there from the end of the one before it (the first: from the start of the driver) to its own end: the
-failure or resize event that ended it, or its last record. All its workers count for all of that time. A gap
+A generation lasts from the end of the one before it, or from the start of its driver, to its own end: the failure or
+resize event that ended it, or its last record. It never lasts into the next generation or the next driver's time: a
+worker that was frozen wakes up and writes a record long after the others went on without it. All workers of a
+generation count for all of its time. A gap
 - before a worker's first record is `restart`: processes start and import, the process group forms, state loads;
 - after its last one is `detection` if a failure ended the generation, `restart` if a planned resize did, else `idle`;
 - in between is `idle`.
@@ -63,9 +65,14 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
         per_rank[int(record["generation"])][int(record["rank"])].append(record)
     generations, filled = [], []
     free_from = float("-inf")
-    for number in sorted(per_rank):
+    firsts = {number: min(float(record["start"]) for records in ranks.values() for record in records)
+              for number, ranks in per_rank.items()}
+    numbers = sorted(per_rank)
+    for index, number in enumerate(numbers):
         ranks = per_rank[number]
-        generation = _span(number, ranks, events, free_from)
+        is_last = index + 1 == len(numbers)
+        latest_end = float("inf") if is_last else firsts[numbers[index + 1]]
+        generation = _span(number, ranks, events, free_from, latest_end)
         generations.append(generation)
         free_from = generation.end
         for rank in range(generation.workers):
@@ -79,18 +86,21 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
 
 
 def _span(number: int, ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]],
-          free_from: float) -> Generation:
+          free_from: float, latest_end: float) -> Generation:
     every = [record for records in ranks.values() for record in records]
-    first, last = min(record["start"] for record in every), max(record["end"] for record in every)
-    began = [float(event["time"]) for event in events
-             if event["kind"] == DRIVER_START and free_from <= float(event["time"]) <= first]
-    # A driver that started after the last generation ended: nobody was there in between.
-    start = max([free_from, *began[:1]]) if began or free_from > float("-inf") else first
+    first = min(float(record["start"]) for record in every)
+    last = max(float(record["end"]) for record in every)
+    drivers = [float(event["time"]) for event in events if event["kind"] == DRIVER_START]
+    began = [at for at in drivers if free_from <= at <= first]
+    # Nobody was there between the end of the last generation and the start of this one's driver, the last of `began`.
+    start = max([free_from, *began[-1:]]) if began or free_from > float("-inf") else first
     mine = [event for event in events if event["detail"].get("generation") == number]
     endings = [event for event in mine if event["kind"] in ENDINGS]
     sizes = [int(event["detail"].get("world_size", 0)) for event in mine if event["kind"] in ("start", "resume")]
     end = max(last, float(endings[-1]["time"])) if endings else last
-    return Generation(number, max([max(ranks) + 1, *sizes]), min(start, first), end,
+    start = min(start, first)
+    end = max(start, min([end, latest_end, *(at for at in drivers if at > first)]))
+    return Generation(number, max([max(ranks) + 1, *sizes]), start, end,
                       str(endings[-1]["kind"]) if endings else "")
 
 

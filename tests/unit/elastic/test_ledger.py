@@ -52,6 +52,27 @@ def test_a_worker_that_never_wrote_counts_too():
     assert summary.parts["detection"] == 1 + 11
 
 
+def test_a_worker_that_wakes_up_after_it_was_cut_off_adds_nothing():
+    """It was stopped at 10, the others went on without it at 14, and it wrote its last record at 32."""
+    records = [record(0, 0, "productive", 0, 13), record(1, 0, "productive", 0, 10), record(1, 0, "idle", 10, 32),
+               record(0, 1, "productive", 15, 40)]
+    summary = summarise(records, [event(0, "driver_start"), event(14, "failure", generation=0)])
+    assert [(one.workers, one.start, one.end) for one in summary.generations] == [(2, 0, 15), (1, 15, 40)]
+    assert summary.wall_seconds == 40
+
+
+def test_workers_that_outlive_their_driver_end_when_the_next_one_starts():
+    records = [record(0, 0, "productive", 0, 25), record(0, 1, "productive", 30, 40)]
+    summary = summarise(records, [event(0, "driver_start"), event(20, "driver_start")])
+    assert [(one.start, one.end) for one in summary.generations] == [(0, 20), (20, 40)]
+
+
+def test_a_driver_that_never_had_workers_is_not_counted():
+    records = [record(0, 0, "productive", 0, 10), record(0, 2, "productive", 105, 110)]
+    summary = summarise(records, [event(0, "driver_start"), event(20, "driver_start"), event(100, "driver_start")])
+    assert [(one.start, one.end) for one in summary.generations] == [(0, 10), (100, 110)]
+
+
 def test_nothing():
     summary = summarise([], [])
     assert summary.worker_seconds == summary.goodput == 0
