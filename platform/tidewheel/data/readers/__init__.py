@@ -8,7 +8,6 @@ the file's bytes, its name and the settings, and so are the ranges it can be cut
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -24,8 +23,8 @@ __all__ = ["MODULES", "Record", "Shape", "UnreadableFile", "check_installed", "i
            "shape_of", "versions"]
 
 MODULES = tuple(f"tidewheel.data.readers{name}" for name in (
-    "", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".packed", ".record", ".sniff", ".tables",
-    ".trees", ".web"))
+    "", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".packed", ".page_process", ".page_text",
+    ".record", ".sniff", ".tables", ".trees", ".web"))
 """Whose code decides what a file holds."""
 
 
@@ -90,9 +89,8 @@ def versions(shape: Shape) -> list[str]:
 
 def check_installed(shapes: Iterable[Shape]) -> None:
     """InputError when a package is missing that a file of one of these shapes needs."""
-    wanted = any(shape.format == "warc" for shape in shapes)
-    if wanted and not all(importlib.util.find_spec(name) for name in web.PACKAGES):
-        raise web.missing()
+    if any(shape.format == "warc" for shape in shapes):
+        web.check_installed()
 
 
 def is_empty(place: Store, key: str, config: ReadConfig, shape: Shape) -> bool:

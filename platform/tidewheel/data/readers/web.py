@@ -1,13 +1,14 @@
 """Web archives: WARC pages as the main text that trafilatura finds in their HTML, WET records as they are.
 
 The archive is taken apart here, strictly: the libraries for it end quietly where a file is cut off, and documents
-would be lost without a word. What HTTP packed into a record is unpacked by warcio.
+would be lost without a word. What HTTP packed into a record is unpacked by warcio, Brotli and Zstandard here: warcio
+cannot read the one with brotli 1.2, and does not know the other.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from urllib.parse import urlsplit
 
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.readers.packed import DAMAGE, first_line, opened
+from tidewheel.data.readers.packed import DAMAGE, first_line, opened, zstd
+from tidewheel.data.readers.page_process import page_process
 from tidewheel.data.readers.record import Place, Record, record
 from tidewheel.errors import InputError
 from tidewheel.storage import Store
@@ -46,6 +48,7 @@ def records(place: Store, key: str, config: ReadConfig, name: str) -> Iterator[R
     Raises:
         InputError: the packages for HTML are not installed.
     """
+    check_installed()
     with opened(place, key) as stream:
         for number, block in enumerate(_blocks(stream, config.max_record_bytes), start=1):
             here = Place(name, number, block.offset)
@@ -152,15 +155,16 @@ def _page(block: _Block, config: ReadConfig, place: Place) -> Record | Bad | Non
     else:
         try:
             found = _html(content, config.max_record_bytes)
-            text = main_text(*found) if found else None
         except (InputError, MemoryError):
             raise
         except Exception as error:  # a page is hostile input, and no fault of one may end the run
             return place.bad("no_main_text", content, f"{type(error).__name__}: {first_line(error)}")
         if found is None:
             return None
+        page = page_process().read(*found)
+        text = page.text
         if text is None:
-            return place.bad("no_main_text", content, url)
+            return place.bad(page.reason, content, page.detail or url)
     given = {name: value for name, value in values.items() if value is not None}
     return record({**given, config.text: text}, config, place, content)
 
@@ -182,17 +186,20 @@ def _html(content: bytes, limit: int) -> tuple[bytes, str] | None:
     Raises:
         Exception: it is no HTTP, or its content cannot be unpacked.
     """
-    try:
-        from warcio.recordloader import ArcWarcRecord
-        from warcio.statusandheaders import StatusAndHeadersParser
-    except ModuleNotFoundError:
-        raise missing() from None
+    from warcio.recordloader import ArcWarcRecord
+    from warcio.statusandheaders import StatusAndHeadersParser
+
     stream = io.BytesIO(content)
     head = StatusAndHeadersParser(["HTTP/"], verify=False).parse(stream)
     kind, *parameters = (head.get_header("content-type") or "").split(";")
     if head.get_statuscode() != "200" or kind.strip().lower() not in _HTML:
         return None
+    encoding = (head.get_header("content-encoding") or "").strip().lower()
+    if unpack := _UNPACK.get(encoding):
+        head.remove_header("content-encoding")
     body = ArcWarcRecord("warc", "response", None, stream, head, None, None).content_stream().read(limit + 1)
+    if unpack and len(body) <= limit:
+        body = unpack(body, limit + 1)
     if len(body) > limit:
         raise ValueError(f"unpacked it has more than {limit} bytes")
     charset = next((value.strip().strip("\"'") for name, _, value in (each.partition("=") for each in parameters)
@@ -200,36 +207,47 @@ def _html(content: bytes, limit: int) -> tuple[bytes, str] | None:
     return body, charset
 
 
-def main_text(html: bytes, charset: str = "") -> str | None:
-    """The main text of a page, without navigation, comments and boilerplate; None when there is none.
+def _brotli(body: bytes, most: int) -> bytes:
+    """Return at most `most` bytes of what Brotli packed; `body` itself where it is not packed, as in some archives.
 
-    trafilatura (Barbaresi 2021) favouring precision, as FineWeb did; without its `deduplicate`, which remembers
-    earlier pages, so that the text would depend on the order of reading.
-
-    Args:
-        html: the page.
-        charset: what HTTP says it is; "" or a wrong one leaves that to the page.
+    Raises:
+        EOFError: it is cut off.
     """
-    trafilatura = _trafilatura()
+    import brotli
+
+    decoder = brotli.Decompressor()
     try:
-        page: str | bytes = html.decode(charset) if charset else html
-    except (UnicodeDecodeError, LookupError):
-        page = html
-    text = trafilatura.extract(page, favor_precision=True, include_comments=False, deduplicate=False)
-    return text if text and text.strip() else None
+        content: bytes = decoder.process(body, output_buffer_limit=most)
+    except brotli.error:
+        return body
+    if decoder.is_finished() or len(content) >= most:
+        return content
+    return _cut_off(body, content)
 
 
-def _trafilatura() -> Any:
+def _zstd(body: bytes, most: int) -> bytes:
+    """Return at most `most` bytes of what Zstandard packed; like `_brotli`."""
+    decoder = zstd.ZstdDecompressor()
     try:
-        import trafilatura
-    except ModuleNotFoundError:
-        raise missing() from None
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # what it finds no text in is in quarantine
-    logging.getLogger("htmldate").setLevel(logging.CRITICAL)
-    return trafilatura
+        content = decoder.decompress(body, max_length=most)
+    except zstd.ZstdError:
+        return body
+    if decoder.eof or len(content) >= most:
+        return content
+    return _cut_off(body, content)
 
 
-def missing() -> InputError:
-    """What to tell when the packages for web archives are not installed."""
-    return InputError("reading WARC needs packages that are not installed", where="read.format",
-                      mend="pip install 'tidewheel[web]'")
+def _cut_off(body: bytes, content: bytes) -> bytes:
+    if not content:
+        return body
+    raise EOFError("the packed page is cut off")
+
+
+_UNPACK = {"br": _brotli, "zstd": _zstd}
+
+
+def check_installed() -> None:
+    """Raise InputError when the packages for web archives are not installed."""
+    if not all(importlib.util.find_spec(name) for name in PACKAGES):
+        raise InputError("reading WARC needs packages that are not installed", where="read.format",
+                         mend="pip install 'tidewheel[web]'")

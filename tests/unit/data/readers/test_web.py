@@ -12,8 +12,8 @@ import pytest
 from tidewheel.data import readers
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.readers import read_records
-from tidewheel.data.readers.web import main_text
+from tidewheel.data.readers import read_records, web
+from tidewheel.data.readers.page_text import main_text
 from tidewheel.errors import InputError
 from tidewheel.storage import store
 
@@ -175,7 +175,8 @@ def test_too_long_a_record_is_put_aside_alone(tmp_path):
 
 
 def test_the_text_depends_on_nothing_but_the_page():
-    code = "import sys; from tidewheel.data.readers.web import main_text; print(main_text(sys.stdin.buffer.read()))"
+    code = ("import sys; from tidewheel.data.readers.page_text import main_text; "
+            "print(main_text(sys.stdin.buffer.read()))")
     html = page(1).replace("<h1>", "<div class='comments'><p>nice</p></div><table><tr><td>a</td></tr></table><h1>")
     texts = {subprocess.run([sys.executable, "-c", code], input=html.encode(), capture_output=True, check=True,
                             env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed}).stdout
@@ -186,7 +187,7 @@ def test_the_text_depends_on_nothing_but_the_page():
 
 def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
     readers.check_installed([readers.Shape("warc", "gzip")])
-    monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"tidewheel\[web\]"):
         readers.check_installed([readers.Shape("jsonl"), readers.Shape("warc", "gzip")])
     readers.check_installed([readers.Shape("jsonl")])
