@@ -25,6 +25,7 @@ from tidewheel.data.stages import (
     dedup_url,
     ingest,
     near_index,
+    origin,
     pack,
     partition,
     row_local,
@@ -148,7 +149,7 @@ def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> Pipe
         near_index.commit(job, ledger.near_index)
     runner.tidy("annotations", ledger.annotating)
     manifests = pack.commit(job, packed, read_file(job.store, tokenizer_file), evaluation_sets)
-    return PipelineSummary(summary.write(job, ledger, packed, manifests), job.output)
+    return PipelineSummary(summary.write(job, ledger, packed, manifests, origin.write(job)), job.output)
 
 
 def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from tidewheel import storage
 from tidewheel.errors import StorageError
-from tidewheel.report import by_source, contamination, near_dedup
+from tidewheel.report import by_source, contamination, near_dedup, recipe
 from tidewheel.report.page import (
     Html,
     Page,
@@ -79,6 +79,7 @@ def add_sections(page: Page, summary: dict[str, Any]) -> None:
                  note="All documents that were judged; dashed: the thresholds of the quality filter.")
     page.section("Quarantine", _quarantine(summary.get("quarantine", {})),
                  note="Records that could not be read or are invalid; quarantine/*.jsonl has file, offset and reason.")
+    page.section("How it was made", *recipe.section(summary.get("made", {})), note=recipe.NOTE)
 
 
 def _stages(summary: dict[str, Any]) -> Html:

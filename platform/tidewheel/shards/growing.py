@@ -43,7 +43,7 @@ def wave_key(number: int) -> str:
 
 def head_of(manifest: Manifest) -> dict[str, Any]:
     """JSON values of what is known of a set in waves before it has rows; the same from a part of it and the whole."""
-    values = manifest.canonical()
+    values = manifest.identity()
     del values["shards"], values["documents"]
     return {**values, "waves": len(manifest.waves) + manifest.to_come}
 

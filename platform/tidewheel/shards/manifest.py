@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,9 @@ class Manifest:
     """What a row is: "packed", a sequence of several documents (`format.shard_schema`), or "preferences", a pair
     (`format.preference_schema`; then the sequence length is the most tokens that one of the two may have)."""
 
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The pipeline's settings, for people; {} where they were not recorded. No part of the set's identity."""
+
     @cached_property
     def rows(self) -> int:
         """Sequences in the set."""
@@ -90,14 +93,21 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         """Content hash of the canonical JSON: identity of the set."""
-        return content_hash(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode())
+        return content_hash(json.dumps(self.identity(), sort_keys=True, separators=(",", ":")).encode())
+
+    def identity(self) -> dict[str, Any]:
+        """Return JSON values of the fields that tell the set from others."""
+        values = self.canonical()
+        values.pop("recipe", None)
+        return values
 
     def canonical(self) -> dict[str, Any]:
         """JSON values of all fields."""
         values = asdict(self)
         del values["to_come"]
-        if not self.waves:  # as it was before there were any
-            del values["waves"]
+        for name in ("waves", "recipe"):  # as it was before there were any
+            if not values[name]:
+                del values[name]
         values["shards"] = list(values["shards"])
         values["evaluation_sets"] = list(values["evaluation_sets"])
         return {"format": FORMAT, **values}
@@ -161,7 +171,8 @@ def parse_manifest(values: Any, where: str) -> Manifest:
     return Manifest(
         sequence_length=length, token_dtype=dtype, vocabulary_size=vocabulary, tokenizer=tokenizer,
         recipe_hash=fields.text("recipe_hash"), evaluation_sets=tuple(sets), documents=fields.number("documents"),
-        shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)), waves=waves, kind=kind)
+        shards=shards, loss_mask=fields.one_of("loss_mask", (False, True)), waves=waves, kind=kind,
+        recipe=fields.group("recipe").values if "recipe" in fields.values else {})
 
 
 def parse_shards(fields: Fields, room: int) -> tuple[ShardInfo, ...]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from tidewheel import jsonlog, storage
 from tidewheel.config import build
-from tidewheel.errors import ShardError, without_credentials
+from tidewheel.errors import ShardError
 from tidewheel.jsonlog import JsonLog
+from tidewheel.provenance import git_commit, versions, without_secrets
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.shards.growing import Growing
 from tidewheel.shards.manifest import Manifest
@@ -105,7 +103,7 @@ class RunRecord:
         self.store.write_json("run.json", {
             "id": config.run.id, "started": time.time(), "config": without_secrets(config.canonical()),
             "recipe_hash": config.recipe_hash(), "data": sets, "parameters": parameters,
-            "vocabulary_size": vocabulary_size, "versions": versions(), "commit": git_commit()})
+            "vocabulary_size": vocabulary_size, "versions": versions(PACKAGES), "commit": git_commit()})
 
     def started(self) -> float:
         """Unix time of the run's first start."""
@@ -223,35 +221,3 @@ def _shard_set(uri: str, manifest: Manifest) -> dict[str, Any]:
             **({"waves": len(manifest.waves) + manifest.to_come} if manifest.waves or manifest.to_come else {}),
             "rows": None if manifest.to_come else manifest.rows,
             "tokens": None if manifest.to_come else manifest.tokens, "sequence_length": manifest.sequence_length}
-
-
-def without_secrets(value: Any) -> Any:
-    """JSON values without the user and password of any URI."""
-    if isinstance(value, dict):
-        return {key: without_secrets(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(inner) for inner in value]
-    return without_credentials(value) if isinstance(value, str) else value
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that decide the result."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def git_commit() -> str:
-    """Commit of the code, with "+" behind it when files differ from it; "" outside a git checkout."""
-    folder = Path(__file__).parent
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], cwd=folder,
-                                 capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "") if commit.returncode == 0 else ""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.errors import ConfigError
+from tidewheel.provenance import git_commit, versions, without_secrets
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.record import git_commit, versions, without_secrets
+from tidewheel.train.record import PACKAGES
 
 RUN = "run.json"
 REFUSED: dict[str, str] = {
@@ -125,7 +126,7 @@ def _changed_code(run: Mapping[str, Any]) -> dict[str, Any]:
     for start in run.get("starts", ()):
         commit = start.get("commit", commit)
         packages |= start.get("versions", {})
-    newer = {name: version for name, version in versions().items() if packages.get(name) != version}
+    newer = {name: version for name, version in versions(PACKAGES).items() if packages.get(name) != version}
     here = git_commit()
     return {**({"versions": newer} if newer else {}), **({"commit": here} if here != commit else {})}
 

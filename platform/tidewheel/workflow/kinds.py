@@ -370,7 +370,8 @@ def _set_hash(place: str) -> str:
     from tidewheel.shards.manifest import read_manifest
 
     values = read_manifest(storage.store(place).child(SHARDS)).canonical()
-    values.pop("recipe_hash")
+    for name in ("recipe_hash", "recipe"):
+        values.pop(name, None)
     return storage.content_hash(json.dumps(values, sort_keys=True).encode())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.errors import TidewheelError, root_cause
 from tidewheel.jsonlog import JsonLog
-from tidewheel.train.record import without_secrets
+from tidewheel.provenance import without_secrets
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.kinds import KINDS
 

@@ -4,9 +4,9 @@ import pytest
 
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
+from tidewheel.provenance import without_secrets
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.metrics.measure import peak_flops
-from tidewheel.train.record import without_secrets
 
 
 @pytest.mark.parametrize(("values", "says"), [

@@ -20,7 +20,7 @@ from tidewheel.data import verdicts
 from tidewheel.data.config import PackStep, PipelineConfig
 from tidewheel.data.stage import Published, UnitWriter, code_version, read_file, unit_key
 from tidewheel.data.stage import Unit as StageUnit
-from tidewheel.data.stages import ngrams, tokens
+from tidewheel.data.stages import ngrams, origin, tokens
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.partition import Part, load_documents
@@ -248,7 +248,8 @@ def _manifest(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
         tokenizer=encoder.manifest(content_hash(tokenizer)), recipe_hash=job.config.recipe_hash(),
         evaluation_sets=tuple(evaluation_sets), documents=sum(unit.summary[name]["documents"] for unit in units),
         shards=tuple(_shards(name, units)), loss_mask=job.config.read.kind == "chat", waves=tuple(waves),
-        kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED)
+        kind=PREFERENCES if job.config.read.kind == "preferences" else PACKED,
+        recipe=origin.settings_of(job.config))
 
 
 def _shards(name: str, units: Sequence[Published]) -> list[ShardInfo]:

@@ -96,8 +96,9 @@ def _sum(units: Sequence[Published], name: str) -> int:
     return sum(unit.summary[name] for unit in units)
 
 
-def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapping[str, Manifest]) -> dict[str, Any]:
-    """Write `summary.json` and give its value."""
+def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapping[str, Manifest],
+          made: Mapping[str, Any]) -> dict[str, Any]:
+    """Write `summary.json` and give its value; `made` is what `origin.write` gave."""
     training, validation = manifests[TRAINING], manifests[VALIDATION]
     vocabulary = training.vocabulary_size
     tokens = training.tokens + validation.tokens
@@ -117,6 +118,7 @@ def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapp
         "ngram_entropy": ngrams.entropies(_counts(job, packed, VALIDATION, vocabulary),
                                           _counts(job, packed, TRAINING, vocabulary)),
     }
+    value["made"] = {name: made[name] for name in ("recipe", "input", "read_besides", "versions", "commit")}
     job.store.write_json("summary.json", value)
     return value
 

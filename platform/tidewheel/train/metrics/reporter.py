@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tidewheel.provenance import without_secrets
 from tidewheel.storage import Store
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
@@ -14,7 +15,7 @@ from tidewheel.train.metrics.meter import Meter
 from tidewheel.train.metrics.profile import Profiler
 from tidewheel.train.metrics.sinks import Background, Sink, settle
 from tidewheel.train.metrics.straggler import Stragglers
-from tidewheel.train.record import RunRecord, without_secrets
+from tidewheel.train.record import RunRecord
 
 OnEvent = Callable[..., None]
 """Called with (kind, **detail) on rank 0."""
