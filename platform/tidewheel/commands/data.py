@@ -8,11 +8,14 @@ from typing import Annotated
 import cyclopts
 from cyclopts import Parameter
 
+from tidewheel.commands import outputs
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import print_table
 from tidewheel.errors import ConfigError
 
 app = cyclopts.App(name="data", help="Clean, deduplicate, tokenize and pack documents into shards.")
+for command in (outputs.clean, outputs.diff):
+    app.command(command)
 
 
 @app.command(name="run")
@@ -30,6 +33,8 @@ def data_run(
     verify: Annotated[bool, Parameter(negative="", help="Read what is published already, too, and write anew what is "
                                                         "damaged. Without it, what has its length counts as "
                                                         "intact until it is read.")] = False,
+    replace: Annotated[bool, Parameter(negative="", help="Replace what another recipe has made in the output; "
+                                                         "`tidewheel data clean` removes what is left.")] = False,
     dry_run: DryRun = False,
 ) -> int:
     """Run a data pipeline: documents in, packed shards out.
@@ -42,6 +47,7 @@ def data_run(
 
     settings = load(PipelineConfig, config, set_ or ())  # a wrong key is told at once, before the heavy imports
     from tidewheel.data import pipeline
+    from tidewheel.data.stages.replace import would_be_replaced
 
     if fail_above is not None and not 0 <= fail_above <= 1:
         raise ConfigError(f"a share is from 0 to 1, got {fail_above:g}", where="--fail-above", mend="0.001 for 0.1 %")
@@ -52,8 +58,12 @@ def data_run(
         plan = pipeline.plan(settings, input=input, output=output)
         print_table([line.row() for line in plan.formats], title="what would be read")
         print_table(plan.rows(), title="what would run")
+        if plan.replaces and not replace:
+            raise would_be_replaced(plan.replaces, output)
+        if plan.replaces:
+            print(f"replaces {plan.replaces}")
         return 0
-    pipeline.check(settings, input=input, output=output)  # before a cluster is started for it
+    pipeline.check(settings, input=input, output=output, may_replace=replace)  # before a cluster is started for it
     from tidewheel.cluster.session import session
     from tidewheel.data.progress import stage_bars
     from tidewheel.report.pipeline import write_pipeline_report
@@ -61,7 +71,7 @@ def data_run(
 
     with stage_bars() as on_progress, stopping(), session(address):
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
-                               fail_above=fail_above, verify=verify)
+                               fail_above=fail_above, verify=verify, may_replace=replace)
     print_table(summary.rows(), title="what each stage kept")
     print(f"shards: {output}/shards")
     print(f"report: {write_pipeline_report(output)}")

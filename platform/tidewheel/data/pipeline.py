@@ -28,6 +28,7 @@ from tidewheel.data.stages import (
     origin,
     pack,
     partition,
+    replace,
     row_local,
     summary,
     tokenizer,
@@ -103,6 +104,8 @@ class Plan:
     input_bytes: int
     partitions: int
     formats: tuple[FormatLine, ...] = ()
+    replaces: str = ""
+    """What another recipe or input has made in the output, for people; "" where nothing is replaced."""
 
     def rows(self) -> list[dict[str, str]]:
         """For a table: a line for each stage."""
@@ -112,7 +115,7 @@ class Plan:
 
 
 def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgress | None = None,
-        fail_above: float | None = None, verify: bool = False) -> PipelineSummary:
+        fail_above: float | None = None, verify: bool = False, may_replace: bool = False) -> PipelineSummary:
     """Run a pipeline on the Ray that is initialised in this process. Killed anywhere and run again, it goes on.
 
     Args:
@@ -122,8 +125,10 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
         on_progress: called with (stage, units done, units in all, note).
         fail_above: instead of the decontamination step's own.
         verify: read every file that is published already, and write anew what is damaged.
+        may_replace: what another recipe has made in the output is replaced.
 
     Raises:
+        ConfigError: something would be replaced, and `may_replace` is not given.
         OwnershipError: another pipeline is writing to this output.
         StorageError: input or output cannot be used.
         InputError: no file matches, too many records are bad, too many documents are contaminated, or none is left.
@@ -133,11 +138,14 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
     job.store.check()
     with holding(job.store.child(LEASES), "pipeline", "another pipeline is writing to this output",
                  say=lambda line: print(line, file=sys.stderr, flush=True)) as held:
+        if not may_replace:
+            replace.refuse(job)
         return _run(job, held, Runner(job.output, on_progress, verify), fail_above)
 
 
 def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> PipelineSummary:
     _sweep(job)
+    replace.begin(job)
     ledger = Ledger()
     with placed(job.config.placement.selector):
         packed, tokenizer_file, evaluation_sets = _stages(job, runner, ledger, fail_above)
@@ -149,7 +157,9 @@ def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> Pipe
         near_index.commit(job, ledger.near_index)
     runner.tidy("annotations", ledger.annotating)
     manifests = pack.commit(job, packed, read_file(job.store, tokenizer_file), evaluation_sets)
-    return PipelineSummary(summary.write(job, ledger, packed, manifests, origin.write(job)), job.output)
+    value = summary.write(job, ledger, packed, manifests, origin.write(job))
+    replace.finish(job.store, runner.completed)
+    return PipelineSummary(value, job.output)
 
 
 def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None = None
@@ -202,9 +212,12 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
     return packed.units, file, evaluation_sets
 
 
-def check(config: PipelineConfig, *, input: str, output: str) -> None:
+def check(config: PipelineConfig, *, input: str, output: str, may_replace: bool = False) -> None:
     """Raise what `run` would raise before it starts, in a moment and without Ray: no such input, bucket or access."""
-    resolve(config, input=input, output=output).store.check()
+    job = resolve(config, input=input, output=output)
+    job.store.check()
+    if not may_replace:
+        replace.refuse(job)
 
 
 def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
@@ -227,7 +240,8 @@ def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
                                      "documents for validation"),
     ]
     return Plan(tuple(PlannedStage(name, units, found.published.get(name), note) for name, units, note in lines),
-                config.recipe_hash(), len(job.files), size, job.partitions, by_format(job.files, config.read))
+                config.recipe_hash(), len(job.files), size, job.partitions, by_format(job.files, config.read),
+                replace.would_replace(job))
 
 
 class _Unfinished(Exception):

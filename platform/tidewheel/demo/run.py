@@ -102,7 +102,8 @@ def _pipeline(config: PipelineConfig, root: str) -> None:
 
     _heading("3. The data pipeline: documents in, packed shards out")
     with stage_bars() as on_progress:
-        summary = pipeline.run(config, input=f"{root}/raw", output=f"{root}/data", on_progress=on_progress)
+        summary = pipeline.run(config, input=f"{root}/raw", output=f"{root}/data", on_progress=on_progress,
+                               may_replace=True)
     print_table(summary.rows(), to=console)
 
 

@@ -83,7 +83,8 @@ class PipelineKind:
         def on_progress(stage: str, done: int, total: int, note: str = "") -> None:
             told(f"{stage}: {done}/{total} units {note}".rstrip(), now=done == total)
 
-        summary = pipeline.run(config, input=task.input, output=task.place, on_progress=on_progress)
+        summary = pipeline.run(config, input=task.input, output=task.place, on_progress=on_progress,
+                               may_replace=True)  # the place is the recipe's own
         return {"hash": _set_hash(task.place), "documents": summary.documents, "tokens": summary.tokens}
 
     def begun(self, place: str) -> bool:

@@ -99,8 +99,10 @@ class Pipeline:
         """Equal to that of a YAML file that says the same."""
         return self.config().recipe_hash()
 
-    def run(self, output: str, *, input: str = ".", address: str | None = None) -> PipelineSummary:
-        """Run on Ray and write shards, verdicts, quarantine and summary below `output`; resumes by itself."""
+    def run(self, output: str, *, input: str = ".", address: str | None = None,
+            may_replace: bool = False) -> PipelineSummary:
+        """Run on Ray and write shards, verdicts, quarantine and summary below `output`; resumes by itself. With
+        `may_replace` what another recipe has made there is replaced."""
         if self.tokenizer is not None:
             raise ConfigError(f"its tokenizer is made by the step {self.tokenizer.name!r}",
                               where=f"Pipeline({self.name!r})", mend="run it in a tw.Workflow")
@@ -111,4 +113,5 @@ class Pipeline:
 
         config = self.config()
         with stage_bars() as on_progress, stopping(), session(address):
-            return pipeline.run(config, input=input, output=output, on_progress=on_progress)
+            return pipeline.run(config, input=input, output=output, on_progress=on_progress,
+                                may_replace=may_replace)

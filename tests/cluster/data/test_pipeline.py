@@ -323,12 +323,12 @@ def test_another_recipe_keeps_what_it_shares_and_leaves_no_old_verdicts(finished
     root, _, _ = finished
     shutil.copytree(root / "out", tmp_path / "out")
     strict = recipe("steps.2.dedup_near.min_jaccard=1.0")
-    done = pipeline.run(strict, input=str(root / "in"), output=str(tmp_path / "out"))
+    done = pipeline.run(strict, input=str(root / "in"), output=str(tmp_path / "out"), may_replace=True)
     assert done.stage("dedup_exact")["units_reused"] == 3
     assert done.stage("dedup_near")["dropped"] == {}
     assert "near_duplicate" not in {row["reason"] for row in verdict_rows(tmp_path / "out").values()}
     assert verify(str(tmp_path / "out" / "shards")) == []
-    back = pipeline.run(recipe(), input=str(root / "in"), output=str(tmp_path / "out"))
+    back = pipeline.run(recipe(), input=str(root / "in"), output=str(tmp_path / "out"), may_replace=True)
     assert "near_duplicate" in {row["reason"] for row in verdict_rows(tmp_path / "out").values()}
     assert back.stage("pack")["units_reused"] == 3
 
@@ -422,7 +422,7 @@ def test_an_object_store_gives_the_same_bytes(finished, s3, tmp_path):
     run = pipeline.run(recipe(), input=uri, output=f"{uri}/out")
     assert shard_hashes(f"{uri}/out") == shard_hashes(root / "out")
     config = recipe(f"steps.3.decontaminate.evals=[{uri}/evals/*.jsonl]")  # by their own address, the same items
-    again = pipeline.run(config, input=uri, output=f"{uri}/out")
+    again = pipeline.run(config, input=uri, output=f"{uri}/out", may_replace=True)
     assert all(entry["units_reused"] == entry["units"] for entry in again.value["stages"])
     assert again.value["contamination"] == run.value["contamination"]
 

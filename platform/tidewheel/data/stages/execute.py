@@ -74,6 +74,8 @@ class Runner:
     on_progress: OnProgress | None = None
     verify: bool = False
     """Read what is published, too, and do again what is damaged."""
+    completed: list[str] = field(default_factory=list)
+    """Manifests of the units of all stages so far."""
 
     def complete(self, stage: str, tasks: Sequence[Task], execute: Callable[[list[Task]], Iterator[Published]],
                  note: str = "", follow: Callable[[Mapping[str, Published]], None] | None = None) -> Finished:
@@ -100,6 +102,7 @@ class Runner:
                     follow(found)
                 self.tell(stage, len(found), total, _pace(note, documents, time.monotonic() - began))
         units = [found[task.unit.key] for task in tasks]
+        self.completed += [unit.unit.manifest_key for unit in units]
         return Finished(units, reused, round(time.monotonic() - began, 3))
 
     def tidy(self, folder: str, units: Sequence[Published]) -> None:

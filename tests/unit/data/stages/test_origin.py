@@ -32,8 +32,8 @@ def output(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     (folder / "in").mkdir()
     for number in range(2):
-        lines = [json.dumps({"id": f"{number}-{place}", "text": f"the {place} words of text {number} and that is it"})
-                 for place in range(20)]
+        texts = [f"the {place} words of document {number} and that is it" for place in range(20)]
+        lines = [json.dumps({"id": f"{number}-{place}", "text": text}) for place, text in enumerate(texts)]
         (folder / f"in/{number}.jsonl").write_text("\n".join(lines))
     with without_ray():
         pipeline.run(recipe(), input=str(folder / "in"), output=str(folder / "out"))

@@ -47,7 +47,7 @@ def plain(raw, tmp_path_factory):
 
 def run(raw: Path, output: Path, waves: int | None = None, on_progress: Any = None) -> Path:
     with without_ray():
-        pipeline.run(recipe(waves), input=str(raw), output=str(output), on_progress=on_progress)
+        pipeline.run(recipe(waves), input=str(raw), output=str(output), on_progress=on_progress, may_replace=True)
     return output
 
 
