@@ -73,6 +73,7 @@ def data_run(
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
                                fail_above=fail_above, verify=verify, may_replace=replace)
     print_table(summary.rows(), title="what each stage kept")
+    print_table(summary.sets(), title="what was written")
     print(f"shards: {output}/shards")
     print(f"report: {write_pipeline_report(output)}")
     return 0

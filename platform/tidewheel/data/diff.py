@@ -150,8 +150,8 @@ def _tell(moved: Moved, hashes: np.ndarray, sets: Sequence[tuple[Store, Manifest
         if len(moved.examples) >= EXAMPLES:
             break
         known = np.isin(verdicts.hash_ids(ids), hashes)
-        new = [name for name in ids.filter(pa.array(known)).to_pylist() if name not in moved.examples]
-        moved.examples += new[: EXAMPLES - len(moved.examples)]
+        names = dict.fromkeys([*moved.examples, *ids.filter(pa.array(known)).to_pylist()])  # each once, in order
+        moved.examples = list(names)[:EXAMPLES]
 
 
 def _dropped(place: Store) -> Iterator[tuple[str, pa.ChunkedArray, np.ndarray]]:

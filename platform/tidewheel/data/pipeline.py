@@ -23,6 +23,7 @@ from tidewheel.data.stages import (
     dedup_lines,
     dedup_near,
     dedup_url,
+    empty,
     ingest,
     near_index,
     origin,
@@ -73,6 +74,12 @@ class PipelineSummary:
     def stage(self, name: str) -> dict[str, Any]:
         """The line of one stage; KeyError when there is none."""
         return {entry["name"]: entry for entry in self.value["stages"]}[name]
+
+    def sets(self) -> list[dict[str, str]]:
+        """For a table: a line for each set."""
+        return [{"set": name, "documents": f"{values['documents']:,}", "tokens": f"{values['tokens']:,}",
+                 "rows": f"{values['rows']:,}", "filled": f"{values['utilisation']:.1%}" if values["rows"] else "-"}
+                for name, values in (("training", self.value), ("validation", self.value["validation"]))]
 
     def rows(self) -> list[dict[str, str]]:
         """For a table: a line for each stage."""
@@ -190,10 +197,7 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
         ledger.parts(stage, done)
     left = sum(part.count for part in parts)
     if not left:
-        reasons = ", ".join(f"{entry['name']} dropped {sum(entry['dropped'].values())}" for entry in ledger.stages
-                            if entry["dropped"])
-        raise InputError(f"no document is left ({reasons or 'there was none'})", where=job.input,
-                         mend="loosen the filters, or give other documents")
+        raise empty.nothing_left(ledger.stages, ledger.quarantine, job)
     made = tokenizer.run(job, runner, parts)
     ledger.stage(tokenizer.STAGE, made, documents_in=left, documents_out=left)
     file = made.units[0].files["tokenizer"]
@@ -207,6 +211,8 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
             told = next(iter(sorted(ledger.samples[pack.STAGE].items())))
             raise InputError(f"no conversation could be tokenized ({told[0]}: {told[1][0].get('detail', '')})",
                              where=job.input, mend="correct the chat template, or raise pack.sequence_length")
+    if (error := empty.no_training_row(packed.units, job)) is not None:
+        raise error
     if "contamination" in ledger.more:
         ledger.more["contamination"]["packed"] = decontaminate.check_packed(job, runner, packed.units, file)
     return packed.units, file, evaluation_sets

@@ -20,7 +20,7 @@ from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers import Record, UnreadableFile, sniff
 from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, counts, ipc_stream, unit_key
-from tidewheel.data.stages import by_source, keys
+from tidewheel.data.stages import by_source, empty, keys
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job, SourceFile
 from tidewheel.data.stages.outcomes import MODULES as FILTERING
@@ -107,6 +107,8 @@ def check_share(units: Sequence[Published], job: Job) -> None:
     bad = sum(unit.summary["bad"] for unit in units)
     if bad <= job.config.max_bad_fraction * total:
         return
+    if (error := empty.only_empty_files(units, job)) is not None:
+        raise error
     counted = {unit.summary["name"]: Counter[str]() for unit in units}  # of a file, its ranges together
     for unit in units:
         counted[unit.summary["name"]].update(records=unit.summary["records"], bad=unit.summary["bad"])
