@@ -35,9 +35,13 @@ def data_run(
                                                         "intact until it is read.")] = False,
     replace: Annotated[bool, Parameter(negative="", help="Replace what another recipe has made in the output; "
                                                          "`tidewheel data clean` removes what is left.")] = False,
+    limit: Annotated[int | None, Parameter(help="Try it on a little: at most so many documents, the first of each "
+                                                "file, in proportion to its size (read.limit).")] = None,
+    sample: Annotated[float | None, Parameter(help="Try it on a share of the documents, 0.01 for 1 %, chosen by the "
+                                                   "hash of their id (read.sample).")] = None,
     dry_run: DryRun = False,
 ) -> int:
-    """Run a data pipeline: documents in, packed shards out.
+    """Run a data pipeline: documents in; packed shards, or documents for other tools, out.
 
     What is published and intact from an earlier run is not computed again; a killed run is resumed by giving the
     same command again, and ends with the same bytes.
@@ -45,7 +49,8 @@ def data_run(
     from tidewheel.config import load
     from tidewheel.data.config import PipelineConfig
 
-    settings = load(PipelineConfig, config, set_ or ())  # a wrong key is told at once, before the heavy imports
+    tried = [f"read.{name}={value}" for name, value in (("limit", limit), ("sample", sample)) if value is not None]
+    settings = load(PipelineConfig, config, [*(set_ or ()), *tried])  # tells of wrong keys before the heavy imports
     from tidewheel.data import pipeline
     from tidewheel.data.stages.replace import would_be_replaced
 
@@ -73,8 +78,12 @@ def data_run(
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
                                fail_above=fail_above, verify=verify, may_replace=replace)
     print_table(summary.rows(), title="what each stage kept")
-    print_table(summary.sets(), title="what was written")
-    print(f"shards: {output}/shards")
+    if written := summary.sets():
+        print_table(written, title="what was written")
+    if settings.step("pack"):
+        print(f"shards: {output}/shards")
+    if settings.product:
+        print(f"data set: {output}/dataset")
     print(f"report: {write_pipeline_report(output)}")
     return 0
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from tidewheel.data import product
 from tidewheel.data.pipeline import LEASES
 from tidewheel.data.stage import Published
 from tidewheel.data.stages import replace
@@ -18,7 +19,7 @@ from tidewheel.shards import growing
 from tidewheel.shards.manifest import GROWING, KEY, read_manifest
 from tidewheel.storage import Store, store
 
-FOLDERS = ("stages", *SETS, "verdicts", "annotations", "quarantine", NEAR_INDEX)
+FOLDERS = ("stages", *SETS, product.FOLDER, "verdicts", "annotations", "quarantine", NEAR_INDEX)
 """What pipelines write units, shards and findings to. Other files of an output are not looked at."""
 FINDINGS = ("verdicts", "annotations", "quarantine", NEAR_INDEX)
 """Folders that every run leaves tidy: there only files of units are looked at."""
@@ -84,7 +85,10 @@ def _referred(place: Store, units: Sequence[str]) -> set[str]:
     """Keys of the units' manifests and files, and of the files that the sets' manifests name."""
     with ThreadPoolExecutor(_PARALLEL_READS) as pool:
         kept = {key for keys in pool.map(lambda unit: _of_unit(place, unit), units) for key in keys}
-    for name in SETS:
+    made = place.read_json(replace.SUMMARY)
+    if "dataset" in made:
+        kept |= {f"{product.FOLDER}/{key}" for key in product.keys(place.child(product.FOLDER))}
+    for name in SETS if "rows" in made else ():  # what its recipe does not make is an earlier one's
         child = place.child(name)
         try:
             manifest = read_manifest(child)

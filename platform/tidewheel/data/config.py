@@ -68,6 +68,18 @@ class ReadConfig(Config):
     """Preferences: field with the worse answer. Text or messages."""
     priority: dict[str, int] = Field(default_factory=dict)
     """Of two duplicates the one whose source has the higher priority stays. Sources not named here have 0."""
+    sample: float | None = Field(default=None, gt=0, le=1)
+    """Read this share of the documents, chosen by the hash of their id: the same ones each time, whatever files they
+    are in, and all of them are in any larger sample."""
+    limit: int | None = Field(default=None, ge=1)
+    """Read at most so many documents: of each file the first ones, in proportion to its size, and no further. A file
+    may have fewer than its part."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_sample(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """So that a recipe without them has the hash that it had before there were any."""
+        values: dict[str, Any] = serialize(self)
+        return {name: value for name, value in values.items() if name not in ("sample", "limit") or value is not None}
 
 
 EDITING_FILTERS = ("c4", "refinedweb", "pii")
@@ -302,6 +314,27 @@ class PackStep(Config):
         return values
 
 
+class WriteStep(Config):
+    """Write the documents that are left, below `dataset/`: files that other tools read, with a card, Croissant metadata
+    and a manifest."""
+
+    formats: tuple[Literal["parquet", "jsonl", "arrow", "mds", "megatron"], ...] = ()
+    """`parquet` (what `datasets.load_dataset` reads), `jsonl` (with zstd), `arrow`, `mds` (MosaicML streaming), and
+    behind `tokenize` `megatron` (.bin and .idx of Megatron-LM). If left out: parquet; megatron where the recipe
+    tokenizes and does not pack."""
+    validation_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the documents, chosen by the hash of their id as `pack` does, that goes to the split `validation`."""
+    shard_bytes: int = Field(256 << 20, ge=1, le=1 << 30)
+    """Text in a file; a partition begins a new one when it is reached."""
+
+    @field_validator("formats")
+    @classmethod
+    def _once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if repeated := sorted({name for name in value if value.count(name) > 1}):
+            raise ValueError(f"{', '.join(repeated)} is given twice")
+        return value
+
+
 class Step(Config):
     """One step of the recipe: exactly one of these keys."""
 
@@ -321,6 +354,16 @@ class Step(Config):
     """Text to tokens."""
     pack: PackStep | None = None
     """Tokens to shards."""
+    write: WriteStep | None = None
+    """Documents to files for other tools."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_write(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """So that a recipe that writes nothing has the hash that it had before there was such a step."""
+        values: dict[str, Any] = serialize(self)
+        if values.get("write") is None:
+            values.pop("write", None)
+        return values
 
     @model_validator(mode="before")
     @classmethod
@@ -362,12 +405,14 @@ def _editing(step: Step) -> list[str]:
     return [step.kind] if step.kind == "dedup_lines" or getattr(step.settings, "action", None) == "cut" else []
 
 
+#: Steps that come last, in this order.
+LAST = ("tokenize", "pack", "write")
 #: Settings that say where a pipeline is computed, not what.
 UNDECISIVE = ("placement",)
 
 
 class PipelineConfig(Config):
-    """A recipe: documents in, token shards out."""
+    """A recipe: documents in; token shards, or documents for other tools, out."""
 
     name: str = Field("pipeline", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Shown in reports."""
@@ -384,7 +429,8 @@ class PipelineConfig(Config):
     placement: PlacementConfig = PlacementConfig()
     """Nodes that its tasks run on."""
     steps: tuple[Step, ...]
-    """What is done, in this order. The last two are tokenize and pack."""
+    """What is done, in this order. `tokenize`, `pack` and `write` come last, in this order, and each may be left out; a
+    recipe without pack and write ends as if `write` stood there."""
 
     @field_validator("partitions")
     @classmethod
@@ -396,20 +442,46 @@ class PipelineConfig(Config):
     @model_validator(mode="after")
     def _order(self) -> PipelineConfig:
         kinds = [step.kind for step in self.steps]
-        if kinds[-2:] != ["tokenize", "pack"]:
-            raise ValueError(f"the last two steps must be tokenize and pack, found {', '.join(kinds) or 'none'}")
+        last = [kind for kind in kinds if kind in LAST]
+        if kinds[len(kinds) - len(last) :] != sorted(last, key=LAST.index):
+            raise ValueError(f"the last steps are {', '.join(LAST)}, in this order, found {', '.join(kinds)}")
+        if "pack" in kinds and "tokenize" not in kinds:
+            raise ValueError("pack needs tokenize before it")
         for kind in sorted(set(kinds) - {"filter"}):
             if kinds.count(kind) > 1:
                 raise ValueError(f"{kind} is given {kinds.count(kind)} times; once is enough")
-        if self.read.kind != "documents" and self.step("tokenize").train and not self.step("tokenize").chat_template:
+        self._check_product()
+        tokenize = self.step("tokenize")
+        if self.read.kind != "documents" and tokenize and tokenize.train and not tokenize.chat_template:
             raise ValueError("a tokenizer trained here has no chat template: name one with tokenize.chat_template, and "
                              "its special tokens with tokenize.train.special_tokens")
         if self.read.kind != "documents" and (editing := [name for step in self.steps for name in _editing(step)]):
             raise ValueError(f"{', '.join(editing)} would change the text of conversations, whose messages are what is "
                              "tokenized: leave out what edits, or give filters annotate: true")
-        if self.read.kind == "preferences" and self.step("pack").waves:
+        if self.read.kind == "preferences" and self.step("pack") and self.step("pack").waves:
             raise ValueError("pack.waves is for packed sequences, which training reads in order; leave it out")
         return self
+
+    def _check_product(self) -> None:
+        product = self.product
+        if product is None or "megatron" not in product.formats:
+            if self.step("tokenize") and not self.step("pack"):
+                raise ValueError("nothing takes the tokens: add pack, or write with formats: [megatron]")
+            return
+        if not self.step("tokenize"):
+            raise ValueError("write.formats: megatron holds tokens, so tokenize must come before it")
+        if self.read.kind != "documents":
+            raise ValueError("write.formats: megatron has no loss mask, so it holds documents, not conversations")
+
+    @property
+    def product(self) -> WriteStep | None:
+        """The step `write` with its formats; None in a recipe that packs and writes nothing else."""
+        step = self.step("write")
+        if step is None and self.step("pack"):
+            return None
+        step = step or WriteStep.model_validate({})
+        default = "megatron" if self.step("tokenize") and not self.step("pack") else "parquet"
+        return step if step.formats else step.model_copy(update={"formats": (default,)})
 
     def recipe_hash(self) -> str:
         """Hash of what decides the result: not where it is computed."""

@@ -5,21 +5,22 @@ Documents are compared by 64-bit hashes of their ids, a share of them at a time,
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tidewheel.data import verdicts
+from tidewheel.data import product, verdicts
 from tidewheel.data.stage import read_file
 from tidewheel.data.stages import origin, replace
 from tidewheel.data.stages.pack import SETS
 from tidewheel.errors import InputError
 from tidewheel.shards import preferences
-from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
+from tidewheel.shards.manifest import KEY, PACKED, Manifest, read_manifest
 from tidewheel.shards.reader import ShardSet
 from tidewheel.storage import Stamp, Store, store
 
@@ -114,14 +115,15 @@ def _counts(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]
     for key in ("documents", "tokens", "rows"):
         rows.append({"count": f"training {key}", "a": before.get(key), "b": now.get(key)})
     for key in ("documents", "tokens"):
-        rows.append({"count": f"validation {key}", "a": before["validation"][key], "b": now["validation"][key]})
+        validation = [summary.get("validation", {}).get(key) for summary in (before, now)]
+        rows.append({"count": f"validation {key}", "a": validation[0], "b": validation[1]})
     return rows
 
 
 def _documents(first: Store, second: Store) -> tuple[Moved, Moved, int]:
     """(documents gained, documents lost, documents in both)."""
     sets = [_sets(place) for place in (first, second)]
-    total = sum(manifest.documents for one in sets for _, manifest in one)
+    total = sum(each.documents for one in sets for each in one)
     shares = max(1, -(-total // AT_A_TIME))
     gained, lost, both = Moved(), Moved(), 0
     for share in range(shares):
@@ -134,7 +136,7 @@ def _documents(first: Store, second: Store) -> tuple[Moved, Moved, int]:
     return gained, lost, both
 
 
-def _tell(moved: Moved, hashes: np.ndarray, sets: Sequence[tuple[Store, Manifest]], other: Store) -> None:
+def _tell(moved: Moved, hashes: np.ndarray, sets: Sequence[_Set], other: Store) -> None:
     """Add documents with these hashes to `moved`, with what the other output says of them."""
     moved.count += len(hashes)
     explained = np.zeros(len(hashes), bool)
@@ -165,11 +167,24 @@ def _dropped(place: Store) -> Iterator[tuple[str, pa.ChunkedArray, np.ndarray]]:
                 yield file.key.split("/")[1], table["reason"], verdicts.hash_ids(table["id"])
 
 
-def _sets(place: Store) -> list[tuple[Store, Manifest]]:
-    return [(place.child(name), read_manifest(place.child(name))) for name in SETS]
+@dataclass(frozen=True)
+class _Set:
+    """Documents of an output: how many, and their ids, of which some may come several times."""
+
+    documents: int
+    ids: Callable[[], Iterator[pa.Array]]
 
 
-def _hashes(sets: Sequence[tuple[Store, Manifest]], share: int, shares: int) -> np.ndarray:
+def _sets(place: Store) -> list[_Set]:
+    """The training and the validation set; of an output without them, the product."""
+    if not place.child(SETS[0]).exists(KEY) and place.child(product.FOLDER).exists(product.MANIFEST):
+        written = place.child(product.FOLDER)
+        return [_Set(product.read_manifest(written)["documents"], functools.partial(product.ids, written))]
+    found = [(place.child(name), read_manifest(place.child(name))) for name in SETS]
+    return [_Set(manifest.documents, functools.partial(_packed_ids, child, manifest)) for child, manifest in found]
+
+
+def _hashes(sets: Sequence[_Set], share: int, shares: int) -> np.ndarray:
     """Hashes of the ids of one share of the documents, uint64."""
     found = [np.zeros(0, np.uint64)]
     for ids in _ids(sets):
@@ -178,13 +193,17 @@ def _hashes(sets: Sequence[tuple[Store, Manifest]], share: int, shares: int) -> 
     return np.concatenate(found)
 
 
-def _ids(sets: Sequence[tuple[Store, Manifest]]) -> Iterator[pa.Array]:
-    """Ids of the documents of both sets, shard by shard; one whose tokens are in several rows comes several times."""
-    for place, manifest in sets:
-        if manifest.kind == PACKED:
-            shards = ShardSet.open(place.uri)
-            for number in range(len(manifest.shards)):
-                yield shards.shard(number).batch.column("document_ids").flatten()
-        else:
-            for batch in preferences.read_pairs(place.uri):
-                yield batch.column("document_id")
+def _ids(sets: Sequence[_Set]) -> Iterator[pa.Array]:
+    """Ids of the documents of all sets; one whose tokens are in several rows comes several times."""
+    for each in sets:
+        yield from each.ids()
+
+
+def _packed_ids(place: Store, manifest: Manifest) -> Iterator[pa.Array]:
+    if manifest.kind == PACKED:
+        shards = ShardSet.open(place.uri)
+        for number in range(len(manifest.shards)):
+            yield shards.shard(number).batch.column("document_ids").flatten()
+    else:
+        for batch in preferences.read_pairs(place.uri):
+            yield batch.column("document_id")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidewheel.data.config import FilterStep, PipelineConfig
+from tidewheel.data.config import LAST, FilterStep, PipelineConfig
 from tidewheel.data.stage import Published, counts, lookup, read_file
 from tidewheel.data.stages import (
     by_source,
@@ -33,6 +33,7 @@ from tidewheel.data.stages import (
     row_local,
     summary,
     tokenizer,
+    write,
 )
 from tidewheel.data.stages.execute import Finished, Runner, Task
 from tidewheel.data.stages.formats import FormatLine, by_format
@@ -41,6 +42,8 @@ from tidewheel.data.stages.ray_data import placed
 from tidewheel.data.stages.summary import Ledger
 from tidewheel.errors import InputError, OwnershipError, StorageError
 from tidewheel.lease import Held, holding
+from tidewheel.shards.manifest import GROWING
+from tidewheel.shards.manifest import KEY as MANIFEST
 from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
 
 LEASES = "leases"
@@ -63,7 +66,7 @@ class PipelineSummary:
 
     @property
     def documents(self) -> int:
-        """Documents in the training set."""
+        """Documents in the training set; without one, in the product (`write`)."""
         return self.value["documents"]
 
     @property
@@ -76,7 +79,9 @@ class PipelineSummary:
         return {entry["name"]: entry for entry in self.value["stages"]}[name]
 
     def sets(self) -> list[dict[str, str]]:
-        """For a table: a line for each set."""
+        """For a table: a line for each set; none where nothing is packed."""
+        if "rows" not in self.value:
+            return []
         return [{"set": name, "documents": f"{values['documents']:,}", "tokens": f"{values['tokens']:,}",
                  "rows": f"{values['rows']:,}", "filled": f"{values['utilisation']:.1%}" if values["rows"] else "-"}
                 for name, values in (("training", self.value), ("validation", self.value["validation"]))]
@@ -155,7 +160,7 @@ def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> Pipe
     replace.begin(job)
     ledger = Ledger()
     with placed(job.config.placement.selector):
-        packed, tokenizer_file, evaluation_sets = _stages(job, runner, ledger, fail_above)
+        done = _stages(job, runner, ledger, fail_above)
     if held.lost:  # units are the same whoever writes them; the manifests are the other one's now
         raise OwnershipError("another pipeline has begun to write to this output, as this one showed no sign of life",
                              where=job.output, mend="wait for the other one; what both have done is not done again")
@@ -163,15 +168,40 @@ def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> Pipe
     if ledger.near_index:
         near_index.commit(job, ledger.near_index)
     runner.tidy("annotations", ledger.annotating)
-    manifests = pack.commit(job, packed, read_file(job.store, tokenizer_file), evaluation_sets)
-    value = summary.write(job, ledger, packed, manifests, origin.write(job))
+    file = read_file(job.store, done.tokenizer) if done.tokenizer else b""
+    product = manifests = None
+    if job.config.product is not None:
+        product = write.commit(job, done.written, ledger.stages, done.evaluation_sets, file)
+    if job.config.step("pack"):
+        manifests = pack.commit(job, done.packed, file, done.evaluation_sets)
+    _withdraw(job)
+    value = summary.write(job, ledger, done.packed, manifests, origin.write(job), product)
     replace.finish(job.store, runner.completed)
     return PipelineSummary(value, job.output)
 
 
-def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None = None
-            ) -> tuple[list[Published], Stamp, Sequence[dict[str, Any]]]:
-    """Complete every stage; gives the packed units, the tokenizer and the evaluation sets' fingerprints."""
+def _withdraw(job: Job) -> None:
+    """Take back what an earlier recipe has published here and this one does not make: it would pass for its work."""
+    for folder in pack.SETS if not job.config.step("pack") else ():
+        job.store.delete(f"{folder}/{MANIFEST}")
+        job.store.delete(f"{folder}/{GROWING}")
+    if job.config.product is None:
+        job.store.delete(f"{write.FOLDER}/{MANIFEST}")
+
+
+@dataclass(frozen=True)
+class _Completed:
+    """What the last stages made: units of the product and the sets, the tokenizer's file, and the fingerprints of the
+    evaluation sets."""
+
+    written: list[Published]
+    packed: list[Published]
+    tokenizer: Stamp | None
+    evaluation_sets: Sequence[dict[str, Any]]
+
+
+def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None = None) -> _Completed:
+    """Complete every stage."""
     ingested = ingest.run(job, runner)
     _read_lines(job.config, ledger, ingested)
     done, parts = partition.run(job, runner, ingested.units)
@@ -198,9 +228,17 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
     left = sum(part.count for part in parts)
     if not left:
         raise empty.nothing_left(ledger.stages, ledger.quarantine, job)
-    made = tokenizer.run(job, runner, parts)
-    ledger.stage(tokenizer.STAGE, made, documents_in=left, documents_out=left)
-    file = made.units[0].files["tokenizer"]
+    file, written = None, list[Published]()
+    if job.config.step("tokenize"):
+        made = tokenizer.run(job, runner, parts)
+        ledger.stage(tokenizer.STAGE, made, documents_in=left, documents_out=left)
+        file = made.units[0].files["tokenizer"]
+    if job.config.product is not None:
+        product = write.run(job, runner, parts, file)
+        written = product.units
+        ledger.stage(write.STAGE, product, documents_in=left, documents_out=left)
+    if file is None or not job.config.step("pack"):
+        return _Completed(written, [], file, evaluation_sets)
     packed = pack.run(job, runner, parts, file, evaluation_sets)
     made_of = sum(unit.summary[name]["documents"] for unit in packed.units for name in pack.SETS)
     ledger.stage(pack.STAGE, packed, documents_in=sum(unit.summary["documents_in"] for unit in packed.units),
@@ -215,7 +253,7 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
         raise error
     if "contamination" in ledger.more:
         ledger.more["contamination"]["packed"] = decontaminate.check_packed(job, runner, packed.units, file)
-    return packed.units, file, evaluation_sets
+    return _Completed(written, packed.units, file, evaluation_sets)
 
 
 def check(config: PipelineConfig, *, input: str, output: str, may_replace: bool = False) -> None:
@@ -235,19 +273,30 @@ def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
     size = sum(file.bytes for file in job.files)
     rules = ", ".join(_filters(step) for step in ingest.leading_filters(config))
     what = f"read {len(job.files)} files, {size / 1e6:.1f} MB" + (f"; filter: {rules}" if rules else "")
-    tokenize, rows = config.step("tokenize"), config.step("pack")
     lines = [
         (ingest.STAGE, len(ingest.tasks(job)), what),
         (partition.STAGE, job.partitions, "documents by the hash of their id"),
         *((stage, job.partitions, _note(step)) for stage, step in _middle(config)),
-        (tokenizer.STAGE, 1, f"from {tokenize.file}" if tokenize.file else
-         f"train, {tokenize.train.vocabulary_size} tokens"),
-        (pack.STAGE, job.partitions, f"rows of {rows.sequence_length} tokens, {rows.validation_fraction:g} of the "
-                                     "documents for validation"),
+        *_last(job),
     ]
     return Plan(tuple(PlannedStage(name, units, found.published.get(name), note) for name, units, note in lines),
                 config.recipe_hash(), len(job.files), size, job.partitions, by_format(job.files, config.read),
                 replace.would_replace(job))
+
+
+def _last(job: Job) -> list[tuple[str, int, str]]:
+    """(stage, units, note) of the tokenizer and what writes."""
+    lines = []
+    tokenize, rows, product = job.config.step("tokenize"), job.config.step("pack"), job.config.product
+    if tokenize:
+        lines.append((tokenizer.STAGE, 1, f"from {tokenize.file}" if tokenize.file else
+                      f"train, {tokenize.train.vocabulary_size} tokens"))
+    if product:
+        lines.append((write.STAGE, job.partitions, f"{', '.join(product.formats)} to {write.FOLDER}/"))
+    if rows:
+        lines.append((pack.STAGE, job.partitions, f"rows of {rows.sequence_length} tokens, "
+                                                  f"{rows.validation_fraction:g} of the documents for validation"))
+    return lines
 
 
 class _Unfinished(Exception):
@@ -285,8 +334,9 @@ def _filters(step: FilterStep) -> str:
 
 
 def _middle(config: PipelineConfig) -> list[tuple[str, Any]]:
-    """(stage name, step) of the steps between reading, which leading filters belong to, and the tokenizer."""
-    steps = list(config.steps[:-2])
+    """(stage name, step) of the steps between reading, which leading filters belong to, and the tokenizer or what
+    writes."""
+    steps = [step for step in config.steps if step.kind not in LAST]
     filters = 0
     while steps and steps[0].kind == "filter":
         steps.pop(0)
@@ -320,6 +370,6 @@ def _sweep(job: Job) -> None:
         with contextlib.suppress(StorageError):  # it may not be allowed to list them; that stops nobody's pipeline
             job.store.abort_uploads(before=time.time() - ABANDONED_SECONDS)
         return
-    for folder in ("stages", "verdicts", "annotations", "quarantine", *pack.SETS):
+    for folder in ("stages", "verdicts", "annotations", "quarantine", write.FOLDER, *pack.SETS):
         for path in Path(job.output, folder).rglob(f"{TEMPORARY_PREFIX}*"):
             path.unlink(missing_ok=True)

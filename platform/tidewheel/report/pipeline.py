@@ -53,10 +53,14 @@ def pipeline_cards(summary: dict[str, Any]) -> Html:
     came = max([stage.get("documents_in", 0) for stage in stages], default=0)
     kept = stages[-1].get("documents_out", 0) if stages else 0
     bad = sum(summary.get("quarantine", {}).values())
-    return cards([
-        ("Documents kept", count(kept), f"of {count(came)} read ({percent(kept, came)})", "good"),
+    packed = [
         ("Tokens", count(summary.get("tokens")), f"{summary.get('bytes_per_token') or 0:.2f} bytes per token", ""),
         ("Packed sequences", count(summary.get("rows")), f"{percent(summary.get('utilisation') or 0)} filled", ""),
+    ] if summary.get("rows") is not None else []
+    written = [("Data set", count(found["files"]), f"files: {', '.join(found['formats'])}", "")
+               ] if (found := summary.get("dataset")) else []
+    return cards([
+        ("Documents kept", count(kept), f"of {count(came)} read ({percent(kept, came)})", "good"), *packed, *written,
         ("Quarantined records", count(bad), "unreadable or invalid, set aside with their place" if bad else "none", ""),
         ("Time", seconds(sum(stage.get("seconds", 0) for stage in stages)), f"{len(stages)} stages", "")])
 

@@ -63,8 +63,9 @@ class PipelineKind:
         from tidewheel.data.stages.job import content
 
         config = build(PipelineConfig, entry["config"], where=entry["name"])
-        return content(config, input=input, output=output,
-                       given=(config.step("tokenize").file or "").startswith(REFERENCE))
+        tokenize = config.step("tokenize")
+        given = tokenize is not None and (tokenize.file or "").startswith(REFERENCE)
+        return content(config, input=input, output=output, given=given)
 
     def place(self, output: str, entry: Entry, key: str) -> str:
         return storage.join(output, "data", f"{entry['name']}-{key}")
@@ -75,7 +76,7 @@ class PipelineKind:
 
         overrides = []
         if "tokenizer" in task.needs:
-            step = len(task.entry["config"]["steps"]) - 2
+            step = next(number for number, each in enumerate(task.entry["config"]["steps"]) if each.get("tokenize"))
             overrides.append(f"steps.{step}.tokenize.file={json.dumps(task.needs['tokenizer'])}")
         config = build(PipelineConfig, task.entry["config"], overrides, where=task.entry["name"])
         told = _Sparse(log)
@@ -367,9 +368,13 @@ def _manifest(uri: str) -> str:
 
 
 def _set_hash(place: str) -> str:
-    """Content of a pipeline's shard set, wherever its tokenizer's file was: without the hash of the recipe's text."""
+    """Content of a pipeline's shard set, wherever its tokenizer's file was: without the hash of the recipe's text. Of a
+    pipeline without one, content of what it has written."""
     from tidewheel.shards.manifest import read_manifest
 
+    product = storage.store(place).child("dataset")
+    if not storage.store(place).child(SHARDS).exists("manifest.json") and product.exists("manifest.json"):
+        return storage.content_hash(json.dumps(product.read_json("manifest.json")["files"], sort_keys=True).encode())
     values = read_manifest(storage.store(place).child(SHARDS)).canonical()
     for name in ("recipe_hash", "recipe"):
         values.pop(name, None)

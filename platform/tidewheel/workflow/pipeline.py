@@ -77,6 +77,10 @@ class Pipeline:
         """Pack tokens into sequences of `sequence_length`, without losing one, and write the shards."""
         return self._with("pack", settings)
 
+    def write(self, *formats: str, **settings: Any) -> Pipeline:
+        """Write the documents for other tools: parquet (the default), jsonl, arrow, mds; megatron behind `tokenize`."""
+        return self._with("write", {"formats": list(formats), **settings} if formats else settings)
+
     def _with(self, name: str, settings: dict[str, Any]) -> Pipeline:
         return replace(self, steps=(*self.steps, {name: settings}))
 

@@ -33,6 +33,10 @@ class Train:
                  data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
                  overlap: bool = False, **overrides: Any) -> None:
         self.config, self.data, self.init_from, self.overlap = config, data, init_from, overlap
+        for each in data.values() if isinstance(data, Mapping) else [data]:
+            if isinstance(each, Pipeline) and not each.config().step("pack"):
+                raise ConfigError(f"the pipeline {each.name!r} packs nothing that a training could read",
+                                  where="Train(...)", mend="end it with .tokenize(...).pack(...)")
         if overlap and not (isinstance(data, Pipeline) and data.config().step("pack").waves):
             raise ConfigError("overlap needs a pipeline whose shards are read in waves", where="Train(...)",
                               mend="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")

@@ -28,6 +28,34 @@ def changed(place, value):
     return values
 
 
+TOKENIZE = {"tokenize": {"train": {}}}
+
+
+def ending(*steps):
+    return {"read": {"paths": ["*"]}, "steps": list(steps)}
+
+
+@pytest.mark.parametrize(("steps", "formats"), [
+    ([], ["parquet"]), (["dedup_exact"], ["parquet"]), (["write"], ["parquet"]), ([TOKENIZE], ["megatron"]),
+    ([TOKENIZE, "write"], ["megatron"]), ([TOKENIZE, "pack"], None), ([TOKENIZE, "pack", "write"], ["parquet"]),
+    ([{"write": {"formats": ["jsonl", "mds"]}}], ["jsonl", "mds"]),
+    ([TOKENIZE, "pack", {"write": {"formats": ["megatron", "arrow"]}}], ["megatron", "arrow"])])
+def test_a_recipe_may_end_after_any_step(steps, formats):
+    config = build(PipelineConfig, ending(*steps))
+    assert (config.product and list(config.product.formats)) == formats
+    assert build(PipelineConfig, config.canonical()).recipe_hash() == config.recipe_hash()
+
+
+def test_a_recipe_that_writes_nothing_has_the_hash_that_it_had():
+    assert load(PipelineConfig, DEMO).recipe_hash() == "d9aeb1b7d674c964"
+
+
+def test_conversations_have_no_megatron_format():
+    chat = {"paths": ["*"], "kind": "chat"}
+    with pytest.raises(ConfigError, match="no loss mask"):
+        build(PipelineConfig, {**ending({"tokenize": {"file": "t.json"}}), "read": chat})
+
+
 def test_the_demo_recipe_loads_with_its_defaults():
     config = load(PipelineConfig, DEMO)
     assert [step.kind for step in config.steps] == ["filter", "dedup_exact", "dedup_near", "decontaminate", "tokenize",
@@ -82,9 +110,14 @@ def _gopher():
     (changed(0, {"filter": {}}), "at least one filter"),
     (changed(4, {"tokenize": {}}), "either train or file"),
     (changed(4, {"tokenize": {"train": {}, "file": "t.json"}}), "either train or file"),
-    (changed(4, {"dedup_exact": {}}), "last two steps must be tokenize and pack"),
+    (changed(4, {"dedup_exact": {}}), "pack needs tokenize before it"),
     (changed(0, {"dedup_exact": {}}), "dedup_exact is given 2 times"),
-    ({**VALUES, "steps": []}, "last two steps must be tokenize and pack"),
+    (ending("write", TOKENIZE), "the last steps are tokenize, pack, write, in this order"),
+    (ending(TOKENIZE, "dedup_exact", "pack"), "the last steps are tokenize, pack, write, in this order"),
+    (ending(TOKENIZE, {"write": {"formats": ["parquet"]}}), "nothing takes the tokens"),
+    (ending({"write": {"formats": ["megatron"]}}), "tokenize must come before it"),
+    (ending({"write": {"formats": ["mds", "mds"]}}), "mds is given twice"),
+    (ending({"write": {"formats": ["csv"]}}), "write.formats"),
     ({**VALUES, "partitions": 0}, "write auto, or a number"),
     ({**VALUES, "read": {"paths": []}}, "read.paths"),
     ({"steps": VALUES["steps"]}, "read"),

@@ -41,7 +41,9 @@ def nothing_left(stages: Sequence[Mapping[str, Any]], reasons: Mapping[str, int]
              for entry in stages if entry["dropped"]]
     most = max(stages, key=lambda entry: sum(entry["dropped"].values()))
     dropped = sum(most["dropped"].values())
-    if not came:
+    if not came and job.config.read.sample is not None:
+        mend = f"raise read.sample ({job.config.read.sample:g}): no document is in it"
+    elif not came:
         mend = "correct --input or read.paths"
     elif bad >= dropped:
         first = max(reasons, key=lambda reason: reasons[reason])

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from tidewheel.data import quarantine, readers, text, verdicts
 from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
@@ -30,6 +31,7 @@ from tidewheel.storage import store
 
 STAGE, FILTER = "ingest", "filter"  # what leading filters decide is told as a stage of its own
 BATCH_DOCUMENTS = 2048
+_SAMPLE_SALT = 0x5A3B1E  # keeps the sample independent of partitions and of the validation split
 BATCH_CHARACTERS = 8 << 20
 _MODULES = (*readers.MODULES, "tidewheel.data.quarantine", "tidewheel.data.document", *keys.MODULES,
             *by_source.MODULES, "tidewheel.data.stages.ingest",
@@ -55,8 +57,8 @@ def leading_filters(config: PipelineConfig) -> list[FilterStep]:
 def tasks(job: Job) -> list[Task]:
     """One for each source file or range of one. Neither the patterns are part of the key nor what other files hold."""
     read = job.config.read.canonical()
-    for name in ("paths", "unit_bytes"):
-        read.pop(name)
+    for name in ("paths", "unit_bytes", "limit"):
+        read.pop(name, None)
     settings = {
         "read": read,
         "filters": grouped(leading_filters(job.config), job.identity),
@@ -69,11 +71,12 @@ def tasks(job: Job) -> list[Task]:
         versions = readers.versions(file.shape)
         for span in file.ranges or [None]:
             inputs = [file.name, file.fingerprint, *versions, *(map(str, span or ()))]
+            inputs += [] if file.limit is None else [f"limit {file.limit}"]
             unit = Unit(STAGE, _label(file, span),
                         unit_key(STAGE, settings=settings, code=code, inputs=inputs), len(found))
             found.append(Task(job.output, unit, {**settings, "filters": rules, "root": file.root, "key": file.key,
                                                  "name": file.name, "fingerprint": file.fingerprint, "span": span,
-                                                 "shape": sniff.values_of(file.shape)}))
+                                                 "shape": sniff.values_of(file.shape), "limit": file.limit}))
     return found
 
 
@@ -167,6 +170,8 @@ def ingest_file(task: Task) -> Published:
 def _is_empty(task: Task) -> bool:
     """Whether the file holds no record at all, so that the unit that begins it says so."""
     span = task.inputs["span"]
+    if task.inputs["read"].get("sample") is not None:  # it may only be that none is in the sample
+        return False
     if span is None:
         return True
     config = ReadConfig(paths=("-",), **task.inputs["read"])
@@ -208,20 +213,40 @@ def _batches(task: Task, config: ReadConfig, tally: _Tally) -> Iterator[list[Rec
     batch: list[Record] = []
     characters = 0
     span = task.inputs["span"]
-    shape = sniff.shape_from(task.inputs["shape"])
+    shape, sampled = sniff.shape_from(task.inputs["shape"]), _sampler(config)
+    limit = task.inputs["limit"]
+    taken = 0
     for record in readers.read_records(place, task.inputs["key"], config, name=name, span=span and tuple(span),
                                        shape=shape):
+        if not sampled(record):
+            continue
         tally.records += record.records if isinstance(record, Bad) else 1
         if isinstance(record, Bad):
             tally.bad.append(record)
             continue
         batch.append(record)
+        taken += 1
         characters += len(record.text)
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
+        if taken == limit:
+            break
     if batch:
         yield batch
+
+
+def _sampler(config: ReadConfig) -> Callable[[Record | Bad], bool]:
+    """Which records are in the sample: documents by their id, bad records, so that their share stays, by place."""
+    if config.sample is None:
+        return lambda record: True
+    below = int(config.sample * (1 << 64))
+
+    def sampled(record: Record | Bad) -> bool:
+        name = f"{record.file}:{record.offset}" if isinstance(record, Bad) else record.id
+        return xxhash.xxh3_64_intdigest(name.encode(), _SAMPLE_SALT) < below
+
+    return sampled
 
 
 def _keep(records: list[Record], config: ReadConfig, rules: list[Group], tally: _Tally) -> pa.Table:

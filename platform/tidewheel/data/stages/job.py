@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tidewheel.data.stages.near_index import Index
 
 PARTITION_BYTES = 64 << 20  # of text: a worker holds several times as much while it sorts or packs a partition
+PARTITION_DOCUMENTS = 4096  # where only so many documents are read, whatever the size of the files
 PACKED_ENDINGS = (".gz", ".zst", ".parquet")  # files that hold about three times as much text as they have bytes
 UNPACKED = 3
 MIN_PARTITIONS = 4
@@ -33,7 +34,8 @@ _PARALLEL_LOOKUPS = 16
 @dataclass(frozen=True)
 class SourceFile:
     """One input file: its place, its name in quarantine and lineage, its length, the identity of its content, and the
-    ranges it is read in (`readers.ranges`); () when it is read as a whole; what its first bytes say it holds."""
+    ranges it is read in (`readers.ranges`); () when it is read as a whole; what its first bytes say it holds; and how
+    many documents are read of it, None for all."""
 
     root: str
     key: str
@@ -42,6 +44,7 @@ class SourceFile:
     fingerprint: str
     ranges: tuple[tuple[int, int], ...] = ()
     shape: readers.Shape = field(default_factory=lambda: readers.Shape("jsonl"))
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,18 @@ def _source_files(config: PipelineConfig, input: str, output: str) -> tuple[Sour
         files = tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
     _check_formats(files, config.max_bad_fraction)
     readers.check_installed(file.shape for file in files)
-    return files
+    return files if config.read.limit is None else limited(files, config.read.limit)
+
+
+def limited(files: Sequence[SourceFile], limit: int) -> tuple[SourceFile, ...]:
+    """The files that `limit` documents are read of, each with its part, by largest remainder of its size."""
+    total = sum(file.bytes for file in files)
+    exact = [limit * file.bytes / total if total else 0.0 for file in files]
+    parts = [int(share) for share in exact]
+    order = sorted(range(len(files)), key=lambda number: (parts[number] - exact[number], files[number].name))
+    for number in order[: limit - sum(parts)]:
+        parts[number] += 1
+    return tuple(replace(file, ranges=(), limit=part) for file, part in zip(files, parts, strict=True) if part)
 
 
 def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
@@ -217,7 +231,7 @@ def _indexes(config: PipelineConfig, input: str) -> tuple[Index, ...]:
 
 def _tokenizer(config: PipelineConfig, input: str) -> bytes:
     step = config.step("tokenize")
-    if step.file is None:
+    if step is None or step.file is None:
         return b""
     from tidewheel.data.tokenize.tokenizer import settings_of
     from tidewheel.shards.tokenizer import load
@@ -245,7 +259,7 @@ def _tokenizer(config: PipelineConfig, input: str) -> bytes:
 
 def _chat_template(config: PipelineConfig, input: str) -> str:
     step = config.step("tokenize")
-    if config.read.kind == "documents":
+    if step is None or config.read.kind == "documents":
         return ""
     from tidewheel.data.tokenize.chat import read_template
 
@@ -283,5 +297,8 @@ def _partitions(config: PipelineConfig, files: Sequence[SourceFile]) -> int:
         return config.partitions
     size = sum(file.bytes * (UNPACKED if file.key.endswith(PACKED_ENDINGS) or file.shape.packing else 1)
                for file in files)
+    size = int(size * (config.read.sample or 1))
     wanted = max(-(-size // PARTITION_BYTES), MIN_PARTITIONS)
+    if config.read.limit is not None:
+        wanted = min(wanted, max(config.read.limit // PARTITION_DOCUMENTS, MIN_PARTITIONS))
     return 1 << (wanted - 1).bit_length()

@@ -167,7 +167,7 @@ def pack_part(task: Task) -> Published:
 def _chosen(task: Task, documents: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The documents of the one set that the task is for."""
     for table in documents:
-        held_out = _held_out(task, table["id"].combine_chunks())
+        held_out = is_held_out(task, table["id"].combine_chunks())
         chosen = table.filter(pa.array(held_out if task.inputs["only"] == VALIDATION else ~held_out))
         if len(chosen):
             yield chosen
@@ -180,7 +180,7 @@ def _dropped(writer: UnitWriter, dropped: pa.Table, heads: pa.Table) -> dict[str
     return {"dropped": verdicts.counts(dropped), "samples": verdicts.samples(dropped, heads)}
 
 
-def _held_out(task: Task, ids: pa.Array) -> np.ndarray:
+def is_held_out(task: Task, ids: pa.Array) -> np.ndarray:
     """True for the documents of the validation set, bool [n]."""
     hashes = verdicts.hash_ids(ids, seed=_SPLIT_SALT + task.inputs["seed"])
     return hashes.astype(np.float64) / 2.0**64 < task.inputs["validation_fraction"]
@@ -188,7 +188,7 @@ def _held_out(task: Task, ids: pa.Array) -> np.ndarray:
 
 def _packed_sets(task: Task, encoder: Encoder, found: tokens.Tokens) -> dict[str, tuple[int, pa.Table]]:
     """(documents, rows) of both sets, packed."""
-    held_out, inputs = _held_out(task, found.ids), task.inputs
+    held_out, inputs = is_held_out(task, found.ids), task.inputs
     sets = {}
     for name, chosen in ((TRAINING, ~held_out), (VALIDATION, held_out)):
         rows, own = np.flatnonzero(chosen), np.repeat(chosen, found.sizes)
@@ -204,7 +204,7 @@ def _packed_sets(task: Task, encoder: Encoder, found: tokens.Tokens) -> dict[str
 
 def _pair_sets(task: Task, found: tokens.PairRows) -> dict[str, tuple[int, pa.Table]]:
     """(documents, rows) of both sets, pairs."""
-    held_out = pa.array(_held_out(task, found.table["document_id"].combine_chunks()))
+    held_out = pa.array(is_held_out(task, found.table["document_id"].combine_chunks()))
     sets = {TRAINING: found.table.filter(pa.compute.invert(held_out)), VALIDATION: found.table.filter(held_out)}
     return {name: (len(table), table) for name, table in sets.items()}
 

@@ -96,19 +96,36 @@ def _sum(units: Sequence[Published], name: str) -> int:
     return sum(unit.summary[name] for unit in units)
 
 
-def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapping[str, Manifest],
-          made: Mapping[str, Any]) -> dict[str, Any]:
-    """Write `summary.json` and give its value; `made` is what `origin.write` gave."""
-    training, validation = manifests[TRAINING], manifests[VALIDATION]
-    vocabulary = training.vocabulary_size
-    tokens = training.tokens + validation.tokens
+def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapping[str, Manifest] | None,
+          made: Mapping[str, Any], product: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write `summary.json` and give its value; manifests of the sets that were packed, and of the product, if any;
+    `made` is what `origin.write` gave."""
     value = {
         "name": job.config.name, "recipe_hash": job.config.recipe_hash(), "input": job.input,
         "files": len(job.files), "input_bytes": sum(file.bytes for file in job.files), "partitions": job.partitions,
         "stages": ledger.stages, "quarantine": dict(sorted(ledger.quarantine.items())),
         "samples": ledger.samples, "histograms": ledger.histograms, **ledger.more,
-        "sources": by_source.by_stage(ledger.left),
-        "kind": job.config.read.kind, "loss_tokens": _loss_tokens(packed),
+        "sources": by_source.by_stage(ledger.left), "kind": job.config.read.kind, "tokens": 0,
+        "made": {name: made[name] for name in ("recipe", "input", "read_besides", "versions", "commit")},
+    }
+    if product is not None:
+        value["documents"] = product["documents"]
+        value["dataset"] = {name: product[name] for name in (
+            "formats", "documents", "bytes", "splits", "languages", "licenses")}
+        value["dataset"]["files"] = len(product["files"])
+    if manifests is not None:
+        value |= _sets(job, packed, manifests)
+    job.store.write_json("summary.json", value)
+    return value
+
+
+def _sets(job: Job, packed: Sequence[Published], manifests: Mapping[str, Manifest]) -> dict[str, Any]:
+    """What is told of the training and the validation set."""
+    training, validation = manifests[TRAINING], manifests[VALIDATION]
+    vocabulary = training.vocabulary_size
+    tokens = training.tokens + validation.tokens
+    return {
+        "loss_tokens": _loss_tokens(packed),
         "tokens": training.tokens, "rows": training.rows, "documents": training.documents,
         "utilisation": round(training.utilisation, 6), "vocabulary_size": vocabulary,
         "sequence_length": training.sequence_length, "evaluation_sets": list(training.evaluation_sets),
@@ -118,9 +135,6 @@ def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapp
         "ngram_entropy": ngrams.entropies(_counts(job, packed, VALIDATION, vocabulary),
                                           _counts(job, packed, TRAINING, vocabulary)),
     }
-    value["made"] = {name: made[name] for name in ("recipe", "input", "read_besides", "versions", "commit")}
-    job.store.write_json("summary.json", value)
-    return value
 
 
 def _loss_tokens(packed: Sequence[Published]) -> int | None:

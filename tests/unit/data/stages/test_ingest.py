@@ -14,7 +14,7 @@ from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.stage import counts, read_table
 from tidewheel.data.stages import ingest
-from tidewheel.data.stages.job import resolve
+from tidewheel.data.stages.job import MIN_PARTITIONS, SourceFile, _partitions, resolve
 from tidewheel.errors import InputError
 from tidewheel.storage import store
 
@@ -96,3 +96,61 @@ def test_the_worst_file_is_named_with_its_ranges_together(folder, tmp_path):
     with pytest.raises(InputError, match="31 of 31, in this file: invalid_json 31") as error:
         ingest.check_share(done, job)
     assert error.value.where == "worse.jsonl"
+
+
+def ids(output, done):
+    return [row["id"] for unit in done for row in read_table(store(output), unit.files["documents"]).to_pylist()]
+
+
+@pytest.mark.parametrize("size", [1 << 28, 5000])
+def test_a_sample_is_the_same_documents_whatever_files_they_are_in(folder, tmp_path, size):
+    every = ids(tmp_path / "all", units(folder, tmp_path / "all"))
+    tenth = units(folder, tmp_path / "tenth", sample=0.1, unit_bytes=size)
+    third = units(folder, tmp_path / "third", sample=0.3)
+    some, more = set(ids(tmp_path / "tenth", tenth)), set(ids(tmp_path / "third", third))
+    assert some < more < set(every)
+    assert 0.08 < len(some) / len(set(every)) < 0.12
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    lines = [line for line in (folder / "a.jsonl").read_bytes().splitlines() if line.startswith(b'{"id"')]
+    (elsewhere / "z.jsonl").write_bytes(b"\n".join(reversed(lines)))
+    again = units(elsewhere, tmp_path / "again", sample=0.1)
+    assert set(ids(tmp_path / "again", again)) == some & {f"a{number}" for number in range(200)}
+    assert [unit.summary["records"] for unit in again] == [len(ids(tmp_path / "again", again))]
+
+
+def test_a_sample_keeps_the_share_of_bad_records(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(b"".join(
+        b'{"text": "%d"}\n' % number if number % 4 else b"{no json\n" for number in range(4000)))
+    unit, = units(tmp_path / "in", tmp_path / "out", sample=0.1)
+    assert 70 < unit.summary["bad"] < 130
+    assert 250 < unit.summary["documents"] < 350
+
+
+def test_a_limit_reads_the_first_of_each_file_by_size(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name, count in (("a.jsonl", 3000), ("b.jsonl", 1000), ("c.jsonl", 1)):
+        lines = [b'{"id": "%s%d", "text": "%08d"}' % (name[:1].encode(), number, number) for number in range(count)]
+        (tmp_path / "in" / name).write_bytes(b"\n".join([*lines[:20], b"{no json", *lines[20:]]))
+    (tmp_path / "in/d.jsonl.gz").write_bytes(gzip.compress(b'{"id": "d", "text": "x"}\n' * 9)[:-9])
+    found = units(tmp_path / "in", tmp_path / "out", limit=100, unit_bytes=1000)
+    read = ids(tmp_path / "out", found)
+    assert 98 <= len(read) <= 100
+    first, second = ([name for name in read if name[0] == which] for which in "ab")
+    assert first == [f"a{number}" for number in range(len(first))]
+    assert second == [f"b{number}" for number in range(len(second))]
+    assert 2.8 < len(first) / len(second) < 3.2
+    assert sum(unit.summary["bad"] for unit in found) == 2, "of what is read, the line that is no JSON in each"
+    assert [unit.summary["records"] for unit in units(tmp_path / "in", tmp_path / "one", limit=1)] == [1]
+
+
+def test_what_is_tried_is_another_unit_and_few_partitions(folder, tmp_path):
+    keys = {task.unit.key for read in ({}, {"limit": 50}, {"limit": 90}, {"sample": 0.5}) for task in ingest.tasks(
+        resolve(recipe(**read), input=str(folder), output=str(tmp_path / "out"))) if task.unit.label == "a.jsonl"}
+    assert len(keys) == 4
+    assert recipe().recipe_hash() == build(PipelineConfig, recipe().canonical()).recipe_hash()
+    files = [SourceFile("/", "a.jsonl", "a.jsonl", 1 << 45, "")]
+    config = build(PipelineConfig, {**recipe(limit=200).canonical()})
+    assert _partitions(config, files) == MIN_PARTITIONS
+    assert _partitions(recipe(sample=0.001), files) <= _partitions(recipe(), files) / 512

@@ -1,0 +1,261 @@
+"""The documents that are left as a product, below `dataset/`: a unit writes the files of one partition.
+
+The files of a unit bear its key in their names, which are therefore never written with another content. They count when
+`dataset/manifest.json` names them, which is written last; only then what it no longer names is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidewheel.data.config import WriteStep
+from tidewheel.data.product import FOLDER, MANIFEST, card, croissant
+from tidewheel.data.product.formats import (
+    FOLDERS,
+    SUFFIXES,
+    MegatronWriter,
+    mds_index,
+    megatron_dtype,
+    open_writer,
+)
+from tidewheel.data.product.rows import Batch, batch_of, batches
+from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, unit_key
+from tidewheel.data.stages import by_source, keys, pack, tokens
+from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
+from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.partition import Part, load_documents
+from tidewheel.data.tokenize.tokenizer import settings_of
+from tidewheel.shards.tokenizer import Encoder
+from tidewheel.storage import Stamp, content_hash
+
+STAGE = "write"
+SPLITS = ("train", "validation")
+FORMAT = 1
+UNSTATED = "(not stated)"
+_MODULES = (*by_source.MODULES, "tidewheel.data.product.formats", "tidewheel.data.product.rows",
+            "tidewheel.data.stages.partition", "tidewheel.data.stages.write", "tidewheel.data.verdicts")
+
+
+def product_of(job: Job) -> WriteStep:
+    """What the recipe writes."""
+    assert job.config.product is not None, "a recipe that writes nothing"
+    return job.config.product
+
+
+def tasks(job: Job, parts: Sequence[Part], tokenizer: Stamp | None) -> list[Task]:
+    """One unit for each partition."""
+    step = product_of(job)
+    settings: dict[str, Any] = {**step.canonical(), "seed": job.config.seed}
+    code, inputs = code_version(*_MODULES), list[str]()
+    if "megatron" in step.formats:
+        assert tokenizer is not None, "the recipe's checks let no other through"
+        settings["settings"] = settings_of(job.config.step("tokenize")).canonical()
+        code, inputs = code + code_version(*tokens.MODULES), [tokenizer.hash]
+    return [
+        Task(job.output, Unit(STAGE, f"part-{part.number:05d}", unit_key(
+            STAGE, settings=[settings, part.number, job.partitions], code=code, inputs=[*inputs, *part.content()]),
+            part.number), {**part.inputs(), **settings, "partitions": job.partitions, "tokenizer": tokenizer})
+        for part in parts
+    ]
+
+
+def run(job: Job, runner: Runner, parts: Sequence[Part], tokenizer: Stamp | None) -> Finished:
+    """Every partition, written."""
+    return runner.complete(STAGE, tasks(job, parts, tokenizer), lambda missing: map_units(missing, write_part))
+
+
+def write_part(task: Task) -> Published:
+    """The unit of one partition: its files, and what they hold."""
+    writer, inputs = task.writer(), task.inputs
+    encoder = pack.encoder_of(task) if "megatron" in inputs["formats"] else None
+    counted: dict[str, list[by_source.BySource]] = {"source": [], "language": [], "license": []}
+    text_bytes = 0
+    with contextlib.ExitStack() as closing:
+        series = {(split, kind): closing.enter_context(_Series(task, writer, split, kind, encoder))
+                  for split in SPLITS for kind in inputs["formats"]}
+        for documents in batches(load_documents(task.store, inputs), inputs["shard_bytes"]):
+            held_out = pack.is_held_out(task, documents["id"].combine_chunks())
+            for split, chosen in zip(SPLITS, (~held_out, held_out), strict=True):
+                table = documents.filter(pa.array(chosen))
+                if not len(table):
+                    continue
+                batch = _tokenized(batch_of(table), table, encoder)
+                text_bytes += batch.text_bytes
+                for name, found in counted.items():
+                    names = pc.fill_null(batch.table[name], UNSTATED)
+                    found.append(by_source.tally(names, keys.lengths(batch.table["text"])))
+                for kind in inputs["formats"]:
+                    series[split, kind].add(batch)
+    files = [file for each in series.values() for file in each.files]
+    return writer.publish({
+        "documents_in": inputs["count"], "documents": inputs["count"], "bytes": text_bytes, "files": files,
+        "sources": by_source.largest(by_source.merge(counted["source"]), by_source.UNIT_SOURCES),
+        "languages": by_source.largest(by_source.merge(counted["language"]), by_source.UNIT_SOURCES),
+        "licenses": by_source.largest(by_source.merge(counted["license"]), by_source.UNIT_SOURCES)})
+
+
+def _tokenized(batch: Batch, documents: pa.Table, encoder: Encoder | None) -> Batch:
+    if encoder is None:
+        return batch
+    found = tokens.encode([documents], encoder, "")
+    return replace(batch, tokens=found.tokens, sizes=found.sizes)
+
+
+class _Series:
+    """The files of one split of a partition in one format; the next begins when one has enough.
+
+    Args:
+        task: the partition.
+        writer: of its unit.
+        split, format: which of its files.
+        encoder: of a tokenized format.
+    """
+
+    def __init__(self, task: Task, writer: UnitWriter, split: str, format: str, encoder: Encoder | None) -> None:
+        self.files: list[dict[str, Any]] = []
+        self._task, self._writer, self._split, self._format = task, writer, split, format
+        self._dtype = megatron_dtype(encoder.padded_size) if encoder is not None else ""
+        self._closing: contextlib.ExitStack | None = None
+        self._begun = 0
+
+    def __enter__(self) -> _Series:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self._closing is None:
+            return
+        if kind is None:
+            self._end()
+        else:  # what was begun does not appear
+            self._sink.is_abandoned = True
+            self._closing.__exit__(kind, *error)
+
+    def add(self, batch: Batch) -> None:
+        """Write documents."""
+        if self._closing is None:
+            self._begin()
+        self._file.add(batch)
+        self._rows += len(batch.table)
+        self._bytes += batch.text_bytes
+        self._tokens += 0 if batch.tokens is None else len(batch.tokens)
+        if self._bytes >= self._task.inputs["shard_bytes"]:
+            self._end()
+
+    def _begin(self) -> None:
+        unit, inputs = self._task.unit, self._task.inputs
+        folder = f"{FOLDERS[self._format]}/{self._split}" if self._format == "mds" else FOLDERS[self._format]
+        self._stem = (f"{folder}/{self._split}-{unit.number:05d}-of-{inputs['partitions']:05d}-{self._begun:03d}-"
+                      f"{unit.key[:16]}")
+        self._begun += 1
+        self._rows = self._bytes = self._tokens = 0
+        self._closing = contextlib.ExitStack()
+        key = f"{FOLDER}/{self._stem}{SUFFIXES[self._format]}"
+        self._sink = _Hashed(self._closing.enter_context(self._task.store.writer(key)))
+        self._file = open_writer(self._format, self._sink, self._dtype)
+
+    def _end(self) -> None:
+        assert self._closing is not None
+        closing, self._closing = self._closing, None
+        try:
+            with closing:
+                self._file.close()
+        except BaseException:
+            self._sink.is_abandoned = True
+            raise
+        self._note(self._sink.inner.stamp, self._sink.sha256())
+        if isinstance(self._file, MegatronWriter):
+            data = self._file.index()
+            self._note(self._task.store.write(f"{FOLDER}/{self._stem}.idx", data), hashlib.sha256(data).hexdigest())
+
+    def _note(self, stamp: Stamp, sha256: str) -> None:
+        self._writer.add(stamp.key.removeprefix(f"{FOLDER}/"), stamp)
+        tokens = {"tokens": self._tokens} if self._format == "megatron" else {}
+        self.files.append({"name": stamp.key.removeprefix(f"{FOLDER}/"), "format": self._format, "split": self._split,
+                           "rows": self._rows, "bytes": stamp.bytes, "hash": stamp.hash, "sha256": sha256, **tokens})
+
+
+class _Hashed:
+    """A sink that knows its SHA-256, which Croissant and MDS ask for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self._digest = inner, hashlib.sha256()
+        self.is_abandoned = False
+        """Take no more: Arrow's writers end their files also when they are given up."""
+
+    def write(self, data: Any, /) -> int:
+        if self.is_abandoned:
+            return memoryview(data).nbytes
+        if memoryview(data).nbytes:
+            self._digest.update(data)
+        return self.inner.write(data)
+
+    def flush(self) -> None:
+        """Arrow calls this on its sinks."""
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+
+def describe(job: Job, units: Sequence[Published], stages: Sequence[dict[str, Any]],
+             evaluation_sets: Sequence[dict[str, Any]], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
+    """What `manifest.json` holds: a function of the input and the recipe alone."""
+    step = product_of(job)
+    files = [file for split in SPLITS for kind in step.formats for unit in units for file in unit.summary["files"]
+             if (file["split"], file["format"]) == (split, kind)]
+    return {
+        "format": FORMAT, "name": job.config.name, "recipe_hash": job.config.recipe_hash(),
+        "recipe": card.recipe_of(job.config), "kind": job.config.read.kind, "formats": list(step.formats),
+        "documents": sum(unit.summary["documents"] for unit in units),
+        "bytes": sum(unit.summary["bytes"] for unit in units),
+        "splits": {split: _documents(files, split, step.formats[0]) for split in SPLITS},
+        "files": files, "tokenizer": tokenizer, "evaluation_sets": list(evaluation_sets),
+        "stages": [{name: stage[name] for name in ("name", "documents_in", "documents_out", "dropped", "edited",
+                                                   "quarantined")} for stage in stages],
+        **{name: by_source.largest(by_source.merge(unit.summary[name] for unit in units), by_source.REPORT_SOURCES)
+           for name in ("sources", "languages", "licenses")}}
+
+
+def _documents(files: Sequence[dict[str, Any]], split: str, format: str) -> int:
+    return sum(file["rows"] for file in files if file["split"] == split and file["format"] == format
+               and not file["name"].endswith(".idx"))
+
+
+def commit(job: Job, units: Sequence[Published], stages: Sequence[dict[str, Any]],
+           evaluation_sets: Sequence[dict[str, Any]], tokenizer: bytes) -> dict[str, Any]:
+    """Publish the product: indexes, card and Croissant, the manifest last. Gives the manifest."""
+    place = job.store.child(FOLDER)
+    told, others = None, dict[str, bytes]()
+    if "megatron" in product_of(job).formats:
+        told = pack.encoder_for(job.config, tokenizer).manifest(content_hash(tokenizer))
+        told = {**told, "file": f"megatron/{told['file']}"}
+        others[told["file"]] = tokenizer
+    manifest = describe(job, units, stages, evaluation_sets, told)
+    for split in SPLITS:
+        files = [file for file in manifest["files"] if file["split"] == split]
+        if shards := [{**file, "name": file["name"].rpartition("/")[2]} for file in files if file["format"] == "mds"]:
+            others[f"mds/{split}/index.json"] = mds_index(shards)
+        if paths := [file for file in files if file["name"].endswith(".bin")]:
+            others[f"megatron/{split}.txt"] = "".join(
+                f"{file['tokens']} {file['name'].removesuffix('.bin')}\n" for file in paths).encode()
+    others["README.md"] = card.render(manifest).encode()
+    others["croissant.json"] = croissant.render(manifest).encode()
+    manifest["others"] = {name: content_hash(data) for name, data in sorted(others.items())}
+    for name, data in others.items():
+        place.write(name, data)
+    place.write_json(MANIFEST, manifest)
+    kept = {MANIFEST, *others, *(file["name"] for file in manifest["files"])}
+    for found in place.list():
+        if found.key not in kept:
+            place.delete(found.key)
+    return manifest
