@@ -19,8 +19,9 @@ from tidewheel.data.tokenize import chat, preferences
 from tidewheel.errors import InputError
 from tidewheel.shards.tokenizer import Encoder
 
-MODULES = ("tidewheel.data.stages.tokens", "tidewheel.data.tokenize.chat", "tidewheel.data.readers.conversations",
-           "tidewheel.data.tokenize.preferences", "tidewheel.data.tokenize.tokenizer",
+MODULES = ("tidewheel.data.stages.tokens", "tidewheel.data.tokenize.chat", "tidewheel.data.tokenize.template_work",
+           "tidewheel.data.readers.conversations", "tidewheel.data.tokenize.preferences",
+           "tidewheel.data.tokenize.tokenizer",
            "tidewheel.shards.tokenizer.encoder", "tidewheel.shards.tokenizer.files",
            "tidewheel.shards.tokenizer.huggingface", "tidewheel.shards.tokenizer.sentence_piece",
            "tidewheel.shards.tokenizer.tiktoken_ranks")

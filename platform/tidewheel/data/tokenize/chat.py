@@ -1,15 +1,17 @@
 """Conversations to tokens: the tokenizer's chat template, and a mask of the tokens that the assistant says.
 
-The template is the Jinja program of a model's `tokenizer_config.json`, run in a sandbox as `transformers` runs it. What
-the assistant says is what stands between `{% generation %}` and `{% endgeneration %}`; in a template without these
-marks it is what a turn of the assistant adds to the conversation before it, the generation prompt aside, up to the
-last control token (the end of the turn). A special token spelled out in a message stays plain text.
+The template is the Jinja program of a model's `tokenizer_config.json`, run in a sandbox as `transformers` runs it, with
+a limit on its work (`template_work`). What the assistant says is what stands between `{% generation %}` and
+`{% endgeneration %}`; in a template without these marks it is what a turn of the assistant adds to the conversation
+before it, the generation prompt aside, up to the last control token (the end of the turn). A special token spelled out
+in a message stays plain text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +27,9 @@ from tidewheel.shards.tokenizer.huggingface import HuggingFace
 PLAIN, BEGIN, END = MARKS
 _BATCH = 512  # conversations a call, so that memory stays bounded
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_TRIALS = ([{"role": "user", "content": "a"}],
+           [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}])
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -80,8 +85,21 @@ def read_template(config: bytes | None, template: bytes | None, *, where: str) -
                          mend="put tokenizer_config.json with a chat_template beside the tokenizer, or name a Jinja "
                               "file with tokenize.chat_template")
     found = json.dumps({"template": source, "tokens": tokens}, sort_keys=True)
-    ChatTemplate(found, ())
+    _try(ChatTemplate(found, ()), where)
     return found
+
+
+def _try(template: ChatTemplate, where: str) -> None:
+    """Raise InputError when the template does too much work with any conversation, not only with a hostile one."""
+    from tidewheel.data.tokenize.template_work import TooMuchWork
+
+    for messages in _TRIALS:
+        try:
+            template.text(messages, add_generation_prompt=True)
+        except Refused as error:  # a template may want other roles
+            if isinstance(error.__cause__, TooMuchWork):
+                raise InputError(f"the chat template is not usable: {error.__cause__}", where=where,
+                                 mend="take the template from the model's own tokenizer_config.json") from None
 
 
 class ChatTemplate:
@@ -107,13 +125,16 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
+        from tidewheel.data.tokenize.template_work import WORK, WORK_OF_INPUT, rendered, size, work_limit
+
         safe = [self._guarded(message) for message in messages]
         try:
-            return self._template.render(messages=safe, add_generation_prompt=add_generation_prompt, tools=None,
-                                         documents=None, **self._tokens)
+            with work_limit(WORK + WORK_OF_INPUT * size(safe, sys.maxsize)):
+                return rendered(self._template, messages=safe, add_generation_prompt=add_generation_prompt, tools=None,
+                                documents=None, **self._tokens)
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError,
                 RecursionError) as error:
-            raise Refused(f"{type(error).__name__}: {error}"[:200]) from None
+            raise Refused(f"{type(error).__name__}: {error}"[:200]) from error
 
     def _guarded(self, value: Any, key: str = "") -> Any:
         """`value` with `PLAIN` inside every special token that its strings spell out."""
@@ -228,7 +249,6 @@ def _mask(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 def _compiled(source: str) -> Any:
     try:
         import jinja2.ext
-        import jinja2.sandbox
     except ImportError:
         raise InputError("the package that runs chat templates is missing", where="tokenizer",
                          mend="pip install 'tidewheel[tokenizers]'") from None
@@ -246,9 +266,9 @@ def _compiled(source: str) -> Any:
         def _marked(self, caller: Any) -> str:
             return BEGIN + caller() + END
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _tojson
+    from tidewheel.data.tokenize.template_work import bounded_environment
+
+    environment = bounded_environment({"tojson": _tojson}, [Generation])
     environment.globals["raise_exception"] = _raise_exception
     try:
         return environment.from_string(source)
