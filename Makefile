@@ -21,7 +21,7 @@ test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a re
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -n 2 --dist loadfile --durations=15 tests/unit tests/k8s
-	$(PYTEST) --durations=25 -m "not long" tests/cluster tests/chaos
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
 
 long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each
 	$(PYTEST) -m long tests

@@ -110,12 +110,17 @@ def unhurried(steps: int, hurry: Path) -> Any:
 
 
 class At:
-    """Calls each action once, on its own thread, when the run has reached its step."""
+    """Calls each action once, on its own thread, when the run has reached its step.
+
+    The first one waits for both workers: on a busy machine the run begins with the one that is up, and grows.
+    """
 
     def __init__(self, *plan: tuple[int, Any]) -> None:
         self.plan, self.times, self.threads = list(plan), [], []
 
     def __call__(self, progress: dict[str, Any]) -> None:
+        if not self.times and progress.get("world_size") != 2:
+            return
         while self.plan and progress.get("step", 0) >= self.plan[0][0]:
             _, action = self.plan.pop(0)
             self.times.append(time.time())
@@ -142,18 +147,19 @@ def test_a_node_is_killed_and_one_joins(cluster, shards, tmp_path, record_proper
     assert result.steps == config.steps
     found = audit(config.run_uri)
     assert found.ok, found.summary()
-    assert found.world_sizes == (2, 1, 2)
+    assert found.world_sizes[-3:] == (2, 1, 2)
     assert found.redone <= 1  # the step that was under way; nothing is redone by the planned growth
 
-    resumed = events(config, "resume")
-    lost, grown = resumed[0], resumed[-1]
-    assert [event["detail"]["world_size"] for event in events(config, "start", "resume")] == [2, 1, 2]
+    before = [event for event in events(config, "start", "resume") if event["time"] < disturb.times[0]]
+    lost, grown = [event for event in events(config, "resume") if event["time"] > disturb.times[0]]
+    assert [event["detail"]["world_size"] for event in (before[-1], lost, grown)] == [2, 1, 2]
     assert grown["detail"]["redo"] == 0
     assert events(config, "node_lost")
     assert events(config, "node_joined")
     recovery = lost["time"] - disturb.times[0]
     record_property("kill_to_resume_seconds", recovery)  # 0.1-0.2 on an idle machine of two cores
-    assert lost["detail"]["generation"] == 1  # formed by the survivor itself: Ray Train restarted nothing
+    # formed by the survivor itself: Ray Train restarted nothing
+    assert lost["detail"]["generation"] == before[-1]["detail"]["generation"] + 1
     assert [event["detail"]["recovery"] for event in events(config, "failure")] == ["in_place"]
 
     still = settings(shards, tmp_path, "undisturbed", reproducible=True)
@@ -166,9 +172,9 @@ def test_a_node_is_killed_and_one_joins(cluster, shards, tmp_path, record_proper
     assert sum(summary.parts.values()) == pytest.approx(summary.worker_seconds, abs=0.01)
     assert summary.parts["detection"] > 0
     assert summary.parts["restart"] > 0
-    assert [one.workers for one in summary.generations] == [2, 1, 2]
+    assert [one.workers for one in summary.generations][-3:] == [2, 1, 2]
 
-    assert [event["detail"]["tier"] for event in events(config, "resume")] == ["memory", "memory"]
+    assert [event["detail"]["tier"] for event in (lost, grown)] == ["memory", "memory"]
     assert fit(config).steps == config.steps  # a run that is over does nothing
     assert len(list_checkpoints(store(config.run_uri).child("checkpoints"))) <= config.checkpoint.keep_last
 
@@ -182,7 +188,7 @@ def test_a_drained_node_is_left_before_it_goes(cluster, shards, tmp_path):
 
     def on_progress(progress: dict[str, Any]) -> None:
         drain(progress)
-        if not drain.plan and progress.get("world_size") == 1:
+        if drain.times and progress.get("world_size") == 1:
             hurry.touch()
 
     result = run_workers(config, unhurried(config.steps, hurry), on_progress)
@@ -191,7 +197,7 @@ def test_a_drained_node_is_left_before_it_goes(cluster, shards, tmp_path):
     assert result.steps == 60
     found = audit(config.run_uri)
     assert found.ok, found.summary()
-    assert found.world_sizes == (2, 1)
+    assert found.world_sizes[-2:] == (2, 1)
     assert found.redone == 0
 
 
@@ -283,7 +289,7 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
     assert run_workers(config, worker, on_progress).steps == config.steps
     found = audit(config.run_uri)
     assert found.ok, found.summary()
-    assert found.world_sizes == (2, 1, 2)
+    assert found.world_sizes[-3:] == (2, 1, 2)
     [out] = events(config, "worker_left_out")
     assert (out["detail"]["node"], out["detail"]["level"]) == (victim, "process")
     assert out["detail"]["until"] == out["time"]  # for the first time the probe decides at once
