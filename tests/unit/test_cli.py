@@ -88,9 +88,26 @@ def test_malformed_override(override, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["shards", "verify"], ["shards", "inspect"], ["report"], ["audit"],
-                                     ["checkpoint", "verify"]], ids=" ".join)
+                                     ["checkpoint", "verify"], ["checkpoint", "list"]], ids=" ".join)
 def test_empty_folder_is_explained(command, capsys, tmp_path):
     assert str(tmp_path) in refused(capsys, *command, str(tmp_path))
+
+
+def test_a_run_that_has_not_saved_yet_is_told_from_none(capsys, tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    assert run_command(["checkpoint", "list", str(tmp_path)]) == 0
+    assert "no checkpoint yet" in capsys.readouterr().out
+    assert run_command(["checkpoint", "list", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_tokenizer_trained_on_all_text_says_that_nothing_was_measured(capsys, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n')
+    assert run_command(["data", "train-tokenizer", str(tmp_path / "a.jsonl"), "--vocabulary-size", "300", "--output",
+                        str(tmp_path / "tokenizer.json")]) == 0
+    told = capsys.readouterr().out
+    assert "None" not in told
+    assert "not measured: all text was trained on" in told
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address", "ray://127.0.0.1:1", "127.0.0.1:99999"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -95,3 +96,78 @@ def test_the_training_bar_tells_events_and_speed(log, monkeypatch):
                      "events": [{"kind": "node_lost", "detail": {"host": "10.0.0.7"}}]})
     assert "node 10.0.0.7 is gone" in log.getvalue()
     assert "3/10 steps  loss 2.500, 1,234 tokens/s, 1 worker" in log.getvalue()
+
+
+def test_stages_say_which_of_how_many(log):
+    with stage_bars(["ingest", "partition", "dedup_near", "pack"]) as on_progress:
+        for stage in ("ingest", "partition", "dedup_near_edges", "near_index", "pack", "decontaminate_packed"):
+            on_progress(stage, 1, 1)
+    told = [line.partition(":")[0] for line in log.getvalue().splitlines()]
+    assert list(dict.fromkeys(told)) == [
+        "stage 1 of 4, ingest", "stage 2 of 4, partition", "stage 3 of 4, dedup_near_edges", "stage 3 of 4, near_index",
+        "stage 4 of 4, pack", "stage 4 of 4, decontaminate_packed"]
+
+
+def test_a_log_says_at_once_that_another_part_of_the_work_begins(log):
+    """Kernels compile for a minute, which a log showed as `ingest: 0/1 units`."""
+    with stage_bars(["ingest"]) as on_progress:
+        on_progress("ingest", 0, 3, "")
+        on_progress("ingest", 0, 3, "compiling text kernels")
+        on_progress("ingest", 1, 3, "5 documents")
+        on_progress("ingest", 2, 3, "9 documents")
+    told = log.getvalue().splitlines()
+    assert told[1] == "stage 1 of 1, ingest: 0/3 units  compiling text kernels"
+    assert len(told) == 3  # and what only counts up waits its time
+
+
+def test_a_log_says_how_long_the_rest_takes(log, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with bars() as group, group.bar("pack", 1_000_000, unit="units") as bar:
+        bar.update(400_000, note="there already")  # what an earlier run did says nothing about the pace
+        now[0] += 60
+        bar.update(500_000, note="")
+        now[0] += 60
+        bar.update(600_000)
+    assert log.getvalue().splitlines()[:3] == [
+        "pack: 400000/1000000 units  there already", "pack: 500000/1000000 units  5 min left",
+        "pack: 600000/1000000 units  4 min left"]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(7.4, "7 s"), (99, "99 s"), (600, "10 min"), (9000, "2.5 h")])
+def test_durations(seconds, told):
+    assert module.duration(seconds) == told
+
+
+WIDE = {"format": "jsonl", "files": "16", "MB": "3.2", "such as": "corpus/part-00000.jsonl",
+        "first record": "words " * 40}
+
+
+def table(width: int, *, terminal: bool) -> list[str]:
+    sink = io.StringIO()
+    print_table([WIDE, {**WIDE, "files": "7"}], title="what would be read",
+                to=Console(file=sink, width=width, force_terminal=terminal, color_system=None))
+    return re.sub(r"\x1b\[[0-9;]*m", "", sink.getvalue()).splitlines()
+
+
+def test_a_row_is_a_line_outside_a_terminal(monkeypatch):
+    lines = table(80, terminal=False)
+    assert len(lines) == 4
+    assert lines[2].rstrip().endswith("words words")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_folds_text_and_squashes_nothing(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = table(width, terminal=True)
+    text = "\n".join(lines)
+    for word in ("format", "files", "jsonl", "16", "3.2", "such as"):
+        assert word in text, text
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 90
+
+
+def test_what_is_not_known_is_a_dash():
+    sink = io.StringIO()
+    print_table([{"set": "validation", "bits per byte": None}], to=Console(file=sink))
+    assert "None" not in sink.getvalue()

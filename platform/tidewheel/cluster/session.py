@@ -6,9 +6,11 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
+from tidewheel.console import console
 from tidewheel.errors import ClusterError
 from tidewheel.stopping import keeping_handlers
 
@@ -69,6 +71,9 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     # What workers print is Ray's own noise (a lost node prints pages): what matters reaches the driver as events.
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     _must_answer(target)
+    began = time.monotonic()
+    console.print("starting Ray on this machine" if target == "local" else f"connecting to Ray at {target}",
+                  markup=False)
     try:
         with keeping_handlers():
             if target == "local":
@@ -78,6 +83,12 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
                 ray.init(address=target, **quiet)
     except (ConnectionError, ValueError) as error:
         raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target, mend=MEND) from None
+    except Exception as error:
+        if target != "local" or "timed out during startup" not in str(error):
+            raise
+        raise ClusterError(f"Ray did not come up within {time.monotonic() - began:.0f} s", where="this machine",
+                           mend="the machine is very busy or short of memory: end other work and run again") from None
+    console.print(f"Ray is up after {time.monotonic() - began:.1f} s")
     try:
         yield ray.get_runtime_context().gcs_address
     finally:

@@ -18,15 +18,23 @@ app = cyclopts.App(name="checkpoint", help="List the checkpoints of a run and ch
 def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_json: AsJson = False) -> int:
     """The checkpoints of a run, oldest first; partial ones are marked."""
     from tidewheel.checkpoint.verify import list_checkpoints
+    from tidewheel.errors import CheckpointError
     from tidewheel.storage import store
 
+    place = store(run)
+    saved = list_checkpoints(place.child("checkpoints"))
+    if not saved and not place.exists("run.json"):
+        raise CheckpointError("no run here: neither checkpoints nor run.json", where=run,
+                              mend="give the URI of a run: run.uri and run.id of its configuration, such as runs/demo")
     rows = [{"checkpoint": found.name, "step": found.step, "state": "complete" if found.complete else "partial",
              "MB": round(found.bytes / 1e6, 2), "world size": found.world_size}
-            for found in list_checkpoints(store(run).child("checkpoints"))]
+            for found in saved]
     if as_json:
         print(json.dumps(rows, indent=2))
-    else:
+    elif rows:
         print_table(rows, title=f"checkpoints of {run}")
+    else:
+        print(f"{run}: no checkpoint yet")
     return 0
 
 

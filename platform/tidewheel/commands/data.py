@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from tidewheel.commands import outputs
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
-from tidewheel.console import print_table
+from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError
 
 app = cyclopts.App(name="data", help="Clean, deduplicate, tokenize and pack documents into shards.")
@@ -23,7 +23,7 @@ def data_run(
     config: Annotated[str, Parameter(help="Pipeline definition, a YAML file; pipelines/ has examples.")],
     *,
     input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
-                                         "below.")] = ".",
+                                         "below; or one file, read instead of those that the pipeline names.")] = ".",
     output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write shards, verdicts, quarantine and "
                                           "the report to. Run again with the same one to resume.")],
     set_: Overrides = None,
@@ -68,13 +68,14 @@ def data_run(
         if plan.replaces:
             print(f"replaces {plan.replaces}")
         return 0
+    console.print("looking at the input and the output")
     pipeline.check(settings, input=input, output=output, may_replace=replace)  # before a cluster is started for it
     from tidewheel.cluster.session import session
     from tidewheel.data.progress import stage_bars
     from tidewheel.report.pipeline import write_pipeline_report
     from tidewheel.stopping import stopping
 
-    with stage_bars() as on_progress, stopping(), session(address):
+    with stage_bars(pipeline.stages(settings)) as on_progress, stopping(), session(address):
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
                                fail_above=fail_above, verify=verify, may_replace=replace)
     print_table(summary.rows(), title="what each stage kept")
@@ -182,6 +183,8 @@ def data_train_tokenizer(
     if as_json:
         print(json.dumps(found, indent=2))
         return 0
+    if made.bytes_per_token is None:
+        found["bytes_per_token"] = "not measured: all text was trained on"
     print_table([{"what": key.replace("_", " "), "": f"{value:,}" if isinstance(value, int) else str(value)}
                  for key, value in found.items()], title="tokenizer trained")
     return 0

@@ -256,6 +256,11 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
     return _Completed(written, packed.units, file, evaluation_sets)
 
 
+def stages(config: PipelineConfig) -> list[str]:
+    """Names of the stages in order, as `on_progress` is told them; parts of a stage have names of their own."""
+    return [ingest.STAGE, partition.STAGE, *(name for name, _ in _middle(config)), tokenizer.STAGE, pack.STAGE]
+
+
 def check(config: PipelineConfig, *, input: str, output: str, may_replace: bool = False) -> None:
     """Raise what `run` would raise before it starts, in a moment and without Ray: no such input, bucket or access."""
     job = resolve(config, input=input, output=output)
@@ -280,7 +285,7 @@ def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
         *_last(job),
     ]
     return Plan(tuple(PlannedStage(name, units, found.published.get(name), note) for name, units, note in lines),
-                config.recipe_hash(), len(job.files), size, job.partitions, by_format(job.files, config.read),
+                job.config.recipe_hash(), len(job.files), size, job.partitions, by_format(job.files, config.read),
                 replace.would_replace(job))
 
 

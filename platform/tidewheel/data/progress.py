@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tidewheel.console import Bar, bars
 
@@ -11,16 +11,30 @@ OnProgress = Callable[[str, int, int, str], None]
 
 
 @contextlib.contextmanager
-def stage_bars() -> Iterator[OnProgress]:
-    """Yields the `on_progress(stage, done_units, total_units, note)` that `pipeline.run` takes."""
+def stage_bars(stages: Sequence[str] = ()) -> Iterator[OnProgress]:
+    """Yields the `on_progress(stage, done_units, total_units, note)` that `pipeline.run` takes.
+
+    Args:
+        stages: names of all stages in order, `pipeline.stages`; each bar then says which of how many it is.
+    """
     with contextlib.ExitStack() as open_bars, bars() as group:
         shown: dict[str, Bar] = {}
+        reached = 0
 
         def on_progress(stage: str, done: int, total: int, note: str = "") -> None:
+            nonlocal reached
             if stage not in shown:
                 open_bars.close()  # stages run one after the other: the one before is done
-                shown[stage] = open_bars.enter_context(group.bar(stage, total, unit="units"))
+                reached = max(reached, _number(stage, stages))
+                title = f"stage {reached} of {len(stages)}, {stage}" if reached else stage
+                shown[stage] = open_bars.enter_context(group.bar(title, total, unit="units"))
             shown[stage].update(done, total=total, note=note)
 
         with open_bars:
             yield on_progress
+
+
+def _number(stage: str, stages: Sequence[str]) -> int:
+    """Which stage it is, from 1, or a part of; 0 when its name does not say, as of one that belongs to the last."""
+    return max((place for place, name in enumerate(stages, 1) if stage == name or stage.startswith(f"{name}_")),
+               default=0)

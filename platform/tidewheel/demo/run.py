@@ -101,7 +101,7 @@ def _pipeline(config: PipelineConfig, root: str) -> None:
     from tidewheel.data.progress import stage_bars
 
     _heading("3. The data pipeline: documents in, packed shards out")
-    with stage_bars() as on_progress:
+    with stage_bars(pipeline.stages(config)) as on_progress:
         summary = pipeline.run(config, input=f"{root}/raw", output=f"{root}/data", on_progress=on_progress,
                                may_replace=True)
     print_table(summary.rows(), to=console)

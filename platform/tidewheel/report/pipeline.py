@@ -52,9 +52,9 @@ def pipeline_cards(summary: dict[str, Any]) -> Html:
     stages = summary.get("stages", [])
     came = max([stage.get("documents_in", 0) for stage in stages], default=0)
     kept = stages[-1].get("documents_out", 0) if stages else 0
-    bad = sum(summary.get("quarantine", {}).values())
+    bad, per_token = sum(summary.get("quarantine", {}).values()), summary.get("bytes_per_token")
     packed = [
-        ("Tokens", count(summary.get("tokens")), f"{summary.get('bytes_per_token') or 0:.2f} bytes per token", ""),
+        ("Tokens", count(summary.get("tokens")), f"{per_token:.2f} bytes per token" if per_token else "", ""),
         ("Packed sequences", count(summary.get("rows")), f"{percent(summary.get('utilisation') or 0)} filled", ""),
     ] if summary.get("rows") is not None else []
     written = [("Data set", count(found["files"]), f"files: {', '.join(found['formats'])}", "")

@@ -116,6 +116,6 @@ class Pipeline:
         from tidewheel.stopping import stopping
 
         config = self.config()
-        with stage_bars() as on_progress, stopping(), session(address):
+        with stage_bars(pipeline.stages(config)) as on_progress, stopping(), session(address):
             return pipeline.run(config, input=input, output=output, on_progress=on_progress,
                                 may_replace=may_replace)

@@ -17,6 +17,7 @@ from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.decontaminate.evals import EvalItem, read_eval_items
 from tidewheel.data.filters import resources
+from tidewheel.data.stages import one_file
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Store, absolute, content_hash, is_remote, join, split, store
 
@@ -97,7 +98,8 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
         InputError: no file matches a pattern, or evaluation items, the tokenizer or an index of an earlier dump are
             missing or wrong.
     """
-    input, output = absolute(input), absolute(output)
+    config, input = one_file.of_input(config, absolute(input))
+    output = absolute(output)
     files = _source_files(config, input, output)
     evals = _eval_items(config, input)
     tokenizer, template = _tokenizer(config, input), _chat_template(config, input)
@@ -121,7 +123,8 @@ def content(config: PipelineConfig, *, input: str, output: str, given: bool = Fa
     Raises:
         StorageError, InputError: as `resolve`.
     """
-    input, output = absolute(input), absolute(output)
+    config, input = one_file.of_input(config, absolute(input))
+    output = absolute(output)
     files = _source_files(config, input, output)
     references = _filter_files(config, input)
     found: dict[str, Any] = {"files": [[file.name, file.bytes, file.fingerprint] for file in files],

@@ -1,0 +1,34 @@
+"""What a command says while Ray starts, and when it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from tidewheel.cluster.session import session
+from tidewheel.errors import ClusterError
+
+
+def test_it_says_what_it_does_before_ray_is_up(monkeypatch, capsys):
+    def start(**_: Any) -> None:
+        assert "starting Ray on this machine" in capsys.readouterr().err
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ClusterError, match="Ray did not come up within") as raised, session():
+        pass
+    assert "very busy" in str(raised.value)
+
+
+def test_a_fault_of_another_kind_keeps_its_trace(monkeypatch):
+    def start(**_: Any) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match="ours"), session("local"):
+        pass
