@@ -258,7 +258,10 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
 
 def stages(config: PipelineConfig) -> list[str]:
     """Names of the stages in order, as `on_progress` is told them; parts of a stage have names of their own."""
-    return [ingest.STAGE, partition.STAGE, *(name for name, _ in _middle(config)), tokenizer.STAGE, pack.STAGE]
+    last = ((tokenizer.STAGE, config.step("tokenize")), (write.STAGE, config.product),
+            (pack.STAGE, config.step("pack")))
+    return [ingest.STAGE, partition.STAGE, *(name for name, _ in _middle(config)),
+            *(name for name, wanted in last if wanted)]
 
 
 def check(config: PipelineConfig, *, input: str, output: str, may_replace: bool = False) -> None:

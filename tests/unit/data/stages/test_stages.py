@@ -207,3 +207,11 @@ def test_counting_stops_at_the_limit_and_empty_splits_have_no_figure():
 def test_counts_are_not_taken_for_shares():
     for name in ("c4_sentences", "c4_removed_lines", "pii_emails", "words"):
         assert histograms.histogram(name, np.array([7.0]))["edges"][-1] > 7
+
+
+def test_the_stages_that_progress_counts_are_those_of_the_plan(folder, tmp_path):
+    steps = [{"filter": {"gopher_quality": {}}}, "dedup_exact", {"filter": {"gopher_quality": {"min_words": 9}}}]
+    for config in (recipe(steps=steps), build(PipelineConfig, {
+            "read": {"paths": ["*.jsonl"]}, "steps": [*steps, {"write": {"formats": ["jsonl"]}}]})):
+        plan = pipeline.plan(config, input=str(folder), output=str(tmp_path / "new"))
+        assert pipeline.stages(config) == [stage.name for stage in plan.stages]
