@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers.lines import parse
@@ -23,6 +25,8 @@ _SPACE = re.compile(rb"[ \t\r\n]*+")
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to the closing quote, or half an escape
 _BRACKETS = re.compile(rb'["{}\[\]]')
 _PLAIN = re.compile(rb'[^\s,\[\]{"]*+')
+_OPENING, _CLOSING = (b"{", b"["), (b"}", b"]")
+_RUN, _STRETCH_BYTES, _DOUBLINGS = 32, 256, 12
 _QUOTE, _ESCAPE = b'"'[0], b"\\"[0]
 
 
@@ -114,6 +118,12 @@ class _Window:
             if not self._more():
                 return b""
 
+    def _until_quote(self, size: int) -> tuple[bytes, bool]:
+        """(the next bytes, at most `size` and up to a quote; whether a quote follows them)."""
+        stretch = self._data[self._position : self._position + size]
+        quote = stretch.find(b'"')
+        return (stretch[:quote], True) if quote >= 0 else (stretch, False)
+
     def value(self, limit: int) -> _Value:
         """The value that begins here, passed; at most limit + 1 bytes of it."""
         line, offset = self.line, self.offset
@@ -133,8 +143,16 @@ class _Window:
                 if self._position < len(self._data) or not self._more():
                     return _Value(line, offset, bytes(kept))
         depth, in_string = 0, False
+        run = 0  # brackets since the last quote: a few one by one, of very many a stretch at once
         while True:
-            if in_string:
+            if run >= _RUN and not in_string:
+                stretch, quote = self._until_quote(_STRETCH_BYTES << min(run - _RUN, _DOUBLINGS))
+                closing, depth = _walk(stretch, depth)
+                is_closed = closing > 0
+                in_string = quote and not is_closed
+                take(self._position + (closing if is_closed else len(stretch) + quote))
+                run = 0 if in_string else run + 1
+            elif in_string:
                 found = _IN_STRING.match(self._data, self._position)
                 assert found is not None, "the pattern matches the empty text"
                 end = found.end()
@@ -144,13 +162,11 @@ class _Window:
             else:
                 found = _BRACKETS.search(self._data, self._position)
                 take(found.end() if found else len(self._data))
-                if found:
-                    mark = found.group()
-                    in_string = mark == b'"'
-                    depth += (mark in b"{[") - (mark in b"}]")
-                    is_closed = mark in b"}]"
-                else:
-                    is_closed = False
+                mark = found.group() if found else b""
+                in_string = mark == b'"'
+                depth += (mark in _OPENING) - (mark in _CLOSING)
+                is_closed = mark in _CLOSING
+                run = 0 if in_string else run + 1
             if is_closed and depth <= 0:
                 return _Value(line, offset, bytes(kept))
             left = len(self._data) - self._position
@@ -158,3 +174,16 @@ class _Window:
             if is_stuck and not self._more():
                 take(len(self._data))
                 return _Value(line, offset, bytes(kept), is_whole=False)
+
+
+def _walk(stretch: bytes, depth: int) -> tuple[int, int]:
+    """(end of the bracket that closes the value, 0 when none does; the depth behind the stretch, which has no quote).
+    """
+    marks = np.frombuffer(stretch, np.uint8)
+    closes = (marks == ord("]")) | (marks == ord("}"))
+    opens = (marks == ord("[")) | (marks == ord("{"))
+    depths = depth + np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int64)
+    closing = closes & (depths <= 0)
+    if closing.any():
+        return int(closing.argmax()) + 1, 0
+    return 0, int(depths[-1]) if len(depths) else depth

@@ -172,6 +172,8 @@ def _of_content(head: bytes, named: str, packing: str, encoding: str, config: Re
 
     if named == "text" or (named == "warc" and head[:1] != b"{"):
         return shape(named)
+    if config.format in _DELIMITERS and (table := _table(head.removeprefix(b"\xef\xbb\xbf").lstrip(), named, config)):
+        return shape(table[0], delimiter=table[1], problem=table[2], hint=table[3])
     if head.startswith(b"WARC/"):
         return shape("warc")
     if packing and head.startswith((b"PAR1", b"ARROW1")):

@@ -151,7 +151,8 @@ def test_what_would_give_no_document(tmp_path, name, data, problem):
 
 
 @pytest.mark.parametrize(("format", "content", "problem"), [
-    ("jsonl", "a JSON array", "JSON, an array"), ("jsonl", "Parquet", "a Parquet file"), ("csv", "JSONL", ""),
+    ("jsonl", "a JSON array", "JSON, an array"), ("jsonl", "Parquet", "a Parquet file"),
+    ("csv", "JSONL", "CSV without a column"),
     ("parquet", "a JSON array", "JSON, an array"), ("text", "Parquet", "a Parquet file"), ("text", "JSONL", ""),
     ("csv", "TSV", "")])
 def test_a_format_that_is_named_and_another_content(tmp_path, format, content, problem):
@@ -159,6 +160,7 @@ def test_a_format_that_is_named_and_another_content(tmp_path, format, content, p
     assert shape.format == format
     assert shape.problem.startswith(problem)
     assert bool(shape.problem) == bool(problem)
+    assert (shape.delimiter != "") == (format == "csv")
 
 
 @pytest.mark.parametrize(("data", "kind"), [

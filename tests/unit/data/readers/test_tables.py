@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -111,6 +112,24 @@ def test_what_the_json_module_writes_comes_out(tmp_path_factory, notes, indent, 
     for each in found:
         assert data[each.offset:].startswith(b"{")
         assert data[: each.offset].count(b"\n") + 1 == each.line
+
+
+@pytest.mark.parametrize("size", [100, 5000, 1 << 20])
+def test_very_many_brackets(tmp_path, size):
+    """Taken at a stretch: a stretch may end anywhere, and at any depth."""
+    values = [f'{"[" * number}{"{}," * number}1{"]" * number}' for number in range(1, 400, 7)]
+    values += [f'[{"[]," * number}"]}}", {"[1,{}]," * number}1]' for number in range(0, 900, 9)]
+    data = ",".join(f'{{"text": "{number}", "n": {value}}}' for number, value in enumerate(values))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_values, "_READ_BYTES", size)
+        found = read(tmp_path, "a.json", f"[{data}]".encode(), Shape("json"))
+    assert [json.loads(each.meta)["n"] for each in found] == [json.loads(value) for value in values]
+
+
+def test_brackets_cost_no_more_than_text(tmp_path):
+    began = time.process_time()
+    assert told(read(tmp_path, "a.json", b"[" * 10_000_000, Shape("json"))) == ["truncated_file"]
+    assert time.process_time() - began < 5, "one by one they take half a minute"
 
 
 @pytest.mark.parametrize(("data", "result"), [
