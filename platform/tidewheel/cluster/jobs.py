@@ -11,7 +11,6 @@ import logging
 import os
 import shlex
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ import yaml
 from tidewheel import yaml_text
 from tidewheel.cluster.upload import Upload, survey
 from tidewheel.errors import ClusterError, ConfigError
+from tidewheel.private_folders import temporary_folder
 
 STOPPED_CODE = 143  # as of a process that SIGTERM ended
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -167,7 +167,7 @@ class JobServer:
                                    mend="correct the submission; an id can be used once on a cluster") from None
 
         uploaded = submission.upload()
-        with tempfile.TemporaryDirectory(prefix="tidewheel-upload-") as folder:  # Ray sends the package in submit_job
+        with temporary_folder("upload") as folder:  # Ray sends the package in submit_job
             package = None
             if uploaded is not None:
                 package = Path(folder, "package.zip")

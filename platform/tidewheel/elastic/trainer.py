@@ -6,9 +6,7 @@ Both continue a run that was interrupted, and answer at once for one that is ove
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +20,7 @@ from tidewheel.errors import ClusterError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.ownership import CHECKPOINTS, Renewal, owning
 from tidewheel.placement import with_labels
+from tidewheel.private_folders import temporary_folder
 from tidewheel.stopping import Stop
 from tidewheel.train import checks, starts
 from tidewheel.train.config import TrainConfig
@@ -82,8 +81,7 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
     sizes = _sizes(config)
     run = storage.store(config.run_uri)
     run.check()
-    bookkeeping = tempfile.mkdtemp(prefix="tidewheel-train-")
-    try:
+    with temporary_folder("train") as bookkeeping:
         with _owning(run, take_over) as record, \
                 _coordinator(config, sizes, record.epoch) as (name, coordinator), _reporting(coordinator, on_progress):
             for change in starts.record_start(run, config, record.epoch):
@@ -91,14 +89,12 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
                     coordinator.event.remote("setting_changed", _told_change(change))
             trainer = ElasticTrainer(
                 worker, {"config": config.canonical(), "coordinator": name}, elastic=config.elastic, sizes=sizes,
-                coordinator=coordinator, name=config.run.id, storage_path=bookkeeping)
+                coordinator=coordinator, name=config.run.id, storage_path=str(bookkeeping))
             try:
                 return trainer.run()
             except TidewheelError as error:
                 lost = _lost(coordinator)
                 raise error if lost is None else lost from error
-    finally:
-        shutil.rmtree(bookkeeping, ignore_errors=True)
 
 
 def _owning(run: storage.Store, take_over: bool) -> contextlib.AbstractContextManager[Record]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from blake3 import blake3
 
 from tidewheel.errors import ShardError
+from tidewheel.private_folders import create_locked, open_file, private_folder, remove_unlocked, user_folder
 from tidewheel.shards.manifest import REBUILD, ShardInfo
 from tidewheel.storage import CHUNK_BYTES, Store
 
@@ -24,28 +26,38 @@ class ShardFiles:
 
     Args:
         store: where the set is.
-        cache: folder for copies of remote files; default: one for each user in the system's temporary folder.
+        cache: folder for copies of remote files, or for a folder with them where other users can write to it;
+            default: one for each user in the system's temporary folder.
         cache_bytes: copies are deleted, oldest use first, when they take more.
     """
 
     def __init__(self, store: Store, cache: Path | None = None, cache_bytes: int = CACHE_BYTES) -> None:
-        self._store, self._bytes = store, cache_bytes
-        self._cache = cache or Path(tempfile.gettempdir(), f"tidewheel-shards-{os.getuid()}")
+        self._store, self._bytes, self._cache = store, cache_bytes, cache
 
     @property
     def copies(self) -> bool:
         """Whether files are copies, with their hash checked."""
         return self._store.local_path("x") is None
 
-    def path(self, shard: ShardInfo) -> Path:
-        """Path of a file that has the shard's length, and, if it is a copy, its hash: a damaged copy is made anew.
+    @contextlib.contextmanager
+    def opened(self, shard: ShardInfo) -> Iterator[tuple[Path, Path]]:
+        """Yield (where the shard's file is, a path to read it from that is good during the block).
+
+        The file has the shard's length. A copy has its hash too, taken from the very file that the second path opens:
+        whoever replaces the copy by another file after that changes nothing. A damaged copy is made anew.
 
         Raises:
             ShardError: the shard is missing, or its content is not what the manifest says.
         """
         local = self._store.local_path(shard.name)
         if local is None:
-            return self._copy(shard)
+            folder = self._folder()
+            descriptor = self._copy(folder, shard)
+            try:
+                yield folder / shard.name, Path(f"/dev/fd/{descriptor}")
+            finally:
+                os.close(descriptor)
+            return
         try:
             size = local.stat().st_size
         except FileNotFoundError:
@@ -53,46 +65,59 @@ class ShardFiles:
         if size != shard.bytes:
             raise ShardError(f"the shard has {size} bytes, its manifest says {shard.bytes}", where=str(local),
                              mend=REBUILD)
-        return local
+        yield local, local
 
-    def _copy(self, shard: ShardInfo) -> Path:
-        path = self._cache / shard.name
-        if _intact(path, shard):  # left by an earlier process: the disk may have damaged it since
-            with contextlib.suppress(FileNotFoundError):
-                # when it was used last; its time of change is what others watch that read it
-                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-                return path
-        self._cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = self._cache / f".tmp-{uuid.uuid4().hex}"
+    def _folder(self) -> Path:
+        return private_folder(self._cache) if self._cache else user_folder("shards")
+
+    def _copy(self, folder: Path, shard: ShardInfo) -> int:
+        """Return a descriptor of the copy."""
+        path = folder / shard.name
+        descriptor = _intact(path, shard)  # left by an earlier process: the disk may have damaged it since
+        if descriptor is not None:
+            # when it was used last; its time of change is what others watch that read it
+            os.utime(descriptor, ns=(time.time_ns(), os.fstat(descriptor).st_mtime_ns))
+            return descriptor
+        remove_unlocked(folder, ".tmp-*")
+        temporary = folder / f".tmp-{uuid.uuid4().hex}"
+        descriptor = self._download(shard, temporary)
         try:
-            self._download(shard, temporary)
-            _publish(temporary, path, shard)
+            descriptor = _publish(temporary, path, shard, descriptor)
         finally:
             temporary.unlink(missing_ok=True)
-        self._evict(keep=shard.name)
-        return path
+        self._evict(folder, keep=shard.name)
+        return descriptor
 
-    def _download(self, shard: ShardInfo, path: Path) -> None:
+    def _download(self, shard: ShardInfo, path: Path) -> int:
         where, digest, size = self._store.at(shard.name), blake3(), 0
+        descriptor = None
         try:
-            with self._store.open(shard.name) as source, path.open("wb") as sink:
-                while chunk := source.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    sink.write(chunk)
-                    size += len(chunk)
-        except FileNotFoundError:
-            raise ShardError("the shard is missing", where=where, mend=REBUILD) from None
-        except OSError as error:
-            raise ShardError(f"cannot copy the shard to {path.parent}: {error.strerror or error}", where=where,
-                             mend="free space there, or set data.cache to another folder") from None
-        if size != shard.bytes or "blake3-" + digest.hexdigest() != shard.hash:
-            raise ShardError(f"the shard's content ({size} bytes) is not what its manifest says ({shard.bytes} bytes, "
-                             f"{shard.hash})", where=where, mend=REBUILD)
+            with self._store.open(shard.name) as source:
+                descriptor = create_locked(path)
+                with os.fdopen(descriptor, "wb", closefd=False) as sink:
+                    while chunk := source.read(CHUNK_BYTES):
+                        digest.update(chunk)
+                        sink.write(chunk)
+                        size += len(chunk)
+            if size != shard.bytes or "blake3-" + digest.hexdigest() != shard.hash:
+                raise ShardError(f"the shard's content ({size} bytes) is not what its manifest says ({shard.bytes} "
+                                 f"bytes, {shard.hash})", where=where, mend=REBUILD)
+            return descriptor
+        except BaseException as error:
+            if descriptor is not None:
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
+            if isinstance(error, FileNotFoundError):
+                raise ShardError("the shard is missing", where=where, mend=REBUILD) from None
+            if isinstance(error, OSError):
+                raise ShardError(f"cannot copy the shard to {path.parent}: {error.strerror or error}", where=where,
+                                 mend="free space there, or set data.cache to another folder") from None
+            raise
 
-    def _evict(self, keep: str) -> None:
+    def _evict(self, folder: Path, keep: str) -> None:
         """Delete copies used least recently until the rest fits; a file that is still mapped lives on till unmapped."""
         found = []
-        for path in self._cache.glob("*.arrow"):
+        for path in folder.glob("*.arrow"):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
                 found.append((stat.st_atime_ns, stat.st_size, path))
@@ -105,23 +130,35 @@ class ShardFiles:
                 excess -= size
 
 
-def _publish(temporary: Path, path: Path, shard: ShardInfo) -> None:
-    """Give a copy its name, unless another process was faster: a file that others read must not change under them."""
+def _publish(temporary: Path, path: Path, shard: ShardInfo, descriptor: int) -> int:
+    """Give a copy its name, unless another process was faster: a file that others read must not change under them.
+    Return the descriptor of the file that has the name."""
     try:
         os.link(temporary, path)
     except OSError:  # there is one, or the file system has no links
-        if not _intact(path, shard):
-            os.replace(temporary, path)
+        if (other := _intact(path, shard)) is not None:
+            os.close(descriptor)
+            return other
+        os.replace(temporary, path)
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return descriptor
 
 
-def _intact(path: Path, shard: ShardInfo) -> bool:
+def _intact(path: Path, shard: ShardInfo) -> int | None:
+    """Return a descriptor of a copy whose content has the shard's hash; None where there is none."""
     try:
-        if path.stat().st_size != shard.bytes:
-            return False
-        digest = blake3()
-        with path.open("rb") as source:
-            while chunk := source.read(CHUNK_BYTES):
-                digest.update(chunk)
+        descriptor = open_file(path)
     except OSError:
-        return False
-    return "blake3-" + digest.hexdigest() == shard.hash
+        return None
+    try:
+        if os.fstat(descriptor).st_size == shard.bytes:
+            digest = blake3()
+            with os.fdopen(descriptor, "rb", closefd=False) as source:
+                while chunk := source.read(CHUNK_BYTES):
+                    digest.update(chunk)
+            if "blake3-" + digest.hexdigest() == shard.hash:
+                return descriptor
+    except OSError:
+        pass  # as good as damaged: it is copied again
+    os.close(descriptor)
+    return None

@@ -147,11 +147,11 @@ class ShardSet:
     def _load(self, index: int, *, anew: bool = False) -> Shard:
         """Open a shard; `anew`: from its origin, with its whole content checked."""
         info = self.manifest.shards[index]
-        path = self._files.path(info)
-        before = fingerprint(path)
-        if anew and (problem := problem_of(path, info)):
-            raise self._damaged(index, f"{problem}; it was read twice")
-        found = open_shard(path, info, self.manifest, self.store.at(info.name))
+        with self._files.opened(info) as (path, readable):
+            before = fingerprint(readable)
+            if anew and (problem := problem_of(readable, info)):
+                raise self._damaged(index, f"{problem}; it was read twice")
+            found = open_shard(readable, info, self.manifest, self.store.at(info.name))
         with self._lock:
             if index not in self._open or anew:
                 self._open[index] = found

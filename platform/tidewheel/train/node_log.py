@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 from tidewheel.errors import StorageError
 from tidewheel.jsonlog import CLOSE_SECONDS, DROPPED, MOST_WAITING_BYTES, SEGMENT_BYTES, JsonLog
+from tidewheel.private_folders import make_private
 from tidewheel.storage import Store
 
 SECONDS = 60.0
@@ -209,16 +210,8 @@ def node_folder(store: Store, key: str) -> Path:
 
 def _usable(folder: Path) -> Path | None:
     """The folder, if it and the one above are this user's alone, made now or before."""
-    try:
-        for path in (folder.parent, folder):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(0o700)
-            found = path.lstat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o077 or not path.is_dir() or path.is_symlink():
-                return None
-    except OSError:
-        return None
-    return folder
+    usable = make_private(folder.parent, secret=True) and make_private(folder, secret=True)
+    return folder if usable else None
 
 
 def _groups(files: list[Path]) -> Iterator[list[Path]]:

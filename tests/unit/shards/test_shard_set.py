@@ -16,6 +16,7 @@ from tests.unit.shards.helpers import LENGTH, table, write_set
 from tidewheel import storage
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import ShardError
+from tidewheel.shards import cache as shard_cache
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.format import shard_schema, write_shard
 from tidewheel.shards.loader import Loader
@@ -312,8 +313,8 @@ def test_readers_that_share_a_cache_do_not_disturb_each_other(tmp_path: Path, mo
     sets[0].rows(*read)
     sets[1].rows(*read)  # finds them there
     with monkeypatch.context() as late:  # as if it had begun to copy before the first had done so
-        answers = itertools.cycle([False, True])
-        late.setattr("tidewheel.shards.cache._intact", lambda *file: next(answers))
+        answers = itertools.cycle([lambda *_: None, shard_cache._intact])
+        late.setattr(shard_cache, "_intact", lambda *file: next(answers)(*file))
         sets[2].rows(*read)
     for one in sets:
         one.rows(*read)

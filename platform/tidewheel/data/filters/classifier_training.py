@@ -7,7 +7,6 @@ an order that only the content decides: the same documents give the same bytes.
 from __future__ import annotations
 
 import struct
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from tidewheel.data.filters.classifier import LABEL
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers import read_records
 from tidewheel.errors import ConfigError, InputError
+from tidewheel.private_folders import temporary_folder
 from tidewheel.storage import split, store
 
 OTHER = "__label__lq"
@@ -110,9 +110,9 @@ def train(positive: Sequence[str], negative: Sequence[str], settings: TrainClass
                              mend="give more documents, or a larger --held-out")
     rows = [(key, LABEL, text) for key, text in wanted_train] + [(key, OTHER, text) for key, text in others_train]
     rows.sort(key=lambda row: (_hash(row[0], _ORDER_SEED), row[0]))
-    with tempfile.TemporaryDirectory(prefix="tidewheel-") as folder:
-        model = _fit(rows, settings, Path(folder))
-        path = Path(folder, "model.bin")
+    with temporary_folder("classifier") as folder:
+        model = _fit(rows, settings, folder)
+        path = folder / "model.bin"
         path.write_bytes(model)
         loaded = fasttext_model.Model(fasttext_model.library().load_model(str(path)),
                                       fasttext_model.check(model, "the trained model"))

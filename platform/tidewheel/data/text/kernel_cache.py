@@ -17,6 +17,8 @@ from typing import Any
 
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
+from tidewheel.private_folders import is_private, make_private
+
 KEPT_SECONDS = 90 * 86400
 
 
@@ -27,13 +29,8 @@ def folder() -> Path | None:
     places = [os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), None]
     for place in places:
         path = Path(place, "tidewheel") if place else Path(tempfile.gettempdir(), f"tidewheel-{os.getuid()}")
-        path /= "kernels"
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = [path.stat(), path.parent.stat()]
-        except OSError:
-            continue
-        if all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found) and os.access(path, os.W_OK):
+        path = path.resolve() / "kernels"
+        if make_private(path) and is_private(path.parent) and os.access(path, os.W_OK):
             return path
     return None
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import gzip
 import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from tidewheel.private_folders import temporary_folder
 from tidewheel.storage import Store
 from tidewheel.train.metrics.config import ProfileConfig
 
@@ -69,8 +68,8 @@ class Profiler:
         name = f"{FOLDER}/steps_{self._first}-{step}"
         written = [self._write_trace(running, f"{name}.json.gz")]
         if self._memory:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "memory.pickle"
+            with temporary_folder("profile") as folder:
+                path = folder / "memory.pickle"
                 torch.cuda.memory._dump_snapshot(str(path))  # its format is torch's; nothing here reads it
                 self._store.write(f"{name}.memory.pickle", path.read_bytes())
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -89,8 +88,8 @@ class Profiler:
         return self._config.memory and self._device.type == "cuda"
 
     def _write_trace(self, running: Any, key: str) -> str:
-        with tempfile.TemporaryDirectory(prefix="tidewheel-profile-") as folder:
-            path = Path(folder, "trace.json")
+        with temporary_folder("profile") as folder:
+            path = folder / "trace.json"
             running.export_chrome_trace(str(path))
             with path.open("rb") as trace, self._store.writer(key) as sink, gzip.GzipFile(
                     fileobj=sink, mode="wb") as packed:  # type: ignore[call-overload]

@@ -7,16 +7,16 @@ writes TensorBoard's own restart mark, which takes back what was written for lat
 
 from __future__ import annotations
 
+import os
 import shutil
-import tempfile
 import time
-from pathlib import Path
 
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from tidewheel.private_folders import hold, make_temporary
 from tidewheel.storage import Store
 from tidewheel.train.metrics.config import TENSORBOARD_SECONDS
 from tidewheel.train.metrics.sinks import Record
@@ -51,7 +51,12 @@ class TensorBoard:
         self._store, self._generation, self._flush_seconds = store, generation, flush_seconds
         local = store.local_path(FOLDER)
         self._remote = local is None
-        self._folder = local or Path(tempfile.mkdtemp(prefix="tidewheel-tensorboard-"))
+        self._temporary = None
+        if local is None:
+            self._temporary = make_temporary("tensorboard")
+            self._held = hold(self._temporary)
+            local = self._temporary / "events"
+        self._folder = local
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None
         self._newest = self._folder  # the file it writes
@@ -88,8 +93,10 @@ class TensorBoard:
     def close(self) -> None:
         self.flush()
         self._end_file()
-        if self._remote:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+            os.close(self._held)
 
     def _add(self, event: Event) -> None:
         if not event.wall_time:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from tidewheel.errors import ConfigError
+from tidewheel.private_folders import user_folder
 from tidewheel.train.metrics.config import WandbConfig
 from tidewheel.train.metrics.sinks import Record
 from tidewheel.train.metrics.tensorboard import scalars
@@ -51,7 +51,7 @@ class WeightsAndBiases:
 
         self._recorded = recorded
         self._run = wandb.init(project=config.project, entity=config.entity or None, id=run, name=run, resume="allow",
-                               config=settings, mode=config.mode, dir=config.folder or tempfile.gettempdir())
+                               config=settings, mode=config.mode, dir=config.folder or str(user_folder("wandb")))
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
