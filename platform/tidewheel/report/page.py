@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-_VOID = frozenset({"br", "hr", "meta", "rect", "line", "path", "circle", "polyline"})
+_VOID = frozenset({"br", "hr", "meta", "rect", "line", "path", "circle", "polyline", "input"})
 
 
 class Html(str):

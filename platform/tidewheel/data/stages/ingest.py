@@ -127,7 +127,7 @@ def check_share(units: Sequence[Published], job: Job) -> None:
 
 
 @dataclass
-class _Tally:
+class Tally:
     """What has been counted of a file so far."""
 
     records: int = 0
@@ -142,7 +142,7 @@ class _Tally:
 def ingest_file(task: Task) -> Published:
     """The unit of one source file or range. Files: documents (`schema`), and verdicts, annotations and quarantine where
     there are any."""
-    writer, tally = task.writer(), _Tally()
+    writer, tally = task.writer(), Tally()
     try:
         _documents(task, writer, tally)
     except UnreadableFile as error:
@@ -179,13 +179,13 @@ def _is_empty(task: Task) -> bool:
                                               sniff.shape_from(task.inputs["shape"]))
 
 
-def _aside(task: Task, reason: str, records: int, detail: str) -> _Tally:
+def _aside(task: Task, reason: str, records: int, detail: str) -> Tally:
     row = bad_record(task.inputs["name"], 0, 0, reason, b"", detail)
     row = Bad(**{**row.__dict__, "hash": task.inputs["fingerprint"], "records": records})
-    return _Tally(records=records, bad=[row])
+    return Tally(records=records, bad=[row])
 
 
-def _documents(task: Task, writer: UnitWriter, tally: _Tally) -> None:
+def _documents(task: Task, writer: UnitWriter, tally: Tally) -> None:
     inputs = task.inputs
     minhash = inputs["minhash"]
     target = schema(minhash["num_permutations"] if minhash else 0)
@@ -193,7 +193,7 @@ def _documents(task: Task, writer: UnitWriter, tally: _Tally) -> None:
     config = ReadConfig(paths=("-",), **inputs["read"])
     with writer.store.writer(task.unit.file_key("documents")) as sink:
         with ipc_stream(sink, target) as stream:
-            for records in _batches(task, config, tally):
+            for records in batches(task, config, tally):
                 table = _keep(records, config, rules, tally)
                 if len(table):
                     stream.write_table(_hashed(table, minhash, target), max_chunksize=BATCH_DOCUMENTS)
@@ -208,7 +208,8 @@ def _no_documents(task: Task, writer: UnitWriter) -> None:
     writer.add("documents", sink.stamp)
 
 
-def _batches(task: Task, config: ReadConfig, tally: _Tally) -> Iterator[list[Record]]:
+def batches(task: Task, config: ReadConfig, tally: Tally) -> Iterator[list[Record]]:
+    """The documents of one file or range, a few at a time; others are counted in `tally`."""
     place, name = store(task.inputs["root"]), task.inputs["name"]
     batch: list[Record] = []
     characters = 0
@@ -249,7 +250,7 @@ def _sampler(config: ReadConfig) -> Callable[[Record | Bad], bool]:
     return sampled
 
 
-def _keep(records: list[Record], config: ReadConfig, rules: list[Group], tally: _Tally) -> pa.Table:
+def _keep(records: list[Record], config: ReadConfig, rules: list[Group], tally: Tally) -> pa.Table:
     """Columns of the documents that pass the filters; the others go to the tally."""
     texts = pa.array([record.text for record in records], pa.large_string())
     sources = [record.source for record in records]

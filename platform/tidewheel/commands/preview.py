@@ -1,0 +1,37 @@
+"""`tidewheel data preview`: a page on which thresholds are moved over a few documents."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tidewheel.commands.options import Overrides
+from tidewheel.errors import ConfigError
+
+
+def preview(
+    config: Annotated[str, Parameter(help="Pipeline definition, a YAML file.")],
+    *,
+    input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
+                                         "below.")] = ".",
+    output: Annotated[str, Parameter(help="Where the page goes, an .html file.")] = "preview.html",
+    limit: Annotated[int, Parameter(help="Documents at most: the first of each file, by its size.")] = 200,
+    set_: Overrides = None,
+) -> int:
+    """Write a page that shows what each filter does to a few documents, with a slider for each threshold."""
+    from tidewheel.config import load
+    from tidewheel.data.config import PipelineConfig
+
+    settings = load(PipelineConfig, config, set_ or ())
+    if not 1 <= limit <= 5000:
+        raise ConfigError(f"{limit} documents on a page", where="--limit", mend="1 to 5000")
+    from tidewheel.data.preview import look
+    from tidewheel.report.preview import render
+    from tidewheel.storage import split
+
+    place, name = split(output)
+    found = look(settings, input=input, limit=limit)
+    place.write(name, render(found, name=settings.name, input=input))
+    print(f"{output}: {len(found.documents):,} documents, {len(found.thresholds)} thresholds")
+    return 0

@@ -1,0 +1,40 @@
+"""The page of a preview: thresholds with a slider each, and what they do to the documents."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from tidewheel.data.preview import Preview
+from tidewheel.report.page import Html, Page, join, table, tag
+
+_TITLES = ("setting", "", "", "limit", "documents dropped")
+SCRIPT = Path(__file__).parent / "preview.js"
+
+
+def render(preview: Preview, *, name: str, input: str) -> bytes:
+    """One self-contained HTML page."""
+    page = Page(f"Preview of {name}", subtitle=f"{len(preview.documents)} documents of {input}")
+    page.section("Thresholds", tag("p", "", id="preview-kept"),
+                 tag("div", tag("table", tag("thead", tag("tr", *(tag("th", title) for title in _TITLES))),
+                                tag("tbody", id="preview-thresholds")), class_="table"),
+                 tag("pre", "", id="preview-overrides"),
+                 note="Each is judged over all documents, as earlier filters leave their text. Deduplication is left "
+                      "out. The lines below the table, behind `tidewheel data run`, take over what was moved.")
+    only = tag("label", tag("input", type="checkbox", id="preview-only-dropped"), " only what is dropped")
+    page.section("Documents", only, tag("div", id="preview-documents"))
+    if preview.quarantined:
+        rows = [(reason.replace("_", " "), f"{count:,}") for reason, count in preview.quarantined.items()]
+        page.section("Records that cannot be used", table(("reason", "records"), rows, numeric=(1,)))
+    page.section("Data", join([_data(preview), Html(f"<script>{SCRIPT.read_text(encoding='utf-8')}</script>")]),
+                 note="The page holds the documents' beginnings and needs no network.")
+    return page.render()
+
+
+def _data(preview: Preview) -> Html:
+    """The preview as JSON that cannot end its element."""
+    value = {"documents": [asdict(each) for each in preview.documents],
+             "thresholds": [asdict(each) for each in preview.thresholds]}
+    text = json.dumps(value, ensure_ascii=True).replace("<", "\\u003c").replace("&", "\\u0026")
+    return Html(f'<script type="application/json" id="preview-data">{text}</script>')
