@@ -253,13 +253,12 @@ def _there(process: Any) -> bool:
 def main() -> None:
     """Serve requests until standard input closes, then end the cluster."""
     answers = os.fdopen(os.dup(1), "w")
-    temp_dir = sys.argv[1]
-    os.makedirs(temp_dir, mode=0o700, exist_ok=True)
-    log = os.open(f"{temp_dir}/keeper.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    folder = sys.argv[1]
+    log = os.open(f"{folder}/keeper.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(log, 1)  # nothing but answers may reach the pipe
     os.dup2(log, 2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    keeper = Keeper(temp_dir)
+    keeper = Keeper(f"{folder}/ray")  # Ray opens its folder to everyone; the one around it stays closed
     try:
         for line in sys.stdin:
             request = json.loads(line)
@@ -276,6 +275,7 @@ def main() -> None:
         import ray  # noqa: F401  puts psutil, which comes with Ray, on the path
 
         keeper.stop()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

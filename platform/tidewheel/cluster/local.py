@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 
 from tidewheel.cluster.autoscaling import AutoscaledGroup
 from tidewheel.cluster.groups import Group
+from tidewheel.cluster.private_run import run_folder
 from tidewheel.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
@@ -72,7 +72,7 @@ class LocalCluster:
         self._store_bytes = object_store_mb << 20
         self._dashboard = dashboard
         self._autoscaled, self._idle_seconds = tuple(autoscaled), idle_seconds
-        self._temp_dir = f"/tmp/tw-{uuid.uuid4().hex[:8]}"  # short: it is in the names of Unix sockets (107 bytes)
+        self._folder: Path | None = None
         self._keeper: subprocess.Popen[str] | None = None
         self._nodes: list[NodeHandle] = []
         self._lock = threading.RLock()
@@ -83,9 +83,10 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         atexit.register(self.close)
         try:
+            self._folder = run_folder()
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "tidewheel.cluster.keeper", self._temp_dir], text=True, env=keeper_environment(),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                [sys.executable, "-m", "tidewheel.cluster.keeper", str(self._folder)], text=True,
+                env=keeper_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True)  # Ctrl-C is for us; the keeper ends when our end of its pipe closes
             port = free_port() if self._dashboard else 0
             head = self._ask("start", cpus=self._head_cpus, object_store_bytes=self._store_bytes, dashboard_port=port,
@@ -161,7 +162,7 @@ class LocalCluster:
             keeper.wait()
         if keeper.stdout is not None:
             keeper.stdout.close()
-        shutil.rmtree(self._temp_dir, ignore_errors=True)
+        shutil.rmtree(str(self._folder), ignore_errors=True)
 
     def _ask(self, what: str, **arguments: Any) -> dict[str, Any]:
         keeper = self._keeper
@@ -183,9 +184,9 @@ class LocalCluster:
 
     def _logs(self) -> str:
         """Ray's logs go with the cluster; what explains a failure is kept."""
-        kept = Path(f"{self._temp_dir}-logs")
+        kept = Path(f"{self._folder}-logs")
         with contextlib.suppress(OSError):
-            shutil.copytree(self._temp_dir, kept, dirs_exist_ok=True, symlinks=True,
+            shutil.copytree(str(self._folder), kept, dirs_exist_ok=True, symlinks=True,
                             ignore=lambda folder, names: [n for n in names if not _is_log(Path(folder, n))])
         return str(kept)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tidewheel.cluster.private_run import private_arguments
 from tidewheel.console import console
 from tidewheel.errors import ClusterError
 from tidewheel.stopping import keeping_handlers
@@ -63,6 +64,7 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
         from tidewheel.cluster.background import show_token
 
         show_token(target)
+    private = private_arguments() if target == "local" else {}
     import ray
 
     if ray.is_initialized():
@@ -78,7 +80,7 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
         with keeping_handlers():
             if target == "local":
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
-                         **quiet)
+                         **private, **quiet)
             else:
                 ray.init(address=target, **quiet)
     except (ConnectionError, ValueError) as error:

@@ -19,6 +19,6 @@ def diagnose(storage: str | None = None, *, in_cluster: bool = False) -> list[Ch
     checks = [software.python(), *software.packages(), machine.cpus(), machine.memory(), machine.shared_memory(),
               *machine.limits(), *machine.disks(), *gpu.gpus(), network.loopback(), *network.proxy()]
     if not in_cluster:
-        checks += [*network.ports(), *network.ray_address(), network.token()]
+        checks += [*network.ports(), *network.ray_address(), network.token(), network.listening()]
     checks += [software.torch(probes["torch"]), software.ray(probes["ray"])]
     return checks + (examine_storage(storage) if storage else [])

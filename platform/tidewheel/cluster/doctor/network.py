@@ -104,6 +104,48 @@ def token() -> Check:
     return Check("Ray token", "ok", f"mode {mode or 'not set'}, token {shown}")
 
 
+def listening() -> Check:
+    """What Ray processes that this user may look at listen on beyond loopback: Ray cannot bind all of it."""
+    sockets = _open_ports()
+    shown = []
+    for process in Path("/proc").glob("[0-9]*"):
+        name, inodes = _ray_process(process)
+        ports = sorted(sockets[inode] for inode in inodes if inode in sockets)
+        if ports:
+            shown.append(f"{name} {', '.join(map(str, ports))}")
+    if not shown:
+        return Check("listening", "ok", "no Ray process listens beyond loopback")
+    return Check("listening", "warning", f"reachable from the network: {'; '.join(sorted(shown))}",
+                 "keep these ports behind a firewall; Ray has no setting that binds them (docs/clusters.md)")
+
+
+def _open_ports() -> dict[str, int]:
+    """Return by inode the TCP ports that listen beyond loopback; none where the system does not say."""
+    found: dict[str, int] = {}
+    for table, loopback_end in (("tcp", "7F"), ("tcp6", "0" * 24 + "01000000")):
+        try:
+            lines = Path("/proc/net", table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            address, _, port = fields[1].partition(":")
+            if fields[3] == "0A" and not address.endswith(loopback_end):  # listening; addresses are little-endian
+                found[fields[9]] = int(port, 16)
+    return found
+
+
+def _ray_process(process: Path) -> tuple[str, set[str]]:
+    """Return the name and the inodes of the sockets of a process of Ray; nothing of others."""
+    try:
+        name = (process / "comm").read_text().strip()
+        if not name.startswith(("gcs_server", "raylet", "ray::")):
+            return "", set()
+        links = [os.readlink(path) for path in (process / "fd").iterdir()]
+    except OSError:  # it has ended, or is another user's
+        return "", set()
+    return name, {link[len("socket:["):-1] for link in links if link.startswith("socket:[")}
+
+
 def _token_source() -> Path | str | None:
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
