@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 RECIPE = {"name": "stops", "partitions": 1, "read": {"paths": ["*.jsonl"]},
           "steps": ["dedup_exact", {"tokenize": {"train": {"vocabulary_size": 300}}},
@@ -37,7 +37,7 @@ def test_a_pipeline_says_one_sentence_and_goes_on(tmp_path):
         if "ingest: " in line:
             process.send_signal(signal.SIGTERM)
             break
-    said += process.communicate(timeout=60)[0]
+    said += process.communicate(timeout=200)[0]
     assert process.returncode == 143, said
     assert said.splitlines()[-1] == "stopped; give the same command again to go on"
     assert "SIGTERM received" not in said, said  # how the dump begins

@@ -62,7 +62,7 @@ class Process:
         os.killpg(self.popen.pid, number)
 
     def end(self) -> tuple[int, str]:
-        said, _ = self.popen.communicate(timeout=20)
+        said, _ = self.popen.communicate(timeout=120)
         return self.popen.returncode, said
 
 

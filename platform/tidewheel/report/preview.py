@@ -20,8 +20,9 @@ def render(preview: Preview, *, name: str, input: str) -> bytes:
                  tag("div", tag("table", tag("thead", tag("tr", *(tag("th", title) for title in _TITLES))),
                                 tag("tbody", id="preview-thresholds")), class_="table"),
                  tag("pre", "", id="preview-overrides"),
-                 note="Each is judged over all documents, as earlier filters leave their text. Deduplication is left "
-                      "out. The lines below the table, behind `tidewheel data run`, take over what was moved.")
+                 note="Each limit is judged over all documents, with the text that earlier filters leave. Duplicates "
+                      "are not looked for. To use limits that you moved, add the lines below the table to "
+                      "`tidewheel data run`.")
     only = tag("label", tag("input", type="checkbox", id="preview-only-dropped"), " only what is dropped")
     page.section("Documents", only, tag("div", id="preview-documents"))
     if preview.quarantined:
