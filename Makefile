@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install demo test long lint format clean help
+.PHONY: install demo test long lint format clean help lock sbom
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -20,7 +20,7 @@ demo: $(STAMP)  ## raw text to a trained model, with a node killed on the way (A
 test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -n 2 --dist loadfile --durations=15 tests/unit tests/k8s
+	$(PYTEST) -n 2 --dist loadfile --durations=15 tests/unit tests/k8s tests/security
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
 
 long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each
@@ -29,6 +29,12 @@ long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+lock: $(STAMP)  ## requirements.lock: constraints.txt with the hash of each file, for this platform
+	$(BIN)/python -m tests.security.dependencies lock
+
+sbom: $(STAMP)  ## sbom.json: what is installed, as CycloneDX
+	$(BIN)/python -m tests.security.dependencies sbom
 
 format: $(STAMP)  ## sort imports and mend what ruff can mend
 	$(BIN)/ruff check --fix .

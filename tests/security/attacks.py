@@ -1,0 +1,196 @@
+"""The attacks that were tried on Tidewheel, each as a function that attacks and returns what happened.
+
+`python -m tests.security` runs them and prints a table; `test_attacks.py` holds them to their bounds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import yaml
+
+from tidewheel.data.config import ReadConfig
+from tidewheel.data.quarantine import Bad
+from tidewheel.data.readers import read_records
+from tidewheel.errors import TidewheelError
+from tidewheel.storage import store
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack.
+
+    Args:
+        name: what is attacked, and how.
+        bound: what holds it.
+        seconds: it must be over by then, on a busy machine.
+        run: attacks inside an empty folder; returns what happened. Raises AssertionError when the bound does not hold.
+    """
+
+    name: str
+    bound: str
+    seconds: float
+    run: Callable[[Path], str]
+
+
+def _read(folder: Path, name: str, content: bytes) -> list[str]:
+    (folder / name).write_bytes(content)
+    found = read_records(store(folder), name, ReadConfig(paths=("*",)))
+    return [record.reason if isinstance(record, Bad) else "read" for record in found]
+
+
+def parquet_dictionary(folder: Path) -> str:
+    """4,000 rows that share one string of 20 MB."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array(["a" * 20_000_000]))
+    pyarrow.parquet.write_table(pa.table({"text": column}), folder / "a.parquet", compression="zstd")
+    count = sum(1 for _ in zip(range(20), read_records(store(folder), "a.parquet", ReadConfig(paths=("*",)))))
+    assert count == 20
+    return f"{(folder / 'a.parquet').stat().st_size} bytes; rows are read one after the other"
+
+
+def unbroken_word(folder: Path) -> str:
+    """A tokenizer trained on one word of a million characters."""
+    from tidewheel.data.tokenize.tokenizer import train_bpe
+
+    return f"trained, {len(train_bpe(['a' * 1_000_000], 300, ()))} bytes"
+
+
+def warc(body: bytes, more: str = "") -> bytes:
+    """A web archive with one page."""
+    content = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n{more}\r\n".encode() + body
+    return (f"WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n").encode() + content + b"\r\n\r\n"
+
+
+def page_attributes(folder: Path) -> str:
+    """A tag with 200,000 attributes."""
+    page = "<div " + " ".join(f"a{number}=1" for number in range(200_000)) + "><p>text</p>"
+    reasons = _read(folder, "a.warc", warc(page.encode()))
+    assert reasons == ["page_too_complex"], reasons
+    return "quarantined: page_too_complex"
+
+
+def page_brotli(folder: Path) -> str:
+    """A page of 100 MB that Brotli packs into bytes."""
+    import brotli
+
+    reasons = _read(folder, "a.warc", warc(brotli.compress(b" " * 100_000_000, quality=2), "Content-Encoding: br\r\n"))
+    assert reasons == ["no_main_text"], reasons
+    return "quarantined: unpacked it is over read.max_record_bytes"
+
+
+def gzip_line(folder: Path) -> str:
+    """A line of 200 MB in a packed file of 200 kB."""
+    reasons = _read(folder, "a.jsonl.gz", gzip.compress(b'{"text": "' + b"a" * 200_000_000 + b'"}', 1))
+    assert reasons == ["record_too_long"], reasons
+    return "quarantined: record_too_long"
+
+
+def _refused(source: str) -> str:
+    from tidewheel.data.tokenize.chat import read_template
+
+    try:
+        read_template(None, source.encode(), where="template")
+    except TidewheelError as error:
+        return f"refused: {error.what.removeprefix('the chat template is not usable: ')}"
+    raise AssertionError("the template was taken")
+
+
+def template_loops(folder: Path) -> str:
+    """A chat template of nine nested loops."""
+    return _refused("{% for x in range(1000) %}" * 9 + "{% endfor %}" * 9)
+
+
+def template_allocates(folder: Path) -> str:
+    """A chat template that doubles a string ninety times."""
+    return _refused("{% set n = namespace(x='a') %}{% for i in range(90) %}{% set n.x = n.x ~ n.x %}{% endfor %}")
+
+
+def yaml_aliases(folder: Path) -> str:
+    """A recipe whose aliases stand for 10^12 values."""
+    from tidewheel import yaml_text
+
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    try:
+        yaml_text.load("\n".join(lines))
+    except yaml.YAMLError as error:
+        return f"refused: {str(error).splitlines()[0]}"[:90]
+    raise AssertionError("the recipe was taken")
+
+
+def shard_cache(folder: Path) -> str:
+    """Someone else makes the cache's folder before the run does."""
+    from tidewheel.errors import StorageError
+    from tidewheel.private_folders import user_folder
+
+    before = tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    try:
+        (folder / f"tidewheel-shards-{os.getuid()}").mkdir()
+        (folder / f"tidewheel-shards-{os.getuid()}").chmod(0o777)
+        user_folder("shards")
+    except StorageError as error:
+        return f"refused: {error.what}"[:90]
+    finally:
+        tempfile.tempdir = before
+    raise AssertionError("the folder was taken")
+
+
+def run_token(folder: Path) -> str:
+    """Another user reads the token of a private run."""
+    from tidewheel.cluster import private_run
+
+    folder.chmod(0o700)
+    token = private_run.make_token(folder)
+    mode = token.stat().st_mode & 0o777
+    assert mode == 0o600, oct(mode)
+    return "mode 0600, in a folder of mode 0700"
+
+
+def strangers(folder: Path) -> str:
+    """Strangers hold many connections to a memory-tier agent."""
+    from tidewheel import strangers as limits
+
+    closed: list[int] = []
+    held = limits.Strangers(most=2)
+    with held.one(lambda: closed.append(0)), held.one(lambda: closed.append(1)), held.one(lambda: closed.append(2)):
+        assert closed == [0]
+    return f"{limits.HELLO_BYTES} bytes, {limits.HELLO_SECONDS:g} s, {limits.MOST_STRANGERS} at a time; the oldest goes"
+
+
+ATTACKS = (
+    Attack("Parquet dictionary bomb", "batches by decoded bytes", 60, parquet_dictionary),
+    Attack("packed line of 200 MB", "read.max_record_bytes", 60, gzip_line),
+    Attack("tokenizer: one word of 1 MB", "words are split before training", 60, unbroken_word),
+    Attack("web page: 200,000 attributes", "counted before libxml2, own process", 30, page_attributes),
+    Attack("web page: Brotli bomb", "unpacked up to a limit", 30, page_brotli),
+    Attack("chat template: nested loops", "work is counted", 20, template_loops),
+    Attack("chat template: doubling", "work is counted", 20, template_allocates),
+    Attack("YAML alias bomb", "values that aliases stand for", 20, yaml_aliases),
+    Attack("strangers at an agent", "hello size, time and number", 20, strangers),
+    Attack("shard cache of another user", "owner and mode are checked", 20, shard_cache),
+    Attack("token of a private run", "own token, mode 0600", 20, run_token),
+)
+
+
+def attempt(attack: Attack) -> tuple[str, float]:
+    """Run an attack in an empty folder; return what happened and the seconds it took.
+
+    Raises:
+        AssertionError: the bound does not hold.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        result = attack.run(Path(folder))
+        seconds = time.monotonic() - begin
+    assert seconds < attack.seconds, f"{seconds:.1f} s, more than {attack.seconds}"
+    return result, seconds
