@@ -63,7 +63,12 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
     per_rank: dict[int, dict[int, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         per_rank[int(record["generation"])][int(record["rank"])].append(record)
-    generations, filled = [], []
+    drivers = [float(event["time"]) for event in events if event["kind"] == DRIVER_START]
+    events_of: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        events_of[event["detail"].get("generation")].append(event)
+    generations: list[Generation] = []
+    filled: list[Record] = []
     free_from = float("-inf")
     firsts = {number: min(float(record["start"]) for records in ranks.values() for record in records)
               for number, ranks in per_rank.items()}
@@ -72,7 +77,7 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
         ranks = per_rank[number]
         is_last = index + 1 == len(numbers)
         latest_end = float("inf") if is_last else firsts[numbers[index + 1]]
-        generation = _span(number, ranks, events, free_from, latest_end)
+        generation = _span(number, ranks, events_of[number], drivers, free_from, latest_end)
         generations.append(generation)
         free_from = generation.end
         for rank in range(generation.workers):
@@ -86,17 +91,16 @@ def summarise(records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str
 
 
 def _span(number: int, ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]],
-          free_from: float, latest_end: float) -> Generation:
+          drivers: Sequence[float], free_from: float, latest_end: float) -> Generation:
+    """Return when a generation began and ended, from its own records and events and the times of driver starts."""
     every = [record for records in ranks.values() for record in records]
     first = min(float(record["start"]) for record in every)
     last = max(float(record["end"]) for record in every)
-    drivers = [float(event["time"]) for event in events if event["kind"] == DRIVER_START]
     began = [at for at in drivers if free_from <= at <= first]
     # Nobody was there between the end of the last generation and the start of this one's driver, the last of `began`.
     start = max([free_from, *began[-1:]]) if began or free_from > float("-inf") else first
-    mine = [event for event in events if event["detail"].get("generation") == number]
-    endings = [event for event in mine if event["kind"] in ENDINGS]
-    sizes = [int(event["detail"].get("world_size", 0)) for event in mine if event["kind"] in ("start", "resume")]
+    endings = [event for event in events if event["kind"] in ENDINGS]
+    sizes = [int(event["detail"].get("world_size", 0)) for event in events if event["kind"] in ("start", "resume")]
     end = max(last, float(endings[-1]["time"])) if endings else last
     start = min(start, first)
     end = max(start, min([end, latest_end, *(at for at in drivers if at > first)]))
