@@ -1,0 +1,68 @@
+"""Settings of `read`: which files hold the documents, and which fields of a record mean what."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from tidewheel.config import Config
+
+
+class ReadConfig(Config):
+    """Which files hold the documents, and which fields of a record mean what."""
+
+    paths: tuple[str, ...] = Field(min_length=1)
+    """Glob patterns; relative ones are below the pipeline's input, full URIs and absolute paths stand alone."""
+    text: str = "text"
+    """Field with the document's text. Here and below `data.text` means the field `text` of the object `data`, unless a
+    field has that very name."""
+    id: str | None = "id"
+    """Field with the document's unique, stable id. Records without it are named by content; so are all, with `null`."""
+    source: str | None = "source"
+    """Field that says where a document came from. Records without it take the name of their file."""
+    url: str | None = "url"
+    """Field with the address the text was found at; `meta` holds it as `url`."""
+    language: str | None = "language"
+    """Field with the language; `meta` holds it as `language`."""
+    license: str | None = "license"
+    """Field with the licence; `meta` holds it as `license`."""
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "warc"] = "auto"
+    """What the files are. `auto` goes by their first bytes, also of gzip, zstd and UTF-16, and by their ending where
+    that decides (.txt and .md are text, whatever is in them). `json` is an array of records, or records over several
+    lines; the first row of `csv` and `tsv` names the fields. A text file is one document: its path is its id, its
+    folder its source. A page of a web archive has the fields id, url, host and date: with `source: host` each host is a
+    source."""
+    max_record_bytes: int = Field(default=64 << 20, ge=1, le=1 << 30)
+    """A longer record is put in quarantine; it bounds the memory that reading takes."""
+    unit_bytes: int = Field(default=256 << 20, ge=1)
+    """A larger file is read in ranges of about this size, each a unit that a restart need not do again: plain JSONL by
+    bytes, Parquet by row groups. What is read does not depend on it."""
+    kind: Literal["documents", "chat", "preferences"] = "documents"
+    """What a record is: a document with a text; a conversation, of which a model learns what the assistant says; or a
+    pair of answers, a better and a worse one. Messages are {role, content}; the roles are system, developer, user,
+    assistant and tool."""
+    messages: str = "messages"
+    """Chat: field with the list of messages."""
+    prompt: str = "prompt"
+    """Chat without messages: field with what the user says. Preferences: field with the prompt. Text or messages."""
+    completion: str = "completion"
+    """Chat without messages: field with what the assistant says. Text or messages."""
+    chosen: str = "chosen"
+    """Preferences: field with the better answer. Text or messages."""
+    rejected: str = "rejected"
+    """Preferences: field with the worse answer. Text or messages."""
+    priority: dict[str, int] = Field(default_factory=dict)
+    """Of two duplicates the one whose source has the higher priority stays. Sources not named here have 0."""
+    sample: float | None = Field(default=None, gt=0, le=1)
+    """Read this share of the documents, chosen by the hash of their id: the same ones each time, whatever files they
+    are in, and all of them are in any larger sample."""
+    limit: int | None = Field(default=None, ge=1)
+    """Read at most so many documents: of each file the first ones, in proportion to its size, and no further. A file
+    may have fewer than its part."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_sample(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """So that a recipe without them has the hash that it had before there were any."""
+        values: dict[str, Any] = serialize(self)
+        return {name: value for name, value in values.items() if name not in ("sample", "limit") or value is not None}
