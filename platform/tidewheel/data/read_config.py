@@ -8,6 +8,9 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from tidewheel.config import Config
 
+#: Settings that were added when there were outputs already.
+_LATER = ("sample", "limit", "conversations", "instruction", "input", "output", "alpaca_prompt", "system", "tools")
+
 
 class ReadConfig(Config):
     """Which files hold the documents, and which fields of a record mean what."""
@@ -40,14 +43,31 @@ class ReadConfig(Config):
     bytes, Parquet by row groups. What is read does not depend on it."""
     kind: Literal["documents", "chat", "preferences"] = "documents"
     """What a record is: a document with a text; a conversation, of which a model learns what the assistant says; or a
-    pair of answers, a better and a worse one. Messages are {role, content}; the roles are system, developer, user,
-    assistant and tool."""
+    pair of answers, a better and a worse one. Messages are {role, content}, or ShareGPT's {from, value}; the roles are
+    system, developer, user, assistant and tool. A conversation is read in the first layout that its record has:
+    messages, conversations, prompt and completion, instruction and output."""
     messages: str = "messages"
     """Chat: field with the list of messages."""
+    conversations: str = "conversations"
+    """Chat without messages: field with the list of messages, as ShareGPT calls it."""
     prompt: str = "prompt"
     """Chat without messages: field with what the user says. Preferences: field with the prompt. Text or messages."""
     completion: str = "completion"
     """Chat without messages: field with what the assistant says. Text or messages."""
+    instruction: str = "instruction"
+    """Chat without messages: field with the instruction of an Alpaca record."""
+    input: str = "input"
+    """Alpaca: field with the text that the instruction is about; may be empty or missing."""
+    output: str = "output"
+    """Alpaca: field with what the assistant says."""
+    alpaca_prompt: Literal["alpaca", "plain"] = "alpaca"
+    """What the user says in an Alpaca record: `alpaca` is the prompt that Alpaca was trained with ("Below is an
+    instruction ..."), with and without an input; `plain` is the instruction, a blank line and the input."""
+    system: str = "system"
+    """ShareGPT and Alpaca: field with a system prompt, put first where the messages do not begin with one."""
+    tools: str = "tools"
+    """Chat and preferences: field with the tools that the assistant may call, a list of JSON schemas or its JSON
+    text; the chat template is given them."""
     chosen: str = "chosen"
     """Preferences: field with the better answer. Text or messages."""
     rejected: str = "rejected"
@@ -62,7 +82,8 @@ class ReadConfig(Config):
     may have fewer than its part."""
 
     @model_serializer(mode="wrap")
-    def _without_no_sample(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """So that a recipe without them has the hash that it had before there were any."""
+    def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out newer settings at their defaults, so that older recipes keep their hashes and units their keys."""
         values: dict[str, Any] = serialize(self)
-        return {name: value for name, value in values.items() if name not in ("sample", "limit") or value is not None}
+        return {name: value for name, value in values.items()
+                if name not in _LATER or getattr(self, name) != type(self).model_fields[name].default}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -211,8 +212,27 @@ class TokenizeStep(Config):
     special_tokens: dict[str, int] = Field(default_factory=dict)
     """Of a tiktoken file: names and ids of further special tokens."""
     chat_template: str | None = None
-    """Of chat and preference data: a Jinja file, instead of the chat_template in the tokenizer_config.json beside the
-    tokenizer. The template says which tokens a conversation begins and ends with; `bos` and `eos` do not count."""
+    """Of chat and preference data: a Jinja file, instead of the chat_template.jinja beside the tokenizer, or the
+    chat_template in the tokenizer_config.json there. The template says which tokens a conversation begins and ends
+    with; `bos` and `eos` do not count."""
+    template_date: datetime | None = None
+    """Of chat and preference data: the date, or date and time, that a template is given which asks for today's with
+    `strftime_now`. Without it such a template is an error: the day of the run must not decide the tokens."""
+
+    @field_validator("template_date")
+    @classmethod
+    def _without_zone(cls, value: datetime | None) -> datetime | None:
+        if value is not None and value.tzinfo is not None:
+            raise ValueError("write a date, or a date and time without a time zone")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _without_no_date(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a date that is not set, so that older recipes keep their hashes."""
+        values: dict[str, Any] = serialize(self)
+        if values.get("template_date") is None:
+            values.pop("template_date", None)
+        return values
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeStep:

@@ -23,8 +23,8 @@ __all__ = ["MODULES", "Record", "Shape", "UnreadableFile", "check_installed", "i
            "shape_of", "versions"]
 
 MODULES = tuple(f"tidewheel.data.readers{name}" for name in (
-    "", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".packed", ".page_process", ".page_text",
-    ".record", ".sniff", ".tables", ".trees", ".web"))
+    "", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".messages", ".packed", ".page_process",
+    ".page_text", ".record", ".sniff", ".tables", ".trees", ".web"))
 """Whose code decides what a file holds."""
 
 

@@ -238,7 +238,7 @@ class _Column:
         value = scalar.as_py()
         if pa.types.is_floating(self.values.type):  # NaN is no JSON
             return float(value) if math.isfinite(value) else None
-        return value
+        return _without_nulls(value)
 
     def head(self, row: int, size: int) -> bytes:
         """The first bytes of a string."""
@@ -247,6 +247,13 @@ class _Column:
             scalar = scalar.value
         data = scalar.as_buffer() if scalar.is_valid and hasattr(scalar, "as_buffer") else None
         return data.slice(0, min(size, data.size)).to_pybytes() if data else b""
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a nested value without fields that are null: in a column every struct has the fields of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _columns(batch: pa.RecordBatch, named: set[str], nested: set[str]) -> dict[str, _Column]:

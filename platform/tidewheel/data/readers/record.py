@@ -11,6 +11,7 @@ from tidewheel.data.config import ReadConfig
 from tidewheel.data.document import content_id
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers.conversations import as_document
+from tidewheel.data.readers.messages import UnusableError
 
 CANONICAL = ("url", "language", "license")
 """Fields that `meta` holds under these names, whatever the input calls them."""
@@ -57,8 +58,11 @@ def record(values: dict[str, Any], config: ReadConfig, place: Place, raw: bytes)
         raw: the record as it is in the file, for quarantine.
     """
     _raise_nested(values, config)
-    if config.kind != "documents" and (problem := as_document(values, config)):
-        return place.bad(problem[0], raw, problem[1])
+    if config.kind != "documents":
+        try:
+            as_document(values, config)
+        except UnusableError as error:
+            return place.bad(error.reason, raw, error.detail)
     text = values.get(config.text)
     if text is None:
         return place.bad("missing_text", raw, f"no field {config.text!r}; there are: "
@@ -95,7 +99,10 @@ def message_fields(config: ReadConfig) -> set[str]:
     """The fields that the settings name for messages, if the records have any."""
     if config.kind == "documents":
         return set()
-    return {config.messages, config.prompt, config.completion, config.chosen, config.rejected}
+    if config.kind == "preferences":
+        return {config.prompt, config.chosen, config.rejected, config.tools}
+    return {config.messages, config.conversations, config.prompt, config.completion, config.instruction, config.input,
+            config.output, config.system, config.tools}
 
 
 def _raise_nested(values: dict[str, Any], config: ReadConfig) -> None:

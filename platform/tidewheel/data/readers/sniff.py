@@ -242,7 +242,8 @@ def _table(text: bytes, named: str, config: ReadConfig) -> tuple[str, str, str, 
     lines = text.decode("utf-8", "replace").splitlines()
     if not lines:
         return (named, _DELIMITERS[named][0], "", "") if named in _DELIMITERS else None
-    wanted = {config.text} if config.kind == "documents" else {config.messages, config.completion, config.chosen}
+    layouts = (config.messages, config.conversations, config.completion, config.output, config.chosen)
+    wanted = {config.text} if config.kind == "documents" else set(layouts)
     for delimiter in _DELIMITERS[named if named == "tsv" else "csv"]:
         header = _header(lines[0], delimiter)
         if wanted & set(header) and (named in _DELIMITERS or len(header) > 1):

@@ -273,16 +273,19 @@ def _chat_template(config: PipelineConfig, input: str) -> str:
         except FileNotFoundError:
             return place.at(name), None
 
-    where, values = "", None
+    where, values, template = "", None, None
     if step.file:
-        where, values = read("".join([*step.file.rpartition("/")[:2], "tokenizer_config.json"]))
-    template = None
+        folder = "".join(step.file.rpartition("/")[:2])
+        where, values = read(f"{folder}tokenizer_config.json")
+        if not step.chat_template:  # as transformers 4.51 and later save it
+            beside, template = read(f"{folder}chat_template.jinja")
+            where = beside if template is not None else where
     if step.chat_template:
         where, template = read(step.chat_template)
         if template is None:
             raise InputError("there is no such chat template", where=where,
                              mend="correct tokenize.chat_template; a relative path is below --input")
-    return read_template(values, template, where=where)
+    return read_template(values, template, where=where, date=step.template_date)
 
 
 def _filter_files(config: PipelineConfig, input: str) -> dict[str, str]:

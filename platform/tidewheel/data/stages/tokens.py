@@ -14,13 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.data import verdicts
-from tidewheel.data.readers.conversations import pair_of, text_of
+from tidewheel.data.readers.conversations import MESSAGES, TOOLS, pair_of
+from tidewheel.data.readers.messages import text_of
 from tidewheel.data.tokenize import chat, preferences
 from tidewheel.errors import InputError
 from tidewheel.shards.tokenizer import Encoder
 
-MODULES = ("tidewheel.data.stages.tokens", "tidewheel.data.tokenize.chat", "tidewheel.data.tokenize.template_work",
-           "tidewheel.data.readers.conversations", "tidewheel.data.tokenize.preferences",
+MODULES = ("tidewheel.data.stages.tokens", "tidewheel.data.tokenize.chat",
+           "tidewheel.data.tokenize.chat_template", "tidewheel.data.tokenize.template_work",
+           "tidewheel.data.tokenize.template_date", "tidewheel.data.readers.conversations",
+           "tidewheel.data.readers.messages", "tidewheel.data.tokenize.preferences",
            "tidewheel.data.tokenize.tokenizer",
            "tidewheel.shards.tokenizer.encoder", "tidewheel.shards.tokenizer.files",
            "tidewheel.shards.tokenizer.huggingface", "tidewheel.shards.tokenizer.sentence_piece",
@@ -90,8 +93,9 @@ def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Token
 def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplate, gone: _Dropped
                    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, loss mask, offsets, which were not refused) of the conversations in `table`."""
-    metas = _metas(table, lambda meta: text_of(meta["messages"]))
-    encoded, refused = chat.encode(encoder, template, [meta["messages"] for meta in metas])
+    metas = _metas(table, lambda meta: text_of(meta[MESSAGES]))
+    encoded, refused = chat.encode(encoder, template, [meta[MESSAGES] for meta in metas],
+                                   [meta.get(TOOLS) for meta in metas])
     kept = gone.take(table, {row: (preferences.REFUSED, why) for row, why in refused.items()})
     return encoded.tokens, encoded.loss_mask, encoded.offsets, kept
 
@@ -102,10 +106,12 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
     found = [preferences.preference_schema(token_dtype).empty_table()]
     text_bytes, gone = 0, _Dropped()
     for table in tables:
-        pairs = [pair_of(meta) for meta in _metas(table, lambda meta: text_of(list(chain(*pair_of(meta)))))]
+        metas = _metas(table, lambda meta: text_of(list(chain(*pair_of(meta)))))
+        pairs = [pair_of(meta) for meta in metas]
         text_bytes += sum(len(text_of([*prompt, *answer]).encode()) for prompt, *answers in pairs for answer in answers)
         encoded = preferences.encode_pairs(encoder, template_of(template, encoder), table["id"].to_pylist(), pairs,
-                                           sequence_length=sequence_length, token_dtype=token_dtype)
+                                           [meta.get(TOOLS) for meta in metas], sequence_length=sequence_length,
+                                           token_dtype=token_dtype)
         gone.take(table, encoded.dropped)
         found.append(encoded.table)
     return PairRows(pa.concat_tables(found), text_bytes, gone.verdicts(), gone.heads())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from tidewheel.data.tokenize.chat import ChatTemplate, Messages, Refused, encode_rendered
+from tidewheel.data.tokenize.chat import ChatTemplate, Messages, Refused, Tools, encode_rendered
 from tidewheel.shards.preferences import preference_schema
 from tidewheel.shards.tokenizer import Encoder
 
@@ -24,8 +24,8 @@ class Pairs:
     dropped: dict[int, tuple[str, str]]
 
 
-def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], pairs: Sequence[Pair], *,
-                 sequence_length: int, token_dtype: str) -> Pairs:
+def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], pairs: Sequence[Pair],
+                 tools: Sequence[Tools] | None = None, *, sequence_length: int, token_dtype: str) -> Pairs:
     """Render and encode pairs (prompt, chosen, rejected).
 
     Both sequences are the whole conversation with one of the two answers, to the end of the last turn. A pair of which
@@ -34,6 +34,7 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
     Args:
         ids: document ids, n of them.
         pairs: messages, n of them.
+        tools: of each pair, if any has some.
         sequence_length: most tokens of a sequence.
         token_dtype: "uint16" or "uint32".
     """
@@ -43,7 +44,7 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
     dropped: dict[int, tuple[str, str]] = {}
     for number, pair in enumerate(pairs):
         try:
-            chosen, rejected, prompt = _texts(template, *pair)
+            chosen, rejected, prompt = _texts(template, *pair, tools[number] if tools else None)
         except Refused as error:
             dropped[number] = (REFUSED, str(error))
             continue
@@ -67,12 +68,13 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
     return Pairs(pa.table(rows, schema=preference_schema(token_dtype)), dropped)
 
 
-def _texts(template: ChatTemplate, prompt: Messages, chosen: Messages, rejected: Messages) -> tuple[str, str, int]:
+def _texts(template: ChatTemplate, prompt: Messages, chosen: Messages, rejected: Messages, tools: Tools
+           ) -> tuple[str, str, int]:
     """(prompt and chosen, prompt and rejected, characters of the prompt with its generation prompt)."""
-    begin = template.text(prompt, add_generation_prompt=True)
+    begin = template.text(prompt, tools, add_generation_prompt=True)
     both = []
     for answer in (chosen, rejected):
-        text = template.rendered([*prompt, *answer]).text
+        text = template.rendered([*prompt, *answer], tools).text
         if not text.startswith(begin):
             raise Refused("the template changes the prompt when an answer follows it")
         both.append(text[: template.turn_end(text, len(begin))])

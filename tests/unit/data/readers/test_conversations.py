@@ -12,7 +12,8 @@ from tidewheel.config import build
 from tidewheel.data.config import PipelineConfig, ReadConfig
 from tidewheel.data.quarantine import REASONS, Bad
 from tidewheel.data.readers import Record, read_records
-from tidewheel.data.readers.conversations import pair_of, text_of
+from tidewheel.data.readers.conversations import pair_of
+from tidewheel.data.readers.messages import text_of
 from tidewheel.errors import ConfigError
 from tidewheel.storage import store
 
@@ -40,7 +41,8 @@ def test_a_conversation(tmp_path, values):
 def test_tool_calls_need_no_content(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
     messages = [USER, call, {"role": "tool", "content": "42"}, BOT]
-    assert read(tmp_path, {"messages": messages}, CHAT).text == "ask\n\n42\n\ntell"
+    assert read(tmp_path, {"messages": messages}, CHAT).text == (
+        'ask\n\n{"arguments": {}, "name": "f"}\n\n42\n\ntell')
 
 
 @pytest.mark.parametrize(("values", "reason"), [

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.data.readers.conversations import MARKS
+from tidewheel.data.readers.messages import MARKS
 from tidewheel.data.stages import tokens
 from tidewheel.data.tokenize.chat import ChatTemplate, Refused, encode, read_template
 from tidewheel.data.tokenize.tokenizer import train_bpe

@@ -1,0 +1,259 @@
+"""Conversations to text: the Jinja program of a model's `tokenizer_config.json`, run as `transformers` runs it.
+
+It is given what `apply_chat_template` gives it, runs in a sandbox with a limit on its work (`template_work`), and reads
+no clock (`template_date`). What the assistant says is what stands between `{% generation %}` and `{% endgeneration %}`;
+in a template without these marks it is what a turn of the assistant adds to the conversation before it, the generation
+prompt aside, up to the last control token (the end of the turn). A message with weight 0 is not learnt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from tidewheel.data.readers.messages import ASSISTANT, MARKS
+from tidewheel.data.tokenize.template_date import strftime_of
+from tidewheel.errors import InputError
+
+PLAIN, BEGIN, END = MARKS
+_ESCAPED_PLAIN = json.dumps(PLAIN).strip('"')
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_TRIALS = ([{"role": "user", "content": "a"}],
+           [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}])
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, as transformers knows them
+
+
+class Refused(Exception):
+    """The template does not take this conversation; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text with its control tokens.
+
+    text: `PLAIN` stands inside what looks like a control token but was said; spans: [begin, end) of characters that
+    the assistant says, in order.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def read_template(config: bytes | None, template: bytes | None, *, where: str, date: datetime | None = None) -> str:
+    """JSON text for `ChatTemplate`, from a tokenizer_config.json and a Jinja file: {"template", "tokens"}, and where
+    there are any "tool_template", for conversations with tools, and "date".
+
+    Args:
+        config: bytes of tokenizer_config.json, None where there is none.
+        template: bytes of a Jinja file that goes before the configuration's `chat_template`.
+        where: for messages.
+        date: what `strftime_now` gives.
+
+    Raises:
+        InputError: there is no template, it is no Jinja, it asks for a date that is not given, or the configuration is
+            no JSON object.
+    """
+    try:
+        values = json.loads(config) if config is not None else {}
+        source = template.decode("utf-8") if template is not None else values.get("chat_template")
+        more = {} if date is None else {"date": date.isoformat()}
+        if isinstance(source, list):  # several by name
+            named = {each["name"]: each["template"] for each in source}
+            source = named.get("default")
+            more |= {"tool_template": named["tool_use"]} if isinstance(named.get("tool_use"), str) else {}
+        tokens = {name: values[name] for name in _TOKENS if values.get(name)}
+        tokens = {name: value["content"] if isinstance(value, dict) else str(value) for name, value in tokens.items()}
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise InputError(f"not a tokenizer_config.json ({str(error)[:150]})", where=where,
+                         mend="give the file that belongs to the tokenizer") from None
+    if not isinstance(source, str):
+        raise InputError("no chat template", where=where,
+                         mend="put tokenizer_config.json with a chat_template beside the tokenizer, or name a Jinja "
+                              "file with tokenize.chat_template")
+    found = json.dumps({"template": source, "tokens": tokens, **more}, sort_keys=True)
+    _try(ChatTemplate(found, ()), where)
+    return found
+
+
+def _try(template: ChatTemplate, where: str) -> None:
+    """Raise InputError when the template does too much work with any conversation, not only with a hostile one."""
+    from tidewheel.data.tokenize.template_work import TooMuchWork
+
+    for messages in _TRIALS:
+        try:
+            template.text(messages, add_generation_prompt=True)
+        except Refused as error:  # a template may want other roles
+            if isinstance(error.__cause__, TooMuchWork):
+                raise InputError(f"the chat template is not usable: {error.__cause__}", where=where,
+                                 mend="take the template from the model's own tokenizer_config.json") from None
+        except InputError as error:
+            raise InputError(error.what, where=where, mend=error.mend) from None
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A compiled template, and whether it marks what the assistant says."""
+
+    template: Any
+    is_marked: bool
+
+    @classmethod
+    def of(cls, source: str) -> _Program:
+        return cls(_compiled(source), re.search(r"\{%-?\s*generation\b", source) is not None)
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    Args:
+        values: what `read_template` gave.
+        special: every special token of the tokenizer.
+    """
+
+    def __init__(self, values: str, special: Sequence[str]) -> None:
+        parsed = json.loads(values)
+        self._tokens = parsed["tokens"]
+        self._program = _Program.of(parsed["template"])
+        self._tool_program = _Program.of(parsed.get("tool_template", parsed["template"]))
+        date = parsed.get("date")
+        self._strftime_now = strftime_of(datetime.fromisoformat(date) if date else None)
+        names = sorted((re.escape(name) for name in special), key=len, reverse=True)
+        self.special = re.compile("|".join(names) or r"(?!)")
+
+    def text(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
+        """The template's output, `MARKS` in it.
+
+        Raises:
+            Refused: the template does not take such a conversation.
+            InputError: it asks for a date, and there is none.
+        """
+        from jinja2 import TemplateError
+
+        from tidewheel.data.tokenize.template_work import WORK, WORK_OF_INPUT, rendered, size, work_limit
+
+        safe = [self._message(message) for message in messages]
+        safe_tools = self._guarded(list(tools)) if tools else None
+        program = self._tool_program if tools else self._program
+        try:
+            with work_limit(WORK + WORK_OF_INPUT * size([safe, safe_tools], sys.maxsize)):
+                return rendered(program.template, messages=safe, tools=safe_tools, documents=None,
+                                add_generation_prompt=add_generation_prompt, strftime_now=self._strftime_now,
+                                **self._tokens)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError,
+                RecursionError) as error:
+            raise Refused(f"{type(error).__name__}: {error}"[:200]) from error
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message for the template; templates compare its role, which the reader has checked."""
+        return {name: value if name == "role" else self._guarded(value)
+                for name, value in _as_transformers(message).items()}
+
+    def _guarded(self, value: Any) -> Any:
+        """`value` with `PLAIN` inside every special token that its strings spell out."""
+        if isinstance(value, str):
+            return self.special.sub(lambda found: found[0][0] + PLAIN + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {name: self._guarded(inner) for name, inner in value.items()}
+        return [self._guarded(inner) for inner in value] if isinstance(value, list) else value
+
+    def rendered(self, messages: Messages, tools: Tools = None) -> Rendered:
+        """The conversation and what the assistant says in it; `Refused` where that cannot be told."""
+        text = self.text(messages, tools)
+        if not (self._tool_program if tools else self._program).is_marked:
+            return Rendered(text, tuple(self._turn(messages, tools, number, text)
+                                        for number, message in enumerate(messages)
+                                        if message["role"] == ASSISTANT and message.get("weight", 1)))
+        parts, spans, place = re.split(f"([{BEGIN}{END}])", text), [], 0
+        for part in parts:
+            if part == BEGIN:
+                spans.append((place, place))
+            elif part == END:
+                spans[-1] = (spans[-1][0], place)
+            else:
+                place += len(part)
+        return Rendered("".join(part for part in parts if part not in (BEGIN, END)), _weighted(spans, messages))
+
+    def _turn(self, messages: Messages, tools: Tools, number: int, text: str) -> tuple[int, int]:
+        before = self.text(messages[:number], tools, add_generation_prompt=True)
+        after = text if number + 1 == len(messages) else self.text(messages[: number + 1], tools)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise Refused("the template changes earlier turns, so that a turn's tokens cannot be told; mark them with "
+                          "{% generation %} and {% endgeneration %}")
+        return len(before), self.turn_end(after, len(before))
+
+    def turn_end(self, text: str, begin: int) -> int:
+        """End of a turn that begins at `begin`: behind its last control token where only white space follows that."""
+        ends = [found.end() for found in self.special.finditer(text, begin)]
+        return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
+
+
+def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as `apply_chat_template` gives it to a template, without the weight, which is not for it."""
+    given = {name: value for name, value in message.items() if value is not None and name != "weight"}
+    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _weighted(spans: Sequence[tuple[int, int]], messages: Messages) -> tuple[tuple[int, int], ...]:
+    """Return the spans of messages that are learnt, where each message of the assistant has one."""
+    weights = [message.get("weight", 1) for message in messages if message["role"] == ASSISTANT]
+    if all(weights):
+        return tuple(spans)
+    if len(spans) != len(weights):
+        raise Refused(f"the template has {len(spans)} {{% generation %}} blocks for {len(weights)} messages of the "
+                      "assistant, so that their weights cannot be told apart")
+    return tuple(span for span, weight in zip(spans, weights, strict=True) if weight)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    try:
+        import jinja2.ext
+    except ImportError:
+        raise InputError("the package that runs chat templates is missing", where="tokenizer",
+                         mend="pip install 'tidewheel[tokenizers]'") from None
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}`: what is between is set between `BEGIN` and `END`."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return BEGIN + caller() + END
+
+    from tidewheel.data.tokenize.template_work import bounded_environment
+
+    environment = bounded_environment({"tojson": _tojson}, [Generation])
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise InputError(f"the chat template is no valid Jinja ({str(error)[:150]})", where="tokenizer",
+                         mend="correct the template") from None
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
+            sort_keys: bool = False) -> str:
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace(_ESCAPED_PLAIN, PLAIN) if ensure_ascii else text
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
