@@ -13,6 +13,8 @@ import yaml
 MAX_ALIASED = 1_000_000
 """Values and characters that the aliases of one document may stand for, beyond what is written out. A configuration
 repeats a few hundred."""
+MAX_DEPTH = 100
+"""Lists and mappings inside each other. PyYAML takes time that grows with the square of the depth."""
 
 
 class _Checked:
@@ -38,7 +40,16 @@ class _Checked:
 
 
 class _Loader(_Checked, yaml.SafeLoader):
-    pass
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._depth == MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"it is nested deeper than {MAX_DEPTH} levels",
+                                              self.peek_event().start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _FastLoader(_Checked, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -51,17 +62,14 @@ def load(text: str) -> Any:
     Raises:
         yaml.YAMLError: not YAML, a key is there twice, it is nested too deep, or its aliases are a bomb.
     """
-    try:
-        return yaml.load(text, _Loader)
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deep") from None
+    return yaml.load(text, _Loader)
 
 
 def load_all(text: str) -> list[Any]:
     """Return the values of all documents; see `load`."""
     try:
         return list(yaml.load_all(text, _FastLoader))
-    except RecursionError:
+    except RecursionError:  # the C parser has no hook to count the depth in, and takes linear time
         raise yaml.YAMLError("it is nested too deep") from None
 
 

@@ -20,7 +20,7 @@ from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
 from tidewheel.checkpoint.memory.slots import HEADER_BYTES
 from tidewheel.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 TOKEN = "secret"
 
 
