@@ -33,7 +33,7 @@ def _mixed(h):
     return h if h != 0 else _ONE
 
 
-@compiled()
+@compiled
 def gram_keys(words, starts, length, out):
     """Keys uint64 [n] of the n-grams of `length` words at `starts` int64 [n]."""
     for i in range(len(starts)):
@@ -43,7 +43,7 @@ def gram_keys(words, starts, length, out):
         out[i] = _mixed(h)
 
 
-@compiled()
+@compiled
 def insert(keys, table, grams):
     """Fill an open-addressing table (uint64, a power of two long, 0 is free) with keys; grams: index of the key."""
     mask = np.uint64(len(table) - 1)
@@ -166,7 +166,7 @@ def _accepted(best, weight, length, total, bits, spelled, kind, limits):
     return length >= limits[10] and equal >= part and equal >= limits[8] * length and equal >= limits[11] * span
 
 
-@compiled()
+@compiled
 def seed_hits(words, offsets, tables, hits):
     """N-grams of documents that are seeds: hits int64 [3, room] (document, first word, n-gram), in order of words.
 
@@ -225,7 +225,7 @@ def seed_hits(words, offsets, tables, hits):
     return count
 
 
-@compiled()
+@compiled
 def find(words, offsets, seeds, postings, readings, limits, hits, scores):
     """Matches of documents with items, all of them: a document may have several, an item several readings.
 

@@ -197,7 +197,7 @@ def _group_heads(columns: list[np.ndarray]) -> np.ndarray:
     return np.maximum.accumulate(np.where(first, np.arange(count), 0)) if count else np.zeros(0, np.int64)
 
 
-@compiled()
+@compiled
 def _decide(starts, worse, scores, survivor, score):
     """Topological pass: edges of node a are worse[starts[a]:starts[a+1]]. Nodes are numbered in id order.
 

@@ -156,7 +156,7 @@ def _window(words, i, ngram):
     return h ^ (h >> np.uint64(33))
 
 
-@compiled()
+@compiled
 def _shingles(words, ngram, number, out):
     count = numbers = 0
     for i in range(min(len(words), len(out) + ngram - 1)):
@@ -167,7 +167,7 @@ def _shingles(words, ngram, number, out):
     return count
 
 
-@compiled()
+@compiled
 def _signatures(words, offsets, ngram, max_words, number, a, b, signatures, shingles):
     longest, power = np.int64(0), np.uint64(1)
     for document in range(len(offsets) - 1):
@@ -206,7 +206,7 @@ def _signatures(words, offsets, ngram, max_words, number, a, b, signatures, shin
                 signature[k] = min(signature[k], min(low, high))
 
 
-@compiled()
+@compiled
 def _characters(data, bounds, codes, offsets):
     """A 64-bit hash of each code point of UTF-8 documents data[bounds[i]:bounds[i+1]]; never 0."""
     count = 0
@@ -223,7 +223,7 @@ def _characters(data, bounds, codes, offsets):
         offsets[document + 1] = count
 
 
-@compiled()
+@compiled
 def _common(a, b):
     """How many values two ascending arrays of distinct values share."""
     i = j = common = 0

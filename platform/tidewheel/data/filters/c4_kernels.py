@@ -71,7 +71,7 @@ def _first_citation(text, i, end):
     return end
 
 
-@compiled()
+@compiled
 def cited_lines(text, lines, count, numbers, out, out_offsets):
     """Lines with citations: how many. Fills numbers int32 (of the lines), out uint8 and out_offsets (the lines, bare of
     white space at both ends, without them)."""
@@ -135,7 +135,7 @@ def _is_terminal(text, start, stop):
     return z == 0x3F or z == 0x21 or z == 0x22 or z == 0x27
 
 
-@compiled()
+@compiled
 def judge(text, lines, line_offsets, scanned, cited, cited_text, cited_lines_, cited_offsets, cited_scanned, phrases,
           options, keep, counts):
     """Judge each line, and each document by its lines.
@@ -221,7 +221,16 @@ def _code(data, i, size):
     return min(code, 0x10FFFF)
 
 
-@compiled()
+@numba.njit(nogil=True)
+def _copied(data, start, stop, out, o):
+    """Copy bytes [start, stop) to place o of out; the place behind them. Assigning a slice would make numba compile a
+    message about its shape."""
+    for k in range(start, stop):
+        out[o + k - start] = data[k]
+    return o + stop - start
+
+
+@compiled
 def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_offsets, cited, keep, counts, out,
               out_offsets):
     """The documents' text without the lines that go: bytes in out, out_offsets [n+1]. Of a document that is dropped,
@@ -231,8 +240,7 @@ def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_of
     for d in range(len(counts)):
         i, end = offsets[first + d], offsets[first + d + 1]
         if counts[d, VERDICT] != KEPT:
-            out[o : o + end - i] = data[i:end]
-            o += end - i
+            o = _copied(data, i, end, out, o)
         else:
             begun = o
             same = scanned[d, BYTES] == end - i  # the lines are where they were in the clean copy
@@ -252,8 +260,7 @@ def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_of
                     out[o] = 10
                     o += 1
                 if cited[line] < 0:
-                    out[o : o + b - a] = data[a:b]
-                    o += b - a
+                    o = _copied(data, a, b, out, o)
                     continue
                 while a < b:
                     size = _citation(data, a, b)

@@ -167,7 +167,7 @@ def _cut_phrase(out, start, end, entries, phrases, first, last, place):
     return end, times
 
 
-@compiled()
+@compiled
 def remove_lines(data, offsets, first, last, entries, ascii_flags, max_upper, max_digits, min_words, short_words,
                  counted, counted_ends, phrases, phrase_ends, places, out, bounds, counts):
     """Documents [first, last) without what `refinedweb` removes into out and bounds; counts [last - first, 4]."""

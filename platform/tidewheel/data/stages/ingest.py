@@ -94,8 +94,8 @@ def run(job: Job, runner: Runner) -> Finished:
         InputError: too large a share of the records is bad.
     """
     def execute(missing: list[Task]) -> Iterator[Published]:
-        if not text.is_warm():  # workers would each compile for themselves
-            runner.tell(STAGE, 0, len(missing), "compiling text kernels (once per machine)")
+        if not text.is_warm():  # none came with the package for this processor, and workers would each compile them
+            runner.tell(STAGE, 0, len(missing), "compiling text kernels for this processor, a minute or two, once")
             text.warm_up()
         return map_units(missing, ingest_file)
 

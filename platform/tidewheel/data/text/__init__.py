@@ -16,6 +16,7 @@ The classes are in `unicode_table`, the compiled pass in `kernels.scan_words`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,12 @@ TEXT_VERSION = "text-1"
 #: Source files that the words of a text follow from, for the keys of units.
 MODULES = ("tidewheel.data.text", "tidewheel.data.text.kernels", "tidewheel.data.text.kernel_tools",
            "tidewheel.data.text.unicode_table")
+#: Every module with kernels.
+KERNEL_MODULES = ("tidewheel.data.text.kernels", "tidewheel.data.text.textpass_kernels",
+                  "tidewheel.data.text.line_kernels", "tidewheel.data.text.kernel_tools",
+                  "tidewheel.data.filters.c4_kernels", "tidewheel.data.filters.refinedweb_kernels",
+                  "tidewheel.data.decontaminate.eval_kernels", "tidewheel.data.dedup",
+                  "tidewheel.data.dedup.minhash", "tidewheel.data.tokenize.pack")
 CHUNK_BYTES = 1 << 20  # documents scanned per kernel call, so that the scratch stays in the cache
 
 Texts: TypeAlias = "pa.Array | pa.ChunkedArray | Sequence[str]"
@@ -154,18 +161,24 @@ def ascii_letters() -> np.ndarray:
     return frozen(table)
 
 
-def is_warm() -> bool:
-    """Whether this machine has compiled the passes over documents before."""
-    from tidewheel.data.filters import c4_kernels
-    from tidewheel.data.text import kernel_cache, line_kernels, textpass_kernels
+def import_kernels() -> None:
+    """Import every module that has kernels."""
+    for name in KERNEL_MODULES:
+        importlib.import_module(name)
 
-    return all(map(kernel_cache.is_kept, (textpass_kernels.scan, line_kernels.repetition_counts, c4_kernels.judge)))
+
+def is_warm() -> bool:
+    """Whether the machine code of every kernel is here: it came with the package, or was compiled before."""
+    from tidewheel.data.text import kernel_tools
+
+    import_kernels()
+    return all(kernel.is_ready() for name, kernel in kernel_tools.KERNELS.items() if name.startswith("tidewheel."))
 
 
 def warm_up() -> None:
-    """Compile every kernel of this room once, into numba's cache on disk (seconds cold, instant warm).
+    """Call every kernel once, as pipelines do. What did not come with the package is compiled, into a cache on disk.
 
-    The driver calls this before workers start, so that they load machine code instead of compiling.
+    The driver calls this before workers start if not `is_warm`, so that they load machine code instead of compiling.
     """
     from tidewheel.data import decontaminate, dedup
     from tidewheel.data.dedup import minhash
@@ -186,4 +199,5 @@ def warm_up() -> None:
     decontaminate.contaminated(decontaminate.EvalIndex.build(items), texts)
     dedup.cluster(pa.table({"a": ["x"], "b": ["y"], "score": [1.0]}))
     for dtype in ("uint16", "uint32"):
-        pack.pack(["x"], np.arange(3), np.array([0, 3]), sequence_length=4, token_dtype=dtype, pad_id=1)
+        pack.pack(["x"], np.arange(3), np.array([0, 3]), sequence_length=4, token_dtype=dtype, pad_id=1,
+                  loss_mask=np.ones(3))

@@ -6,12 +6,11 @@ every container would compile for a minute. Its files are pickles, so the folder
 
 from __future__ import annotations
 
+import fcntl
 import functools
-import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,25 @@ def folder() -> Path | None:
     return None
 
 
-def keep(dispatcher: Any, files: Iterable[Path]) -> None:
-    """Load and save the machine code of a numba function under the content of `files`, those that its code is in."""
+def keep(dispatcher: Any, digest: str) -> None:
+    """Load and save the machine code of a numba function under the digest of its source.
+
+    One process of this machine compiles; others that want the same function wait for it and load what it saved.
+    """
     place = folder()
     if place is None:
         return
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    locator = _ByContent(place, digest.hexdigest())
+    locator = _ByContent(place, digest)
     kind = type("ByContent", (CompileResultCacheImpl,), {"_locator_classes": [locator]})
     dispatcher._cache = type("KeptByContent", (FunctionCache,), {"_impl_class": kind})(dispatcher.py_func)
+    compile_ = dispatcher.compile
+
+    def compile_alone(signature: Any) -> Any:
+        with open(place / f"{digest[:16]}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return compile_(signature)
+
+    dispatcher.compile = compile_alone
 
 
 def is_kept(dispatcher: Any) -> bool:

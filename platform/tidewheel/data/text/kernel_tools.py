@@ -6,9 +6,9 @@ address keeps the array.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tidewheel.data.text import kernel_cache
+from tidewheel.data.text import kernel_cache, kernel_objects, kernel_source
 
 SEED = np.uint64(0x8F1BBCDCCA62C1D6)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -29,15 +29,65 @@ _FROM_0, _BEHIND_9 = np.uint64(0x5050505050505050), np.uint64(0x4646464646464646
 _FROM_A, _BEHIND_Z = np.uint64(0x1F1F1F1F1F1F1F1F), np.uint64(0x0505050505050505)
 
 
-def compiled(*modules: ModuleType) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: nopython, without the GIL, machine code kept on disk under the content of this file, the function's
-    own, and that of `modules`, whose functions it calls. numba by itself looks at the function's own file only."""
-    def compile_(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(nogil=True)(function)
-        names = (__file__, function.__code__.co_filename, *(module.__file__ or "" for module in modules))
-        kernel_cache.keep(dispatcher, [path for path in map(Path, names) if path.is_file()])
+KERNELS: dict[str, Kernel] = {}
+"""Every kernel of the modules imported so far, by module and name."""
+
+
+class Kernel:
+    """A compiled pass, called from Python. Its machine code comes with the package (`kernel_objects`), is on this
+    machine's disk (`kernel_cache`), or is compiled now: the first of these."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.py_func, self.name = function, f"{function.__module__}.{function.__qualname__}"
+
+    def __call__(self, *arguments: Any) -> Any:
+        for form in self.forms if not _compiling_here else ():
+            packed = form.pack(arguments)
+            if packed is not None:
+                return form.call(packed)
+        return self.dispatcher(*arguments)
+
+    @functools.cached_property
+    def forms(self) -> tuple[kernel_objects.Form, ...]:
+        """What came with the package; () if that is of another source or for other processors."""
+        return kernel_objects.forms(self.name, self.digest)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What the machine code follows from, see `kernel_source`."""
+        return kernel_source.digest(self.py_func)
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """numba's function, which compiles for the types it is called with: nopython, without the GIL."""
+        dispatcher = numba.njit(nogil=True)(self.py_func)
+        kernel_cache.keep(dispatcher, self.digest)
         return dispatcher
-    return compile_
+
+    def is_ready(self) -> bool:
+        """Return whether machine code is here already."""
+        return bool(self.forms) or kernel_cache.is_kept(self.dispatcher)
+
+
+_compiling_here: list[bool] = []
+
+
+@contextlib.contextmanager
+def compiling_here() -> Iterator[None]:
+    """Leave what came with the package aside: kernels are compiled, or found in this machine's cache."""
+    _compiling_here.append(True)
+    try:
+        yield
+    finally:
+        _compiling_here.pop()
+
+
+def compiled(function: Callable[..., Any]) -> Kernel:
+    """Decorator that makes a kernel. Kernels do not call each other; what they call is under `numba.njit`."""
+    kernel = Kernel(function)
+    KERNELS[kernel.name] = kernel
+    return kernel
 
 
 def _pointer(builder, address, kind):
@@ -174,7 +224,7 @@ def mask(length):
     return (_U1 << np.uint64(8 * length)) - _U1 if length < 8 else ~_U0
 
 
-@compiled()  # kept too: `textpass` calls it from Python, and each worker would compile it
+@numba.njit(nogil=True)
 def hash_bytes(at, start, stop):
     """64-bit hash of bytes [start, stop) of the text at an address."""
     h, i = SEED, start
@@ -182,6 +232,12 @@ def hash_bytes(at, start, stop):
         h = absorb(h, load(at + i))
         i += 8
     return finish(h, load(at + i) & mask(stop - i), stop - start)
+
+
+@compiled
+def hash_at(at, start, stop):
+    """`hash_bytes`, for Python."""
+    return hash_bytes(at, start, stop)
 
 
 @numba.njit(nogil=True)

@@ -24,7 +24,7 @@ from tidewheel.data.text.unicode_table import (
 _S8, _S64, _S0 = np.uint64(8), np.uint64(64), np.uint64(0)
 
 
-@compiled()
+@compiled
 def scan_words(data, offsets, first, last, entries, blob, ascii_letters, keep_digits,
                out, out_offsets, hashes, starts, ends, word_offsets):
     """Words of documents [first, last): one pass over their bytes.

@@ -78,7 +78,7 @@ def _last_code(text, start, stop):
     return min(code, 0x10FFFF)
 
 
-@compiled()
+@compiled
 def bullet_counts(text, lines, line_offsets, sizes, counts):
     """Lines of each document, and how many start with a bullet and end in an ellipsis: counts [n, 3] int64."""
     for d in range(len(counts)):
@@ -98,7 +98,7 @@ def bullet_counts(text, lines, line_offsets, sizes, counts):
             row[0] = 0
 
 
-@compiled()
+@compiled
 def line_hashes(text, lines, count, hashes):
     """The hash of each line, uint64."""
     at = np.int64(text.ctypes.data)
@@ -106,7 +106,7 @@ def line_hashes(text, lines, count, hashes):
         hashes[line] = hash_bytes(at, np.int64(lines[line, START]), np.int64(lines[line, STOP]))
 
 
-@compiled()
+@compiled
 def line_counts(text, text_offsets, lines, line_offsets, hashes, scanned, table, epoch, terminal, short, counts):
     """Counts of a batch of documents into counts [n, 6] int64 (zeros), columns as `fineweb.COUNTS`.
 
@@ -275,7 +275,7 @@ def _ngrams(keys, places, tokens, ids, counts, live, marks, table, epoch, row):
     return epoch
 
 
-@compiled()
+@compiled
 def repetition_counts(text, keys, places, token_offsets, lines, line_offsets, hashes, scanned, line_table,
                       paragraph_table, token_table, epoch, counts):
     """Counts of a batch of documents into counts [n, 16] int64 (zeros), columns as `repetition.COUNTS`.

@@ -129,7 +129,7 @@ def _bytes_key(word: str) -> int:
     if len(raw) <= 8:
         return int.from_bytes(raw, "little")
     padded = np.frombuffer(raw + bytes(16), np.uint8)
-    return int(kernel_tools.hash_bytes(padded.ctypes.data, 0, len(raw)))
+    return int(kernel_tools.hash_at(padded.ctypes.data, 0, len(raw)))
 
 
 @dataclass(frozen=True)

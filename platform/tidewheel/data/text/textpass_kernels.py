@@ -11,7 +11,6 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from tidewheel.data.text import address_kernels, token_kernels
 from tidewheel.data.text.kernel_tools import (
     HIGH,
     SEED,
@@ -109,7 +108,7 @@ def _phrases(at, start, end):
     return 0
 
 
-@compiled(token_kernels, address_kernels)
+@compiled
 def scan(data, offsets, first, last, entries, blob, marks, ascii_kinds, stop_keys, special_words, want_tokens,
          want_words, scratch, text, text_offsets, keys, places, token_offsets,
          words, word_offsets, out, out_offsets, lines, line_offsets, counts):

@@ -173,7 +173,7 @@ def _lowest_bit(context: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@compiled()
+@compiled
 def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count):
     one, low = np.uint64(1), np.uint64(63)
     for piece in order:
@@ -214,7 +214,7 @@ def _best_fit(lengths, order, capacity, heads, chain, bits, summary, rows, count
     return count
 
 
-@compiled()
+@compiled
 def _fill(tokens, sources, lengths, rows, sequence_length, matrix, columns, used):
     """Copy each piece behind what its row holds; columns [pieces], used [rows]."""
     for piece in range(len(rows)):

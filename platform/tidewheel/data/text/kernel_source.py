@@ -1,0 +1,79 @@
+"""What the machine code of a kernel follows from: its source, that of all it calls, and the constants they read.
+
+The digest says whether machine code that was kept or came with the package is that of a kernel as it is written now. It
+does not depend on the version of Python, nor on anything in a file beside the functions themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+import numpy as np
+
+
+def digest(function: Callable[..., Any]) -> str:
+    """Return the SHA-256 digest, in hex, of what a kernel follows from.
+
+    Raises:
+        OSError: there is no source file.
+        TypeError: it reads a global that is neither a number, a text, a module nor a function.
+    """
+    found: dict[str, str] = {}
+    _visit(function, found)
+    whole = hashlib.sha256()
+    for name, content in found.items():
+        whole.update(f"{len(name)} {len(content)} {name}{content}".encode())
+    return whole.hexdigest()
+
+
+def _visit(function: Callable[..., Any], found: dict[str, str]) -> None:
+    """Add the source of a function, and of what it calls, in the order of their names in the code."""
+    own = f"{function.__module__}.{function.__qualname__}{_closure(function)}"
+    if own in found:
+        return
+    found[own] = inspect.getsource(function)
+    for name in dict.fromkeys(_names(function.__code__)):
+        if name not in function.__globals__:
+            continue  # an attribute, or a builtin
+        value = function.__globals__[name]
+        inner = _function_of(value)
+        if inner is not None:
+            _visit(inner, found)
+        elif not (isinstance(value, (ModuleType, type)) or type(value).__module__.startswith(("numba.", "llvmlite."))):
+            found[f"{own}:{name}"] = _constant(name, value)
+
+
+def _function_of(value: Any) -> Any:
+    """The Python function behind a kernel, one of numba's functions or an intrinsic; None for anything else."""
+    for attribute in ("py_func", "_defn"):
+        inner = getattr(value, attribute, None)
+        if inspect.isfunction(inner):
+            return inner
+    return value if inspect.isfunction(value) else None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _closure(function: Callable[..., Any]) -> str:
+    """What an intrinsic was made with: it tells two made by one function apart."""
+    cells = getattr(function, "__closure__", None) or ()
+    return "".join(f"<{cell.cell_contents!r}>" for cell in cells if not inspect.isfunction(cell.cell_contents))
+
+
+def _constant(name: str, value: Any) -> str:
+    if isinstance(value, (bool, int, np.integer)):
+        return f"{type(value).__name__} {int(value)}"
+    if isinstance(value, (float, str, bytes)):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, tuple):
+        return " ".join(_constant(name, inner) for inner in value)
+    raise TypeError(f"a kernel reads the global {name}, {type(value).__name__}: pass it as an argument")

@@ -1,0 +1,129 @@
+"""Machine code that comes with the package: of the sources as they are, the same bits at each level, no compilation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llvmlite import binding
+
+from tidewheel.data.text import kernel_build, kernel_objects, kernel_source, kernel_tools, line_kernels
+
+pytestmark = pytest.mark.skipif(kernel_objects.level() is None, reason="nothing comes for this processor")
+USE = """
+import json, hashlib, sys
+from numba.core import event
+
+class Count(event.Listener):
+    found = 0
+    def on_start(self, event):
+        Count.found += 1
+    def on_end(self, event):
+        pass
+
+event.register("numba:compile", Count())
+from tidewheel.data import text
+from tidewheel.data.dedup import minhash
+from tidewheel.data.filters import c4, fineweb, refinedweb
+from tidewheel.data.text import kernel_objects, textpass
+
+ready = text.is_warm()
+text.warm_up()
+texts = json.load(open(sys.argv[1]))
+found = textpass.measure(texts, quality=True, repetition=True, fineweb=fineweb.FineWeb(), c4=c4.C4(),
+                         minhash=(5, 112, 1), hashes=True)
+reasons, statistics, rest = refinedweb.refinedweb(texts, refinedweb.RefinedWeb())
+digest = hashlib.sha256()
+for part in (found.tokens, found.quality, found.repetition, found.fineweb, found.c4, found.hashes, found.signatures,
+             found.shingles, minhash.minhash(texts, unit="characters").signatures):
+    digest.update(part.tobytes())
+digest.update(json.dumps([found.edited.to_pylist(), reasons, [each.tolist() for each in statistics.values()],
+                          rest.to_pylist()]).encode())
+print(json.dumps({"level": kernel_objects.level(), "ready": ready, "compiled": Count.found,
+                  "bits": digest.hexdigest()}))
+"""
+
+
+def texts() -> list[str]:
+    """Words, lines, marks and scripts of all sorts, some of them often."""
+    rng = np.random.default_rng(7)
+    words = ["the", "Web", "cookies", "policy", "3.14", "e-mail", "naïve", "東京", "ภาษา", "ёлка", "[12]", "{", "...",
+             "http://a.example/x?y", "U.S.", "can't", "lorem", "ipsum", "\u00ad", "\r\n", "•", "a" * 70, "😀"]
+    return ["", " ", *("".join(rng.choice(words) + rng.choice([" ", " ", " ", "\n", "\t"]) for _ in range(size))
+                       for size in rng.integers(1, 600, 60))]
+
+
+def used(tmp_path: Path, level: str = "") -> subprocess.Popen[str]:
+    """A process on a machine of its own, as far as kernels are concerned, that uses them all."""
+    (tmp_path / "texts.json").write_text(json.dumps(texts()))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), kernel_objects.SETTING: level}
+    return subprocess.Popen([sys.executable, "-c", USE, str(tmp_path / "texts.json")], env=environment,
+                            stdout=subprocess.PIPE, text=True)
+
+
+def told(process: subprocess.Popen[str]) -> dict:
+    output = process.communicate()[0]
+    assert process.returncode == 0
+    return json.loads(output.splitlines()[-1])
+
+
+def test_what_comes_with_the_package_is_of_the_kernels_as_they_are():
+    assert kernel_build.stale() == [], "run `python -m tidewheel.data.text.kernel_build`"
+
+
+def test_two_processes_of_a_new_machine_compile_nothing(tmp_path: Path):
+    both = [used(tmp_path), used(tmp_path)]
+    found = [told(process) for process in both]
+    assert [(each["ready"], each["compiled"]) for each in found] == [(True, 0), (True, 0)]
+    assert not [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+
+
+def test_each_level_gives_the_same_bits(tmp_path: Path):
+    features = {name for name, has in binding.get_host_cpu_features().items() if has}
+    here = [level for level in kernel_objects.LEVELS if kernel_objects.required(level) <= features]
+    found = [told(used(tmp_path, level)) for level in here]
+    assert [each["level"] for each in found] == here
+    assert len({each["bits"] for each in found}) == 1
+
+
+def test_a_level_has_the_features_of_those_below_it():
+    sizes = [len(kernel_objects.required(level)) for level in kernel_objects.LEVELS]
+    assert sizes == sorted(sizes, reverse=True)
+    assert kernel_objects.required("x86-64-v2") < kernel_objects.required("x86-64-v3")
+
+
+def test_machine_code_of_another_source_is_not_taken():
+    kernel = line_kernels.line_hashes
+    assert kernel_objects.forms(kernel.name, kernel.digest)
+    assert kernel_objects.forms(kernel.name, kernel.digest[::-1]) == ()
+    assert kernel_objects.forms("tidewheel.nothing", kernel.digest) == ()
+
+
+def test_arguments_of_other_types_do_not_fit_a_form():
+    name = "tidewheel.data.dedup.minhash._common"
+    (form,) = kernel_tools.KERNELS[name].forms
+    values = np.arange(4, dtype=np.uint32)
+    assert form.pack([values, values]) is not None
+    assert form.pack([values, values.astype(np.int64)]) is None
+    assert form.pack([values[::2], values]) is None  # not contiguous
+    assert form.pack([values]) is None
+    assert form.pack([values, 3]) is None
+    assert form.call(form.pack([values, values[1:]]) or []) == 3
+
+
+def test_the_digest_follows_what_the_code_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = kernel_source.digest(line_kernels.line_hashes.py_func)
+    assert kernel_source.digest(line_kernels.line_hashes.py_func) == before
+    monkeypatch.setattr(line_kernels, "START", 5)
+    assert kernel_source.digest(line_kernels.line_hashes.py_func) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_tools, "MULTIPLIER", np.uint64(3))  # of `absorb`, which `hash_bytes` calls
+    assert kernel_source.digest(line_kernels.line_hashes.py_func) != before
+    monkeypatch.setattr(line_kernels, "START", [1])
+    with pytest.raises(TypeError, match="START"):
+        kernel_source.digest(line_kernels.line_hashes.py_func)
