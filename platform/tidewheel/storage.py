@@ -64,8 +64,8 @@ def content_hash(data: bytes | memoryview) -> str:
 
 
 def is_remote(uri: str) -> bool:
-    """True for object-store URIs, False for local paths and file:// URIs."""
-    return str(uri).lower().startswith("s3://")
+    """True for URIs of object stores and of the Hugging Face hub, False for local paths and file:// URIs."""
+    return str(uri).lower().startswith(("s3://", "hf://"))
 
 
 def join(uri: str, *parts: str) -> str:
@@ -80,7 +80,7 @@ def absolute(uri: str | Path) -> str:
 
 
 def store(uri: str | Path) -> Store:
-    """The store rooted at `uri`: a local path, file:///path, or s3://bucket/prefix.
+    """The store rooted at `uri`: a local path, file:///path, s3://bucket/prefix, or to read from hf://datasets/a/b.
 
     Raises:
         StorageError: the scheme is unknown or the URI has no bucket.
@@ -97,6 +97,10 @@ def store(uri: str | Path) -> Store:
         from tidewheel.s3 import S3Store  # the S3 client is imported by those who use it
 
         return S3Store("s3://" + rest.rstrip("/"))
+    if scheme.lower() == "hf" and sep:
+        from tidewheel.hub import HubStore
+
+        return HubStore("hf://" + rest.rstrip("/"))
     if scheme.lower() == "file" and sep:
         host, _, path = rest.partition("/")
         if host not in ("", "localhost"):
@@ -239,7 +243,7 @@ class Store:
             if any(mark in part for mark in "*?["):
                 break
             fixed.append(part)
-        return [entry.key for entry in self.list("/".join(fixed)) if _matches(entry.key, pattern)]
+        return [entry.key for entry in self.list("/".join(fixed)) if matches(entry.key, pattern)]
 
     def hash(self, key: str) -> str:
         """Content hash of a stored object, read in chunks."""
@@ -285,7 +289,8 @@ def safe_key(key: str) -> str:
     return key
 
 
-def _matches(key: str, pattern: str) -> bool:
+def matches(key: str, pattern: str) -> bool:
+    """True when a key matches a pattern with *, ? and [...]; "**" crosses folders, "*" does not."""
     def walk(names: list[str], globs: list[str]) -> bool:
         if not globs:
             return not names

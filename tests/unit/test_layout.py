@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Rooms in the order in which data flows; a room imports only rooms to its left (and itself). The tuple is one level.
 LEVELS = [
     ("errors",), ("time_limit",), ("daemon", "disk_errors", "private_folders"), ("storage",), ("s3_problems",),
-    ("s3_requests",), ("s3",), ("config", "conditional_create", "provenance"),
+    ("s3_requests",), ("s3", "hub"), ("config", "conditional_create", "provenance"),
     ("jsonlog", "console", "placement", "autoscaler", "lease", "commit_protocol"),
     ("commit_log", "stopping"), ("ownership",),
     ("shards",),
@@ -33,8 +33,8 @@ LEVELS = [
     ("cli",),
 ]
 LEVEL_OF = {room: depth for depth, rooms in enumerate(LEVELS) for room in rooms}
-# The one import that is made inside a function because it points back: storage opens s3 URIs with it.
-ALLOWED_BACKWARDS = {("storage", "s3")}
+# The imports that are made inside a function because they point back: storage opens s3 and hf URIs with them.
+ALLOWED_BACKWARDS = {("storage", "s3"), ("storage", "hub")}
 RAY_ROOMS = ("autoscaler.py", "data/pipeline.py", "data/stages/", "elastic/", "cluster/", "workflow/", "demo/")
 
 

@@ -24,6 +24,7 @@ from tidewheel.data.stages import (
     dedup_near,
     dedup_url,
     empty,
+    hub_commits,
     ingest,
     near_index,
     origin,
@@ -157,6 +158,7 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
 
 def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> PipelineSummary:
     _sweep(job)
+    hub_commits.note(job.store, job.commits)
     replace.begin(job)
     ledger = Ledger()
     with placed(job.config.placement.selector):

@@ -9,14 +9,21 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from tidewheel.config import Config
 
 #: Settings that were added when there were outputs already.
-_LATER = ("sample", "limit", "conversations", "instruction", "input", "output", "alpaca_prompt", "system", "tools")
+_LATER = ("split", "subset", "sample", "limit", "conversations", "instruction", "input", "output", "alpaca_prompt",
+          "system", "tools")
 
 
 class ReadConfig(Config):
     """Which files hold the documents, and which fields of a record mean what."""
 
     paths: tuple[str, ...] = Field(min_length=1)
-    """Glob patterns; relative ones are below the pipeline's input, full URIs and absolute paths stand alone."""
+    """Glob patterns; relative ones are below the pipeline's input, full URIs and absolute paths stand alone. A path
+    without *, ? and [ that names a folder, "." for the input itself, is a data set in the layout of `datasets` or of
+    the Hugging Face hub; `hf://datasets/owner/name` is one on the hub."""
+    split: str = "train"
+    """Of a data set in a folder or on the hub: the split to read, several as `train+validation`, or `all`."""
+    subset: str | None = None
+    """Likewise: its subset (`config_name` in its README.md). Without one the default, or the only one there is."""
     text: str = "text"
     """Field with the document's text. Here and below `data.text` means the field `text` of the object `data`, unless a
     field has that very name."""

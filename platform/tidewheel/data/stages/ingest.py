@@ -57,7 +57,7 @@ def leading_filters(config: PipelineConfig) -> list[FilterStep]:
 def tasks(job: Job) -> list[Task]:
     """One for each source file or range of one. Neither the patterns are part of the key nor what other files hold."""
     read = job.config.read.canonical()
-    for name in ("paths", "unit_bytes", "limit"):
+    for name in ("paths", "split", "subset", "unit_bytes", "limit"):
         read.pop(name, None)
     settings = {
         "read": read,

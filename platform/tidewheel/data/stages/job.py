@@ -5,19 +5,18 @@ Everything a person can have wrong about places and files is found here, before 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidewheel import hub
 from tidewheel.config import Config
-from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.decontaminate.evals import EvalItem, read_eval_items
 from tidewheel.data.filters import resources
-from tidewheel.data.stages import one_file
+from tidewheel.data.stages import hub_commits, one_file
+from tidewheel.data.stages.sources import SourceFile, source_files
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Store, absolute, content_hash, is_remote, join, split, store
 
@@ -29,23 +28,6 @@ PARTITION_DOCUMENTS = 4096  # where only so many documents are read, whatever th
 PACKED_ENDINGS = (".gz", ".zst", ".parquet")  # files that hold about three times as much text as they have bytes
 UNPACKED = 3
 MIN_PARTITIONS = 4
-_PARALLEL_LOOKUPS = 16
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One input file: its place, its name in quarantine and lineage, its length, the identity of its content, and the
-    ranges it is read in (`readers.ranges`); () when it is read as a whole; what its first bytes say it holds; and how
-    many documents are read of it, None for all."""
-
-    root: str
-    key: str
-    name: str
-    bytes: int
-    fingerprint: str
-    ranges: tuple[tuple[int, int], ...] = ()
-    shape: readers.Shape = field(default_factory=lambda: readers.Shape("jsonl"))
-    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +45,7 @@ class Job:
         chat_template: of chat and preference data, what `chat.read_template` gave.
         indexes: signatures of earlier dumps to deduplicate against, oldest first.
         references: of the files that filters read, by path as in the recipe (`resources`).
+        commits: of the data sets of the Hugging Face hub that it reads, by their URIs as in the recipe.
     """
 
     config: PipelineConfig
@@ -75,6 +58,7 @@ class Job:
     chat_template: str = ""
     indexes: tuple[Index, ...] = ()
     references: Mapping[str, str] = field(default_factory=dict)
+    commits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def store(self) -> Store:
@@ -98,19 +82,23 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
         InputError: no file matches a pattern, or evaluation items, the tokenizer or an index of an earlier dump are
             missing or wrong.
     """
-    config, input = one_file.of_input(config, absolute(input))
-    output = absolute(output)
-    files = _source_files(config, input, output)
+    input, output = absolute(input), absolute(output)
+    commits = hub_commits.resolved([input, *config.read.paths], output)
+    config, input = one_file.of_input(config, hub_commits.at_commit(input, commits))
+    files = source_files(config, input, output, commits)
     evals = _eval_items(config, input)
     tokenizer, template = _tokenizer(config, input), _chat_template(config, input)
     references = _filter_files(config, input)
+    if hub.is_hub(output):
+        raise StorageError("the Hugging Face hub is only read from", where=output,
+                           mend=hub.WRITE_ELSEWHERE)
     target = store(output)
     if is_remote(output):
         target.check()
     elif Path(output).exists() and not Path(output).is_dir():
         raise StorageError("the output is a file, it must be a folder", where=output, mend="choose another path")
-    return Job(config, input, output, files, _partitions(config, files), evals, tokenizer, template,
-               _indexes(config, input), references)
+    return Job(config, hub_commits.as_given(input, commits), output, files, _partitions(config, files), evals,
+               tokenizer, template, _indexes(config, input), references, commits)
 
 
 def content(config: PipelineConfig, *, input: str, output: str, given: bool = False) -> dict[str, Any]:
@@ -123,9 +111,10 @@ def content(config: PipelineConfig, *, input: str, output: str, given: bool = Fa
     Raises:
         StorageError, InputError: as `resolve`.
     """
-    config, input = one_file.of_input(config, absolute(input))
-    output = absolute(output)
-    files = _source_files(config, input, output)
+    input, output = absolute(input), absolute(output)
+    commits = hub_commits.resolved([input, *config.read.paths], output)
+    config, input = one_file.of_input(config, hub_commits.at_commit(input, commits))
+    files = source_files(config, input, output, commits)
     references = _filter_files(config, input)
     found: dict[str, Any] = {"files": [[file.name, file.bytes, file.fingerprint] for file in files],
                              "filters": {path: references[path].partition("@")[0] for path in sorted(references)},
@@ -134,77 +123,6 @@ def content(config: PipelineConfig, *, input: str, output: str, given: bool = Fa
     if not given:
         found["tokenizer"] = content_hash(_tokenizer(config, input))
     return found
-
-
-def _source_files(config: PipelineConfig, input: str, output: str) -> tuple[SourceFile, ...]:
-    found: dict[str, tuple[Store, str, str]] = {}
-    for pattern in config.read.paths:
-        place, rest, relative = _locate(pattern, input)
-        _must_exist(place)
-        keys = [key for key in place.glob(rest) if not f"{place.at(key)}/".startswith(f"{output}/")]
-        if not keys:
-            raise InputError(f"no file matches {pattern!r}", where=place.uri,
-                             mend="correct --input or read.paths; patterns know *, ? and ** for any folders")
-        for key in keys:
-            found.setdefault(place.at(key), (place, key, key if relative else place.at(key)))
-
-    def look(entry: tuple[Store, str, str]) -> SourceFile:
-        place, key, name = entry
-        size = place.size(key)
-        try:
-            shape = readers.shape_of(place, key, config.read)
-        except readers.UnreadableFile as error:
-            shape = readers.Shape("jsonl", problem=str(error), hint="correct the file, or leave it out of read.paths")
-        cut = readers.ranges(place, key, size, config.read, shape)
-        return SourceFile(place.uri, key, name, size, place.fingerprint(key), tuple(cut), shape)
-
-    with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
-        files = tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
-    _check_formats(files, config.max_bad_fraction)
-    readers.check_installed(file.shape for file in files)
-    return files if config.read.limit is None else limited(files, config.read.limit)
-
-
-def limited(files: Sequence[SourceFile], limit: int) -> tuple[SourceFile, ...]:
-    """The files that `limit` documents are read of, each with its part, by largest remainder of its size."""
-    total = sum(file.bytes for file in files)
-    exact = [limit * file.bytes / total if total else 0.0 for file in files]
-    parts = [int(share) for share in exact]
-    order = sorted(range(len(files)), key=lambda number: (parts[number] - exact[number], files[number].name))
-    for number in order[: limit - sum(parts)]:
-        parts[number] += 1
-    return tuple(replace(file, ranges=(), limit=part) for file, part in zip(files, parts, strict=True) if part)
-
-
-def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
-    """InputError when a larger share of the files than is allowed of the records cannot be read; others are put in
-    quarantine later."""
-    unreadable = [file for file in files if file.shape.problem]
-    if len(unreadable) <= allowed * len(files):
-        return
-    first = unreadable[0]
-    others = Counter(file.shape.problem for file in unreadable[1:])
-    more = "".join(f"; {count} more: {problem}" for problem, count in others.most_common(3))
-    raise InputError(f"this is {first.shape.problem}{more} ({len(unreadable)} of {len(files)} files cannot be read)",
-                     where=first.name, mend=first.shape.hint)
-
-
-def _locate(pattern: str, input: str) -> tuple[Store, str, bool]:
-    """(store, pattern below it, whether it is the input) of a pattern."""
-    standalone = "://" in pattern or pattern.startswith(("/", "~"))
-    if not standalone:
-        return store(input), pattern, True
-    parts = pattern.split("/")
-    wild = next((place for place, part in enumerate(parts) if any(mark in part for mark in "*?[")), len(parts) - 1)
-    wild = min(wild, len(parts) - 1)
-    return store("/".join(parts[:wild]) or "/"), "/".join(parts[wild:]), False
-
-
-def _must_exist(place: Store) -> None:
-    if is_remote(place.uri):
-        place.check()
-    elif not Path(place.uri).is_dir():
-        raise StorageError("there is no such folder", where=place.uri, mend="correct --input or read.paths")
 
 
 def _eval_items(config: PipelineConfig, input: str) -> tuple[EvalItem, ...]:

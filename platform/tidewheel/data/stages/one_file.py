@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
+from tidewheel import hub
 from tidewheel.data.config import PipelineConfig
 from tidewheel.storage import is_remote, split
 
@@ -23,6 +24,8 @@ def of_input(config: PipelineConfig, input: str) -> tuple[PipelineConfig, str]:
 def _is_file(input: str) -> bool:
     if not is_remote(input):
         return Path(input).is_file()
+    if hub.is_hub(input) and not hub.place_of(input).path:
+        return False
     if input.endswith("/") or "." not in input.rpartition("/")[2]:  # a folder, most likely: no request for it
         return False
     place, name = split(input)

@@ -1,0 +1,162 @@
+"""The files that a recipe reads: those that its patterns match, and those of the folders that it names.
+
+A path without *, ? and [ may name a folder. That is a data set as `datasets` and `huggingface_hub` save it
+(`dataset_folder`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tidewheel import hub
+from tidewheel.data import readers
+from tidewheel.data.config import PipelineConfig, ReadConfig
+from tidewheel.data.stages import dataset_folder, hub_commits
+from tidewheel.errors import InputError, StorageError
+from tidewheel.storage import Store, is_remote, store
+
+_PARALLEL_LOOKUPS = 16
+_WILD = "*?["
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file: its place, its name in quarantine and lineage, its length, the identity of its content, and the
+    ranges it is read in (`readers.ranges`); () when it is read as a whole; what its first bytes say it holds; and how
+    many documents are read of it, None for all."""
+
+    root: str
+    key: str
+    name: str
+    bytes: int
+    fingerprint: str
+    ranges: tuple[tuple[int, int], ...] = ()
+    shape: readers.Shape = field(default_factory=lambda: readers.Shape("jsonl"))
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A file: its store, its key there, and what it is called."""
+
+    place: Store
+    key: str
+    name: str
+
+
+def source_files(config: PipelineConfig, input: str, output: str, commits: Mapping[str, str]
+                 ) -> tuple[SourceFile, ...]:
+    """Return the files that the recipe names, sorted by name.
+
+    Args:
+        input: URI that relative paths are below.
+        output: files below it are not input.
+        commits: what `hub_commits.resolved` gave.
+
+    Raises:
+        StorageError, InputError: a place is not there, nothing matches, or too many files cannot be read.
+    """
+    found: dict[str, _Found] = {}
+    for pattern in config.read.paths:
+        for file in _of_pattern(pattern, config.read, input, output, commits):
+            found.setdefault(file.place.at(file.key), file)
+
+    def look(file: _Found) -> SourceFile:
+        place, key = file.place, file.key
+        size = place.size(key)
+        try:
+            shape = readers.shape_of(place, key, config.read)
+        except readers.UnreadableFile as error:
+            shape = readers.Shape("jsonl", problem=str(error), hint="correct the file, or leave it out of read.paths")
+        cut = readers.ranges(place, key, size, config.read, shape)
+        return SourceFile(place.uri, key, file.name, size, place.fingerprint(key), tuple(cut), shape)
+
+    with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
+        files = tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
+    _check_formats(files, config.max_bad_fraction)
+    readers.check_installed(file.shape for file in files)
+    return files if config.read.limit is None else limited(files, config.read.limit)
+
+
+def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits: Mapping[str, str]) -> list[_Found]:
+    is_relative = not ("://" in pattern or pattern.startswith(("/", "~")))
+    pattern = hub_commits.at_commit(pattern, commits)
+    folder = _folder(pattern, input, is_relative)
+    if folder is not None:
+        place, prefix = folder
+        keys: Sequence[str] = dataset_folder.data_files(place, prefix, subset=read.subset, split=read.split)
+    else:
+        place, rest = _locate(pattern, input, is_relative)
+        _must_exist(place)
+        keys = place.glob(rest)
+    keys = [key for key in keys if not f"{place.at(key)}/".startswith(f"{output}/")]
+    if not keys:
+        raise InputError(f"no file matches {pattern!r}", where=hub_commits.as_given(place.uri, commits),
+                         mend="correct --input or read.paths; patterns know *, ? and ** for any folders")
+    return [_Found(place, key, key if is_relative else hub_commits.as_given(place.at(key), commits)) for key in keys]
+
+
+def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | None:
+    """(store, folder in it, "" for all) when a path names a folder."""
+    if any(mark in pattern for mark in _WILD):
+        return None
+    if is_relative:
+        place, prefix = store(input), "/".join(part for part in pattern.split("/") if part not in ("", "."))
+        if ".." in prefix.split("/"):
+            return None
+    elif hub.is_hub(pattern):
+        named = hub.place_of(pattern)
+        place, prefix = store(hub.Place(named.id, named.revision, "").repository), named.path
+    else:
+        place, prefix = _locate(pattern.rstrip("/"), input, is_relative)
+    _must_exist(place)
+    if not prefix:
+        return place, ""
+    if not is_remote(place.uri):
+        return (place, prefix) if Path(place.uri, prefix).is_dir() else None
+    return (place, prefix) if not place.exists(prefix) and place.list(prefix) else None
+
+
+def limited(files: Sequence[SourceFile], limit: int) -> tuple[SourceFile, ...]:
+    """The files that `limit` documents are read of, each with its part, by largest remainder of its size."""
+    total = sum(file.bytes for file in files)
+    exact = [limit * file.bytes / total if total else 0.0 for file in files]
+    parts = [int(share) for share in exact]
+    order = sorted(range(len(files)), key=lambda number: (parts[number] - exact[number], files[number].name))
+    for number in order[: limit - sum(parts)]:
+        parts[number] += 1
+    return tuple(replace(file, ranges=(), limit=part) for file, part in zip(files, parts, strict=True) if part)
+
+
+def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
+    """InputError when a larger share of the files than is allowed of the records cannot be read; others are put in
+    quarantine later."""
+    unreadable = [file for file in files if file.shape.problem]
+    if len(unreadable) <= allowed * len(files):
+        return
+    first = unreadable[0]
+    others = Counter(file.shape.problem for file in unreadable[1:])
+    more = "".join(f"; {count} more: {problem}" for problem, count in others.most_common(3))
+    raise InputError(f"this is {first.shape.problem}{more} ({len(unreadable)} of {len(files)} files cannot be read)",
+                     where=first.name, mend=first.shape.hint)
+
+
+def _locate(pattern: str, input: str, is_relative: bool) -> tuple[Store, str]:
+    """(store, pattern below it) of a pattern."""
+    if is_relative:
+        return store(input), pattern
+    parts = pattern.split("/")
+    wild = next((place for place, part in enumerate(parts) if any(mark in part for mark in _WILD)), len(parts) - 1)
+    wild = min(wild, len(parts) - 1)
+    return store("/".join(parts[:wild]) or "/"), "/".join(parts[wild:])
+
+
+def _must_exist(place: Store) -> None:
+    if is_remote(place.uri):
+        place.check()
+    elif not Path(place.uri).is_dir():
+        raise StorageError("there is no such folder", where=place.uri, mend="correct --input or read.paths")

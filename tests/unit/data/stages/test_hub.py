@@ -1,0 +1,179 @@
+"""Data sets of the Hugging Face hub, from a server on loopback: one commit per output, errors that say what to do."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.hub_server import HubServer
+from tidewheel import hub
+from tidewheel.config import build
+from tidewheel.data import readers
+from tidewheel.data.config import PipelineConfig
+from tidewheel.data.stages import hub_commits, ingest, origin
+from tidewheel.data.stages.job import Job, content, resolve
+from tidewheel.errors import InputError, StorageAwayError, StorageError
+from tidewheel.storage import store
+
+NAME = "hf://datasets/owner/words"
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[HubServer]:
+    with HubServer() as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.endpoint)
+        monkeypatch.setenv("HF_TOKEN", "")
+        yield found
+
+
+def parquet(*texts: str) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": list(texts)}), sink)
+    return sink.getvalue()
+
+
+def lines(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+FIRST = {"README.md": b"# Words\n", "data/train-00000-of-00001.parquet": parquet("one", "two"),
+         "data/test-00000-of-00001.parquet": parquet("three"), "more/a.jsonl": lines("four")}
+
+
+def job(tmp_path, *paths: str, input: str = "", **read) -> Job:
+    recipe = build(PipelineConfig, {"read": {"paths": paths or [NAME], **read}, "steps": ["dedup_exact"]})
+    (tmp_path / "in").mkdir(exist_ok=True)
+    return resolve(recipe, input=input or str(tmp_path / "in"), output=str(tmp_path / "out"))
+
+
+def texts(found: Job) -> list[str]:
+    return [record.text for file in found.files for record in readers.read_records(
+        store(file.root), file.key, found.config.read, name=file.name, shape=file.shape)]
+
+
+@pytest.mark.parametrize(("paths", "read", "wanted"), [
+    ([NAME], {}, ["one", "two"]), ([NAME], {"split": "all"}, ["three", "one", "two"]),
+    ([f"{NAME}@main"], {}, ["one", "two"]), ([f"{NAME}/more"], {}, ["four"]), ([f"{NAME}/more/"], {}, ["four"]),
+    ([f"{NAME}/more/a.jsonl"], {}, ["four"]), ([f"{NAME}/**/*.parquet"], {}, ["three", "one", "two"])])
+def test_a_data_set_a_folder_a_file_and_a_pattern(tmp_path, server, paths, read, wanted):
+    commit = server.commit("owner/words", FIRST)
+    found = job(tmp_path, *paths, **read)
+    assert texts(found) == wanted
+    assert all(commit in file.root and commit not in file.name for file in found.files)
+    assert all(file.name.startswith(paths[0].partition("/more")[0].partition("/**")[0]) for file in found.files)
+
+
+def test_as_input_of_a_recipe_names_are_relative(tmp_path, server):
+    server.commit("owner/words", FIRST)
+    found = job(tmp_path, ".", input=NAME)
+    assert ([file.name for file in found.files], found.input) == (["data/train-00000-of-00001.parquet"], NAME)
+    assert texts(found) == ["one", "two"]
+    assert texts(job(tmp_path, "ignored/*", input=f"{NAME}/more/a.jsonl")) == ["four"]
+
+
+def test_an_output_keeps_its_commit_and_another_one_reads_the_newest(tmp_path, server):
+    old = server.commit("owner/words", FIRST)
+    first = job(tmp_path)
+    hub_commits.note(first.store, first.commits)
+    server.commit("owner/words", {**FIRST, "data/train-00000-of-00001.parquet": parquet("changed")})
+    again = job(tmp_path)
+    assert (texts(again), again.commits) == (["one", "two"], {NAME: old})
+    assert [task.unit.key for task in ingest.tasks(again)] == [task.unit.key for task in ingest.tasks(first)]
+    assert origin.write(again)["input"]["commits"] == {NAME: old}
+    hub_commits.note(again.store, again.commits)
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    assert texts(job(tmp_path)) == ["changed"]
+    assert texts(job(tmp_path, f"{NAME}@{old}")) == ["one", "two"]
+
+
+def test_a_file_that_a_new_commit_leaves_alone_is_not_read_again(tmp_path, server):
+    server.commit("owner/words", FIRST)
+    keys = {task.unit.key for task in ingest.tasks(job(tmp_path, split="all"))}
+    server.commit("owner/words", {**FIRST, "data/test-00000-of-00001.parquet": parquet("changed")})
+    assert len(keys & {task.unit.key for task in ingest.tasks(job(tmp_path, split="all"))}) == 1
+
+
+def test_content_of_a_workflow_step_is_that_of_the_files(tmp_path, server):
+    server.commit("owner/words", FIRST)
+    recipe = build(PipelineConfig, {"read": {"paths": [NAME]}, "steps": ["dedup_exact"]})
+    (tmp_path / "in").mkdir()
+    found = [content(recipe, input=str(tmp_path / "in"), output=str(tmp_path / f"out-{number}")) for number in range(2)]
+    assert found[0] == found[1]
+    assert found[0]["files"][0][0] == f"{NAME}/data/train-00000-of-00001.parquet"
+
+
+@pytest.mark.parametrize(("path", "told", "fix"), [
+    ("hf://datasets/owner/wrods", "no such data set", "correct owner and name"),
+    (f"{NAME}@v2", "no such revision", "behind @"), ("hf://datasets/words", "not the URI of a data set", "owner/name"),
+    ("hf://models/owner/words", "not the URI of a data set", "owner/name"),
+    (f"{NAME}/nothing", "no file matches", "read.paths"), (f"{NAME}/*.csv", "no file matches", "read.paths")])
+def test_what_is_not_there(tmp_path, server, path, told, fix):
+    server.commit("owner/words", FIRST)
+    with pytest.raises((StorageError, InputError)) as error:
+        job(tmp_path, path)
+    assert told in error.value.what
+    assert fix in error.value.mend
+    assert error.value.where.startswith("hf://")
+
+
+@pytest.mark.parametrize(("refusal", "told", "fix"), [
+    ((403, "GatedRepo"), "asks for its terms to be accepted", "log in"), ((403, ""), "status 403", "HF_TOKEN"),
+    ((500, ""), "status 500", "again later")])
+def test_what_the_hub_refuses(tmp_path, server, refusal, told, fix):
+    server.refusal = refusal
+    with pytest.raises(StorageError) as error:
+        job(tmp_path)
+    assert told in error.value.what
+    assert fix in error.value.mend
+
+
+def test_without_a_network(tmp_path, monkeypatch):
+    with HubServer() as gone:
+        monkeypatch.setenv("HF_ENDPOINT", gone.endpoint)
+    with pytest.raises(StorageAwayError, match="cannot be reached") as error:
+        job(tmp_path)
+    assert gone.endpoint in error.value.what
+    assert "hf download" in error.value.mend
+
+
+def test_offline_by_request(tmp_path, server, monkeypatch):
+    from huggingface_hub import constants
+
+    server.commit("owner/words", FIRST)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match="HF_HUB_OFFLINE"):
+        job(tmp_path)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(StorageError, match=r"tidewheel\[hub\]"):
+        job(tmp_path)
+
+
+def test_the_hub_is_only_read_from(tmp_path):
+    recipe = build(PipelineConfig, {"read": {"paths": ["*"]}, "steps": ["dedup_exact"]})
+    (tmp_path / "a.jsonl").write_bytes(lines("a"))
+    with pytest.raises(StorageError, match="only read from"):
+        resolve(recipe, input=str(tmp_path), output=NAME)
+    with pytest.raises(StorageError, match="only read from"):
+        store(NAME).write("a", b"")
+
+
+def test_a_store_reads_ranges_and_knows_what_is_not_there(server):
+    commit = server.commit("owner/words", FIRST)
+    for place in (store(f"{NAME}@{commit}"), store(NAME), store(f"{NAME}/more")):
+        name = "a.jsonl" if place.uri.endswith("more") else "more/a.jsonl"
+        assert place.read(name) == lines("four")
+        assert place.read(name, 2, 4) == lines("four")[2:6]
+        assert (place.size(name), place.exists(name), place.exists("b")) == (len(lines("four")), True, False)
+        assert place.fingerprint(name).startswith("hub-")
+        with pytest.raises(FileNotFoundError):
+            place.read("b")
+    assert hub.place_of(f"{NAME}@{commit}/more").at("") == f"{NAME}/more"
+    assert [stamp.key for stamp in store(f"{NAME}@{commit}").list("more")] == ["more/a.jsonl"]
