@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+from tidewheel.cluster.few_processes import few_processes
 from tidewheel.cluster.session import KEEP_WORKERS
 
 
@@ -17,8 +18,9 @@ def small_ray(cpus: int) -> Iterator[None]:
     import ray
 
     folder = tempfile.mkdtemp(prefix="twp-", dir="/tmp")  # short: socket paths are limited
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder,
-             _system_config=KEEP_WORKERS)
+    with few_processes():
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder,
+                 _system_config=KEEP_WORKERS)
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidewheel.cluster.few_processes import no_idle_api_server
 from tidewheel.cluster.session import KEEP_WORKERS
 
 #: A killed raylet refuses connections at once, so that three probes 0.4 s apart are enough; one that is only starved
@@ -126,7 +127,8 @@ class Keeper:
                                dashboard_agent_listen_port=0, runtime_env_dir_name=f"runtime_{self._started}", **more)
         # Working folders are each node's own: a node that unpacks a job's anew would take it from under the driver.
         # No exit hooks inside this process: `stop` does it. The reaper flag binds the children's life to ours.
-        node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
+        with no_idle_api_server():
+            node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
         services.wait_for_node(node.gcs_address, node.plasma_store_socket_name, 60)
         return node
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tidewheel.cluster.few_processes import few_processes
 from tidewheel.cluster.private_run import private_arguments
 from tidewheel.console import console
 from tidewheel.errors import ClusterError
@@ -79,8 +80,9 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     try:
         with keeping_handlers():
             if target == "local":
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
-                         **private, **quiet)
+                with few_processes():
+                    ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=KEEP_WORKERS,
+                             **private, **quiet)
             else:
                 ray.init(address=target, **quiet)
     except (ConnectionError, ValueError) as error:

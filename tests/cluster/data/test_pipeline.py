@@ -453,3 +453,10 @@ def test_a_shuffle_starts_no_processes_of_its_own(cluster, tmp_path: Path):
     assert {side for side, _, _ in found} == {"read", "reduce"}
     assert not [each for each in found if each[2]], "in an environment of its own"
     assert hash_shuffle_v2._SHUFFLE_MAP_RUNTIME_ENV["env_vars"] == before
+
+
+def test_ray_data_starts_no_actors_that_have_nothing_to_do(finished):
+    """This Ray has no dashboard and cannot grow."""
+    from ray.util import list_named_actors
+
+    assert list_named_actors(all_namespaces=True) == []

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tidewheel.autoscaler import START_SECONDS, can_grow
+from tidewheel.data.stages.ray_data_actors import without_idle_actors
 from tidewheel.errors import ClusterError
 from tidewheel.placement import GROUP_LABEL, Selector, matches, with_labels
 
@@ -64,7 +65,7 @@ def settings(partitions: int) -> Iterator[None]:
         setattr(context, name, value)
     logger.setLevel(_SILENT)
     try:
-        with _same_workers(), _placed_shuffles(selector):
+        with _same_workers(), _placed_shuffles(selector), without_idle_actors():
             yield
     finally:
         logger.setLevel(level)
