@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 from ray.train.backend import BackendConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import (
@@ -193,7 +194,9 @@ class ElasticController(TrainController):
         workers: Any = Workers(elastic, sizes, coordinator)
         scaling = ElasticScaling(ray_train["train_run_context"].scaling_config, elastic, sizes, coordinator, workers)
         self.worker_group_cls = workers  # all that is asked of it is `create`
-        callbacks = [one for one in ray_train["callbacks"] if not isinstance(one, PlacementGroupCleanerCallback)]
+        # Ray Data has no part in training; the callback for it starts an actor and imports all of it in each worker.
+        callbacks = [one for one in ray_train["callbacks"]
+                     if not isinstance(one, PlacementGroupCleanerCallback | DatasetsCallback)]
         super().__init__(**{**ray_train, "scaling_policy": scaling, "callbacks": callbacks,
                             "failure_policy": RunFailures(FailureConfig(), scaling, workers)})
 

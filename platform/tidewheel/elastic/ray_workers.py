@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidewheel.elastic import layout, nodes
 from tidewheel.elastic.faults import MISTAKES
+from tidewheel.elastic.no_barrier import no_barrier
 from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.worker import RestartNeeded, notice
 from tidewheel.errors import TidewheelError, root_cause
@@ -108,7 +109,8 @@ class Workers:
         group = ElasticWorkerGroup(train_run_context, worker_group_context, callbacks)
         group.pool = self
         try:
-            group._start()
+            with no_barrier():
+                group._start()
         except WorkerGroupStartupTimeoutError:
             raise  # what is up, and what is coming up, is there for the next try
         except BaseException:
