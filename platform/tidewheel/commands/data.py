@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 import cyclopts
@@ -23,8 +24,9 @@ for command in (outputs.clean, outputs.diff, preview):
 def data_run(
     config: Annotated[str, Parameter(help="Pipeline definition, a YAML file; pipelines/ has examples.")],
     *,
-    input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
-                                         "below; or one file, read instead of those that the pipeline names.")] = ".",
+    input: Annotated[str, Parameter(help="Folder, s3://bucket/prefix or hf://datasets/owner/name that relative "
+                                         "paths in the pipeline are below; or one file, read instead of those that "
+                                         "the pipeline names.")] = ".",
     output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write shards, verdicts, quarantine and "
                                           "the report to. Run again with the same one to resume.")],
     set_: Overrides = None,
@@ -63,6 +65,7 @@ def data_run(
     if dry_run:
         plan = pipeline.plan(settings, input=input, output=output)
         print_table([line.row() for line in plan.formats], title="what would be read")
+        _print_skipped(plan.skipped)
         print_table(plan.rows(), title="what would run")
         if plan.replaces and not replace:
             raise would_be_replaced(plan.replaces, output)
@@ -79,6 +82,7 @@ def data_run(
     with stage_bars(pipeline.stages(settings)) as on_progress, stopping(), session(address):
         summary = pipeline.run(settings, input=input, output=output, on_progress=on_progress,
                                fail_above=fail_above, verify=verify, may_replace=replace)
+    _print_skipped(summary.skipped)
     print_table(summary.rows(), title="what each stage kept")
     if written := summary.sets():
         print_table(written, title="what was written")
@@ -88,6 +92,15 @@ def data_run(
         print(f"data set: {output}/dataset")
     print(f"report: {write_pipeline_report(output)}")
     return 0
+
+
+def _print_skipped(skipped: Mapping[str, int]) -> None:
+    """Tell which files of source trees are left out."""
+    from tidewheel.data.readers.code import REASONS
+
+    if skipped:
+        print_table([{"left out": reason, "files": f"{count:,}", "because": REASONS[reason]}
+                     for reason, count in sorted(skipped.items(), key=lambda item: (-item[1], item[0]))])
 
 
 @app.command(name="example")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,11 @@ class PipelineSummary:
         """The line of one stage; KeyError when there is none."""
         return {entry["name"]: entry for entry in self.value["stages"]}[name]
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Files of source trees that are left out, by reason."""
+        return dict(self.value.get("skipped", {}))
+
     def sets(self) -> list[dict[str, str]]:
         """For a table: a line for each set; none where nothing is packed."""
         if "rows" not in self.value:
@@ -119,6 +124,8 @@ class Plan:
     formats: tuple[FormatLine, ...] = ()
     replaces: str = ""
     """What another recipe or input has made in the output, for people; "" where nothing is replaced."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Files of source trees that their names or lengths leave out, by reason."""
 
     def rows(self) -> list[dict[str, str]]:
         """For a table: a line for each stage."""
@@ -282,7 +289,8 @@ def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
         _stages(job, found, Ledger())
     size = sum(file.bytes for file in job.files)
     rules = ", ".join(_filters(step) for step in ingest.leading_filters(config))
-    what = f"read {len(job.files)} files, {size / 1e6:.1f} MB" + (f"; filter: {rules}" if rules else "")
+    files = sum(len(file.members) or 1 for file in job.files)
+    what = f"read {files} files, {size / 1e6:.1f} MB" + (f"; filter: {rules}" if rules else "")
     lines = [
         (ingest.STAGE, len(ingest.tasks(job)), what),
         (partition.STAGE, job.partitions, "documents by the hash of their id"),
@@ -290,8 +298,8 @@ def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
         *_last(job),
     ]
     return Plan(tuple(PlannedStage(name, units, found.published.get(name), note) for name, units, note in lines),
-                job.config.recipe_hash(), len(job.files), size, job.partitions, by_format(job.files, config.read),
-                replace.would_replace(job))
+                job.config.recipe_hash(), files, size, job.partitions, by_format(job.files, config.read),
+                replace.would_replace(job), job.skipped)
 
 
 def _last(job: Job) -> list[tuple[str, int, str]]:
@@ -362,6 +370,7 @@ def _read_lines(config: PipelineConfig, ledger: Ledger, ingested: Finished) -> N
     """Reading and the leading filters are one pass, told as two stages."""
     units = ingested.units
     records = sum(unit.summary["records"] for unit in units)
+    ledger.skipped.update(counts(units, "skipped"))
     quarantined, dropped = counts(units, "quarantined"), counts(units, "dropped")
     valid = records - sum(quarantined.values())
     ledger.stage(ingest.STAGE, ingested, documents_in=records, documents_out=valid, quarantined=quarantined,

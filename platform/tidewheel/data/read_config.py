@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from tidewheel.config import Config
 
 #: Settings that were added when there were outputs already.
 _LATER = ("split", "subset", "sample", "limit", "conversations", "instruction", "input", "output", "alpaca_prompt",
-          "system", "tools")
+          "system", "tools", "code")
+
+
+class CodeConfig(Config):
+    """Which files of a source tree are documents (`format: code`)."""
+
+    max_bytes: int = Field(default=1 << 20, ge=1, le=1 << 30)
+    """A larger file is left out."""
+    languages: tuple[str, ...] = ()
+    """Only these, as `data/languages.py` names them; every known one if left out."""
+    keep: tuple[Literal["hidden", "vendored", "generated", "unknown_language"], ...] = ()
+    """Reasons for which nothing is left out."""
+
+    @field_validator("languages")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from tidewheel.data.languages import LANGUAGES
+
+        for name in value:
+            if name not in LANGUAGES:
+                near = difflib.get_close_matches(name.lower(), [known.lower() for known in LANGUAGES], n=1)
+                hint = [known for known in LANGUAGES if near and known.lower() == near[0]]
+                raise ValueError(f"unknown language {name!r}" + (f", did you mean {hint[0]!r}?" if hint else ""))
+        return value
 
 
 class ReadConfig(Config):
@@ -37,12 +61,15 @@ class ReadConfig(Config):
     """Field with the language; `meta` holds it as `language`."""
     license: str | None = "license"
     """Field with the licence; `meta` holds it as `license`."""
-    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "warc"] = "auto"
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "warc", "code"] = "auto"
     """What the files are. `auto` goes by their first bytes, also of gzip, zstd and UTF-16, and by their ending where
     that decides (.txt and .md are text, whatever is in them). `json` is an array of records, or records over several
     lines; the first row of `csv` and `tsv` names the fields. A text file is one document: its path is its id, its
     folder its source. A page of a web archive has the fields id, url, host and date: with `source: host` each host is a
-    source."""
+    source. `code` is a tree of source files, each a document with the fields path, language, id (its path) and source
+    (the first folder of its path)."""
+    code: CodeConfig = CodeConfig()
+    """Which files of a source tree are documents."""
     max_record_bytes: int = Field(default=64 << 20, ge=1, le=1 << 30)
     """A longer record is put in quarantine; it bounds the memory that reading takes."""
     unit_bytes: int = Field(default=256 << 20, ge=1)

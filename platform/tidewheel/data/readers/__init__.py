@@ -1,8 +1,8 @@
 """From the bytes of a source file to documents, and to bad records with their place and reason.
 
 A format is one module: `lines` (JSONL), `json_values` (JSON arrays), `tables` (CSV, TSV), `columns` (Parquet, Arrow),
-`trees` (a text file is a document), `web` (WARC and WET); `sniff` tells which it is. What they give is a function of
-the file's bytes, its name and the settings, and so are the ranges it can be cut into.
+`trees` (a text file is a document), `code` (a source file is), `web` (WARC and WET); `sniff` tells which it is. What
+they give is a function of the file's bytes, its name and the settings, and so are the ranges it can be cut into.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tidewheel.storage import Store
 __all__ = ["MODULES", "Record", "Shape", "UnreadableFile", "check_installed", "is_empty", "ranges", "read_records",
            "shape_of", "versions"]
 
-MODULES = tuple(f"tidewheel.data.readers{name}" for name in (
-    "", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".messages", ".packed", ".page_process",
-    ".page_text", ".record", ".sniff", ".tables", ".trees", ".web"))
+MODULES = ("tidewheel.data.languages", *(f"tidewheel.data.readers{name}" for name in (
+    "", ".code", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".messages", ".packed",
+    ".page_process", ".page_text", ".record", ".sniff", ".tables", ".trees", ".web")))
 """Whose code decides what a file holds."""
 
 

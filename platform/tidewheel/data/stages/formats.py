@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tidewheel.data import readers
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import REASONS, Bad
-from tidewheel.data.stages.job import SourceFile
-from tidewheel.storage import store
+from tidewheel.data.readers import Record, code
+from tidewheel.data.stages.sources import SourceFile
+from tidewheel.storage import Store, store
 
 _SHOWN_CHARACTERS = 60
 
@@ -47,8 +48,17 @@ def by_format(files: Sequence[SourceFile], config: ReadConfig) -> tuple[FormatLi
     lines = []
     for name, group in groups.items():
         record, is_usable = _first_record(group[0], config)
-        lines.append(FormatLine(name, len(group), sum(file.bytes for file in group), group[0].name, record, is_usable))
+        first = group[0].members[0].name if group[0].members else group[0].name
+        lines.append(FormatLine(name, sum(len(file.members) or 1 for file in group),
+                                sum(file.bytes for file in group), first, record, is_usable))
     return tuple(sorted(lines, key=lambda line: (-line.bytes, line.format)))
+
+
+def _records(place: Store, file: SourceFile, config: ReadConfig) -> Iterator[Record | Bad]:
+    if not file.members:
+        return readers.read_records(place, file.key, config, name=file.name, shape=file.shape)
+    read = code.records(place, [(member.key, member.name) for member in file.members], config)
+    return (record for record in read if not isinstance(record, code.Skipped))
 
 
 def _first_record(file: SourceFile, config: ReadConfig) -> tuple[str, bool]:
@@ -56,7 +66,7 @@ def _first_record(file: SourceFile, config: ReadConfig) -> tuple[str, bool]:
         return f"cannot be read: {file.shape.hint}", False
     place = store(file.root)
     try:
-        record = next(iter(readers.read_records(place, file.key, config, name=file.name, shape=file.shape)), None)
+        record = next(_records(place, file, config), None)
     except readers.UnreadableFile as error:
         return f"cannot be read: {error}", False
     if record is None:

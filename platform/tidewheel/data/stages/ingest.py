@@ -19,7 +19,7 @@ from tidewheel.data import quarantine, readers, text, verdicts
 from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
-from tidewheel.data.readers import Record, UnreadableFile, sniff
+from tidewheel.data.readers import Record, UnreadableFile, code, sniff
 from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, counts, ipc_stream, unit_key
 from tidewheel.data.stages import by_source, empty, keys
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
@@ -64,7 +64,7 @@ def tasks(job: Job) -> list[Task]:
         "filters": grouped(leading_filters(job.config), job.identity),
         "minhash": keys.minhash_settings(job.config),
     }
-    code = code_version(*_MODULES)
+    version = code_version(*_MODULES)
     rules = grouped(leading_filters(job.config), job.bound)
     found: list[Task] = []
     for file in job.files:
@@ -73,10 +73,11 @@ def tasks(job: Job) -> list[Task]:
             inputs = [file.name, file.fingerprint, *versions, *(map(str, span or ()))]
             inputs += [] if file.limit is None else [f"limit {file.limit}"]
             unit = Unit(STAGE, _label(file, span),
-                        unit_key(STAGE, settings=settings, code=code, inputs=inputs), len(found))
+                        unit_key(STAGE, settings=settings, code=version, inputs=inputs), len(found))
             found.append(Task(job.output, unit, {**settings, "filters": rules, "root": file.root, "key": file.key,
                                                  "name": file.name, "fingerprint": file.fingerprint, "span": span,
-                                                 "shape": sniff.values_of(file.shape), "limit": file.limit}))
+                                                 "shape": sniff.values_of(file.shape), "limit": file.limit,
+                                                 "members": [(one.key, one.name) for one in file.members]}))
     return found
 
 
@@ -134,6 +135,7 @@ class Tally:
     bad: list[Bad] = field(default_factory=list)
     kept: int = 0
     kept_bytes: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
     read: list[by_source.BySource] = field(default_factory=list)
     left: list[by_source.BySource] = field(default_factory=list)
     outcomes: Outcomes = field(default_factory=Outcomes)
@@ -161,7 +163,8 @@ def ingest_file(task: Task) -> Published:
     assert tally.records == tally.kept + gone, f"{task.unit.label}: counts differ"
     return writer.publish({
         "name": task.inputs["name"], "records": tally.records, "bad": sum(quarantined.values()),
-        "quarantined": quarantined, "documents": tally.kept, "bytes": tally.kept_bytes,
+        "quarantined": quarantined, **({"skipped": dict(sorted(tally.skipped.items()))} if tally.skipped else {}),
+        "documents": tally.kept, "bytes": tally.kept_bytes,
         "dropped": verdicts.counts(judged), "edits": verdicts.counts(judged, verdicts.EDIT),
         "samples": verdicts.samples(judged, tally.outcomes.samples_of()),
         "read": by_source.merge(tally.read), "left": by_source.merge(tally.left), **tally.outcomes.summary()})
@@ -170,7 +173,7 @@ def ingest_file(task: Task) -> Published:
 def _is_empty(task: Task) -> bool:
     """Whether the file holds no record at all, so that the unit that begins it says so."""
     span = task.inputs["span"]
-    if task.inputs["read"].get("sample") is not None:  # it may only be that none is in the sample
+    if task.inputs["read"].get("sample") is not None or task.inputs["members"]:  # none is in the sample, or all skipped
         return False
     if span is None:
         return True
@@ -217,8 +220,13 @@ def batches(task: Task, config: ReadConfig, tally: Tally) -> Iterator[list[Recor
     shape, sampled = sniff.shape_from(task.inputs["shape"]), _sampler(config)
     limit = task.inputs["limit"]
     taken = 0
-    for record in readers.read_records(place, task.inputs["key"], config, name=name, span=span and tuple(span),
-                                       shape=shape):
+    found: Iterator[Record | Bad | code.Skipped] = (
+        code.records(place, task.inputs["members"], config) if task.inputs["members"] else
+        readers.read_records(place, task.inputs["key"], config, name=name, span=span and tuple(span), shape=shape))
+    for record in found:
+        if isinstance(record, code.Skipped):
+            tally.skipped[record.reason] += 1
+            continue
         if not sampled(record):
             continue
         tally.records += record.records if isinstance(record, Bad) else 1

@@ -46,6 +46,7 @@ class Job:
         indexes: signatures of earlier dumps to deduplicate against, oldest first.
         references: of the files that filters read, by path as in the recipe (`resources`).
         commits: of the data sets of the Hugging Face hub that it reads, by their URIs as in the recipe.
+        skipped: files of source trees that are left out by their names or lengths, by reason.
     """
 
     config: PipelineConfig
@@ -59,6 +60,7 @@ class Job:
     indexes: tuple[Index, ...] = ()
     references: Mapping[str, str] = field(default_factory=dict)
     commits: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def store(self) -> Store:
@@ -85,7 +87,8 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
     input, output = absolute(input), absolute(output)
     commits = hub_commits.resolved([input, *config.read.paths], output)
     config, input = one_file.of_input(config, hub_commits.at_commit(input, commits))
-    files = source_files(config, input, output, commits)
+    sources = source_files(config, input, output, commits)
+    files = sources.files
     evals = _eval_items(config, input)
     tokenizer, template = _tokenizer(config, input), _chat_template(config, input)
     references = _filter_files(config, input)
@@ -98,7 +101,7 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
     elif Path(output).exists() and not Path(output).is_dir():
         raise StorageError("the output is a file, it must be a folder", where=output, mend="choose another path")
     return Job(config, hub_commits.as_given(input, commits), output, files, _partitions(config, files), evals,
-               tokenizer, template, _indexes(config, input), references, commits)
+               tokenizer, template, _indexes(config, input), references, commits, sources.skipped)
 
 
 def content(config: PipelineConfig, *, input: str, output: str, given: bool = False) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def content(config: PipelineConfig, *, input: str, output: str, given: bool = Fa
     input, output = absolute(input), absolute(output)
     commits = hub_commits.resolved([input, *config.read.paths], output)
     config, input = one_file.of_input(config, hub_commits.at_commit(input, commits))
-    files = source_files(config, input, output, commits)
+    files = source_files(config, input, output, commits).files
     references = _filter_files(config, input)
     found: dict[str, Any] = {"files": [[file.name, file.bytes, file.fingerprint] for file in files],
                              "filters": {path: references[path].partition("@")[0] for path in sorted(references)},

@@ -38,7 +38,7 @@ def write(job: Job) -> dict[str, Any]:
     value = {
         "format": FORMAT, "name": job.config.name, "recipe_hash": job.config.recipe_hash(),
         "recipe": settings_of(job.config),
-        "input": {"uri": without_secrets(job.input), "files": len(job.files),
+        "input": {"uri": without_secrets(job.input), "files": len(lines),
                   "bytes": sum(file.bytes for file in job.files), "hash": stamp.hash, "listed": INPUTS,
                   **({"commits": dict(job.commits)} if job.commits else {})},
         "read_besides": _besides(job),
@@ -51,8 +51,8 @@ def write(job: Job) -> dict[str, Any]:
 
 def input_lines(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
     """Return what is known of each input file."""
-    return [{"file": without_secrets(file.name), "bytes": file.bytes, "fingerprint": file.fingerprint}
-            for file in files]
+    return [{"file": without_secrets(one.name), "bytes": one.bytes, "fingerprint": one.fingerprint}
+            for file in files for one in file.members or [file]]
 
 
 def read(place: Store) -> dict[str, Any]:

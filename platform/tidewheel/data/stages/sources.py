@@ -1,7 +1,7 @@
 """The files that a recipe reads: those that its patterns match, and those of the folders that it names.
 
 A path without *, ? and [ may name a folder. That is a data set as `datasets` and `huggingface_hub` save it
-(`dataset_folder`).
+(`dataset_folder`), or with `format: code` a tree of source files (`code_tree`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,29 @@ from pathlib import Path
 from tidewheel import hub
 from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig, ReadConfig
-from tidewheel.data.stages import dataset_folder, hub_commits
+from tidewheel.data.stages import code_tree, dataset_folder, hub_commits
 from tidewheel.errors import InputError, StorageError
-from tidewheel.storage import Store, is_remote, store
+from tidewheel.storage import Stamp, Store, content_hash, is_remote, store
 
 _PARALLEL_LOOKUPS = 16
 _WILD = "*?["
 
 
 @dataclass(frozen=True)
+class Member:
+    """A file in a bundle of source code: its key, what it is called, its length, the identity of its content."""
+
+    key: str
+    name: str
+    bytes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class SourceFile:
     """One input file: its place, its name in quarantine and lineage, its length, the identity of its content, and the
     ranges it is read in (`readers.ranges`); () when it is read as a whole; what its first bytes say it holds; and how
-    many documents are read of it, None for all."""
+    many documents are read of it, None for all. A bundle of source files stands for its members."""
 
     root: str
     key: str
@@ -37,6 +47,15 @@ class SourceFile:
     ranges: tuple[tuple[int, int], ...] = ()
     shape: readers.Shape = field(default_factory=lambda: readers.Shape("jsonl"))
     limit: int | None = None
+    members: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a recipe reads: its files, sorted by name; and how many files of source trees are left out, by reason."""
+
+    files: tuple[SourceFile, ...]
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,8 +68,8 @@ class _Found:
 
 
 def source_files(config: PipelineConfig, input: str, output: str, commits: Mapping[str, str]
-                 ) -> tuple[SourceFile, ...]:
-    """Return the files that the recipe names, sorted by name.
+                 ) -> Sources:
+    """Return the files that the recipe names.
 
     Args:
         input: URI that relative paths are below.
@@ -64,6 +83,10 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
     for pattern in config.read.paths:
         for file in _of_pattern(pattern, config.read, input, output, commits):
             found.setdefault(file.place.at(file.key), file)
+    if config.read.format == "code":
+        sources = _bundled(list(found.values()), config.read)
+        limit = config.read.limit
+        return sources if limit is None else replace(sources, files=limited(sources.files, limit))
 
     def look(file: _Found) -> SourceFile:
         place, key = file.place, file.key
@@ -79,7 +102,35 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
         files = tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
     _check_formats(files, config.max_bad_fraction)
     readers.check_installed(file.shape for file in files)
-    return files if config.read.limit is None else limited(files, config.read.limit)
+    return Sources(files if config.read.limit is None else limited(files, config.read.limit))
+
+
+def _bundled(found: Sequence[_Found], read: ReadConfig) -> Sources:
+    """The files of source trees in bundles, each store's for itself."""
+    files: list[SourceFile] = []
+    skipped = Counter[str]()
+    for place in {file.place.uri: file.place for file in found}.values():
+        names = {file.key: file.name for file in found if file.place.uri == place.uri}
+        prefix = "" if all(names[key] == key for key in names) else f"{min(names.values()).rpartition('/')[0]}: "
+        with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
+            stamps = pool.map(lambda key, place=place: Stamp(key, place.size(key), ""), names)
+            kept, left_out = code_tree.readable(place, list(stamps), read)
+            identities = dict(zip((file.key for file in kept),
+                                  pool.map(lambda file, place=place: place.fingerprint(file.key), kept), strict=True))
+        skipped += left_out
+        bundles = code_tree.bundles(kept, read)
+        for number, bundle in enumerate(bundles, 1):
+            members = tuple(Member(file.key, names[file.key], file.bytes, identities[file.key]) for file in bundle)
+            if members:
+                files.append(SourceFile(
+                    place.uri, "", f"{prefix}source files, bundle {number} of {len(bundles)}",
+                    sum(member.bytes for member in members), content_hash(repr(members).encode()),
+                    shape=readers.Shape("code"), members=members))
+    if not files:
+        told = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
+        raise InputError(f"no file of the source tree is read ({told})", where=found[0].place.uri,
+                         mend="see read.code: languages, max_bytes, and keep for reasons that are to count for nothing")
+    return Sources(tuple(sorted(files, key=lambda file: file.name)), dict(sorted(skipped.items())))
 
 
 def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits: Mapping[str, str]) -> list[_Found]:
@@ -88,7 +139,8 @@ def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits
     folder = _folder(pattern, input, is_relative)
     if folder is not None:
         place, prefix = folder
-        keys: Sequence[str] = dataset_folder.data_files(place, prefix, subset=read.subset, split=read.split)
+        keys: Sequence[str] = ([stamp.key for stamp in place.list(prefix)] if read.format == "code" else
+                               dataset_folder.data_files(place, prefix, subset=read.subset, split=read.split))
     else:
         place, rest = _locate(pattern, input, is_relative)
         _must_exist(place)

@@ -32,6 +32,8 @@ class Ledger:
     near_index: list[Published] = field(default_factory=list)
     annotating: list[Published] = field(default_factory=list)
     left: list[tuple[str, by_source.BySource]] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Files of source trees that their content leaves out, by reason; `Job.skipped` has those of their names."""
 
     def stage(self, name: str, done: Finished, *, documents_in: int, documents_out: int,
               dropped: Mapping[str, int] | None = None, quarantined: Mapping[str, int] | None = None,
@@ -100,9 +102,12 @@ def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapp
           made: Mapping[str, Any], product: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write `summary.json` and give its value; manifests of the sets that were packed, and of the product, if any;
     `made` is what `origin.write` gave."""
+    skipped = ledger.skipped + Counter(job.skipped)
     value = {
         "name": job.config.name, "recipe_hash": job.config.recipe_hash(), "input": job.input,
-        "files": len(job.files), "input_bytes": sum(file.bytes for file in job.files), "partitions": job.partitions,
+        "files": sum(len(file.members) or 1 for file in job.files),
+        "input_bytes": sum(file.bytes for file in job.files), "partitions": job.partitions,
+        **({"skipped": dict(sorted(skipped.items()))} if skipped else {}),
         "stages": ledger.stages, "quarantine": dict(sorted(ledger.quarantine.items())),
         "samples": ledger.samples, "histograms": ledger.histograms, **ledger.more,
         "sources": by_source.by_stage(ledger.left), "kind": job.config.read.kind, "tokens": 0,
