@@ -278,6 +278,7 @@ def main() -> None:
     parser.add_argument("--folder", help="of a private Ray")
     parser.add_argument("--plain", action="store_true")
     given = parser.parse_args()
+    from tidewheel.cluster.few_processes import few_processes
     from tidewheel.cluster.session import KEEP_WORKERS, QUIET
     from tidewheel.config import build
     from tidewheel.data import pipeline, text
@@ -294,8 +295,9 @@ def main() -> None:
         if given.address:
             ray.init(address=given.address, logging_level=logging.ERROR)
         else:
-            ray.init(address="local", num_cpus=given.cpus or 2, include_dashboard=False, logging_level=logging.ERROR,
-                     _temp_dir=given.folder, _system_config=KEEP_WORKERS)
+            with few_processes():
+                ray.init(address="local", num_cpus=given.cpus or 2, include_dashboard=False,
+                         logging_level=logging.ERROR, _temp_dir=given.folder, _system_config=KEEP_WORKERS)
 
     def told(stage: str, done: int, total: int, note: str) -> None:
         with open(given.marker, "a") as sink:

@@ -1,7 +1,8 @@
 """SIGKILL at any moment, run again: the shard set is that of an undisturbed run, to the byte.
 
 Most runs do without Ray, the same functions in one process: they start in a moment, and what a kill may hurt, the
-units on storage, is the same. One kill, and the end, are of a Ray with all its processes.
+units on storage, is the same. One kill, and the end, are of a Ray with all its processes. More kills:
+`python -m tests.benchmarks.chaos`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from tidewheel.storage import store
 
 pytestmark = pytest.mark.chaos
 
-KILLS = 5
-ON_RAY = (2,)  # which of them
+KILLS = 3
+ON_RAY = (1,)  # which of them
 SEED = 20
 RECIPE = {
     "name": "chaos", "partitions": 3, "read": {"paths": ["*.jsonl"]},
@@ -47,7 +48,7 @@ def corpus(folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_killed_five_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
+def test_killed_three_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
     corpus(tmp_path / "in")
     input, output = str(tmp_path / "in"), tmp_path / "killed"
     quiet = Driver(RECIPE, input, str(tmp_path / "quiet"), "--plain")
@@ -92,7 +93,3 @@ def test_a_second_pipeline_on_one_output_is_told_who_writes(tmp_path):
         with pytest.raises(RuntimeError, match=rf"another pipeline is writing to this output: process {os.getpid()}"):
             refused.watch()
     assert not (output / "shards" / "manifest.json").exists()
-    done = Driver(RECIPE, str(tmp_path / "in"), str(output), "--plain")
-    assert done.wait(120)
-    assert done.process.returncode == 0
-    done.close()

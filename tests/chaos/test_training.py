@@ -1,4 +1,7 @@
-"""A minute of `tests.chaos.training`: a worker and a node are killed, a node is drained; the same bits after it."""
+"""A minute of `tests.chaos.training`: a worker and a node are killed, a node is drained; the same bits after it.
+
+In `make test` the first test of `tests/cluster/test_elastic.py` does the same with one event of each kind.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 from tests.chaos.training import run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_the_result_of_a_disturbed_run_is_that_of_an_undisturbed_one(tmp_path: Path):

@@ -24,6 +24,9 @@ Fault = Callable[[str, Path], None]
 """Called in each worker with its node and a path before it takes part: it breaks something there, once there is a file
 of that name."""
 STEP_SECONDS, LATE_STEP_SECONDS, LAST_STEPS = 0.1, 5.0, 40
+SMALL = ("steps=150", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
+         "evaluation.every_steps=0")
+"""Settings of runs that are about their workers, not their model: quick steps."""
 
 
 def work(settings: TrainConfig, place: dict[str, Any], name: str, node: str, fault: Fault | None) -> None:
@@ -94,7 +97,7 @@ def prepare(folder: Path, *overrides: str, **elastic: Any) -> TrainConfig:
     """Shards in `folder`, and a run over them that resizes and finds losses quickly."""
     write_shards(folder / "shards", rows=200)
     write_shards(folder / "validation", shards=1, rows=11, seed=1)
-    settings = config(folder, "run", "checkpoint.every_steps=25", "reproducible=true", *overrides)
+    settings = config(folder, "run", *SMALL, "checkpoint.every_steps=25", "reproducible=true", *overrides)
     limits = {"join_wait_seconds": 0.2, "resize_interval_seconds": 0.5, "heartbeat_seconds": 5.0, **elastic}
     return settings.model_copy(update={"elastic": settings.elastic.model_copy(update=limits)})
 

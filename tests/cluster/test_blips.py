@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.in_place import work
+from tests.cluster.in_place import SMALL, work
 from tests.ranks import multiprocessing as _preloaded  # noqa: F401  the fork server that has imported torch
 from tests.unit.elastic.network import network
 from tests.unit.train.helpers import config, write_shards
@@ -48,8 +48,8 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         write_shards(folder / "shards", rows=200)
-        settings = config(folder, "run", "steps=150", "checkpoint.every_steps=25", "data.validation=''",
-                          "evaluation.every_steps=0", "elastic.heartbeat_seconds=3")
+        settings = config(folder, "run", *SMALL, "checkpoint.every_steps=25", "data.validation=''",
+                          "elastic.heartbeat_seconds=3")
         self.store, self.uri, self._hurry = storage.store(settings.run_uri), settings.run_uri, folder
         self._pipe, theirs = CONTEXT.Pipe()
         self.coordinator = CONTEXT.Process(target=coordinate, args=(settings, theirs), daemon=True)

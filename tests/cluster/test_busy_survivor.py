@@ -37,7 +37,7 @@ def slow_shard(node: str, flag: Path) -> None:
 @pytest.mark.parametrize("waits", [False, True], ids=["reads ahead", "waits for the batch"])
 def test_a_survivor_leaves_though_a_read_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool):
     monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
-    settings = prepare(tmp_path, "steps=150", f"data.prefetch={AHEAD}", "checkpoint.every_steps=1000")
+    settings = prepare(tmp_path, f"data.prefetch={AHEAD}", "checkpoint.every_steps=1000")
     folder, group = Path(settings.run.uri), Group(settings, tmp_path, (1, 2), slow_shard)
     try:
         group.add("a", "b", anew=True)

@@ -11,13 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from tests.docs_pages import DOCS, ROOT, TASKS, blocks, script
 from tidewheel.cluster import background
+from tidewheel.cluster.local import LocalCluster
 from tidewheel.cluster.s3_server import S3Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -27,6 +29,8 @@ SECONDS = 500
 #: Pages that train several runs or start clusters of their own. What they rely on is also held by `test_elastic.py`,
 #: `test_jobs.py`, `test_background.py` and `test_demo.py`; `make long` executes them.
 LONG = ("pretrain_on_a_cluster", "spot_training", "recover", "add_a_model")
+#: Pages that run many pipelines: on one cluster, as where RAY_ADDRESS is set. The others start a Ray for each command.
+ON_ONE_CLUSTER = ("bring_your_data", "clean_text")
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +58,32 @@ def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def cluster(start: Path) -> Iterator[dict[str, str]]:
+    """The environment of a cluster that is there."""
+    with LocalCluster(nodes=0, head_cpus=2) as running:
+        yield {"RAY_ADDRESS": running.address, **running.client_environment}
+
+
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long) if page in LONG else page
                                   for page in TASKS])
-def test_every_command_of_the_page(start, tmp_path, page):
+def test_every_command_of_the_page(start, tmp_path, page, request):
     place = tmp_path / "checkout"
     shutil.copytree(start, place, symlinks=True)
-    said = run(script(DOCS / f"{page}.md"), place)
+    cluster = request.getfixturevalue("cluster") if page in ON_ONE_CLUSTER else {}
+    said = run(script(DOCS / f"{page}.md"), place, cluster)
     assert said.rstrip().endswith("--- end")
 
 
-def run(text: str, place: Path) -> str:
+def run(text: str, place: Path, cluster: Mapping[str, str] = MappingProxyType({})) -> str:
     """What bash says to a script, in `place`; fails with it unless the script ends with 0.
 
-    Whatever the script has left running is ended.
+    Whatever the script has left running is ended. `cluster` is added to its environment.
     """
     state = place.parent / f"{place.name}-state"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {"HOME": str(place.parent), "TIDEWHEEL_STATE": str(state), "PYTHONPATH": str(place / "platform"),
-                    "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "PAGER": "cat"}
+                    "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "PAGER": "cat", **cluster}
     log = place.parent / f"{place.name}.log"
     with log.open("w") as out:
         shell = subprocess.Popen(["bash", "-c", text], cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=out,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.in_place import Group, finished, prepare
+from tests.cluster.in_place import SMALL, Group, finished, prepare
 from tests.unit.train.helpers import config
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic.coordinator import Coordinator
@@ -23,7 +23,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     groups = []
 
     def start(**changes: Any) -> Group:
-        settings = prepare(tmp_path, "steps=150").model_copy(update=changes)
+        settings = prepare(tmp_path).model_copy(update=changes)
         groups.append(Group(settings, tmp_path))
         groups[-1].add("a", "b", anew=True)
         groups[-1].wait(lambda: groups[-1].step() >= 5)
@@ -65,7 +65,7 @@ def test_a_frozen_worker_is_cut_off_and_one_that_stands_by_takes_its_place(start
     group.wait(lambda: not group.processes["a"].is_alive())  # it finds itself cut off
     finished(group)
     assert [event["detail"]["world_size"] for event in group.events("start", "resume")] == [2, 2]
-    still = config(group.folder, "still", "steps=150", "checkpoint.every_steps=25", "reproducible=true")
+    still = config(group.folder, "still", *SMALL, "checkpoint.every_steps=25", "reproducible=true")
     fit_local(still)  # the survivor's rank has changed among as many: nothing of the old one may be left
     assert digest(group.settings.run_uri).state == digest(still.run_uri).state
     [failure] = group.events("failure")

@@ -66,7 +66,7 @@ def bad_gpu(node: str, flag: Path) -> None:
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     """Two workers, one that stands by, and a fault on b's node, which has a rank."""
     monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
-    settings = prepare(tmp_path, "steps=150", readmit_after_seconds=0.5, readmit_at_most_seconds=60.0)
+    settings = prepare(tmp_path, readmit_after_seconds=0.5, readmit_at_most_seconds=60.0)
     group = Group(settings, tmp_path, (2,), request.param)
     group.add("a", "b", anew=True)
     group.wait(lambda: group.step() >= 3)
@@ -77,7 +77,8 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     group.end()
 
 
-@pytest.mark.parametrize("group", [storage_away, disk_full, mistake, bad_gpu], indirect=True)
+@pytest.mark.parametrize("group", [storage_away, mistake, pytest.param(disk_full, marks=pytest.mark.long),
+                                   pytest.param(bad_gpu, marks=pytest.mark.long)], indirect=True)
 def test_the_one_that_fails_is_left_out_and_the_run_goes_on(group: Group):
     group.wait(lambda: group.events("worker_left_out") != [])
     group.wait(lambda: not group.processes["b"].is_alive())  # its process is ended

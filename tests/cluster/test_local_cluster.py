@@ -94,7 +94,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL", "exception"])
+@pytest.mark.parametrize("end", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL", "exception"])
 def test_nothing_is_left_when_the_owner_ends(end):
     package = str(Path(__file__).parents[2] / "platform")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}

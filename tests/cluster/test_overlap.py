@@ -1,4 +1,7 @@
-"""A pipeline and a training side by side on a real Ray: the training is at work before the pipeline has ended."""
+"""A pipeline and a training side by side on a real Ray: the training is at work before the pipeline has ended.
+
+`tests/unit/workflow/test_overlap.py` does the same without Ray, and is part of `make test`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tests.unit.workflow.test_overlap import overlapped
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.launch import RayLauncher, execute
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class FromHere(RayLauncher):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,39 +22,43 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[str]]]:
-    """The input, and the hashes of its shards on storage that is well."""
+def server() -> Iterator[S3Server]:
+    with S3Server(faults=Faults(0.0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def given(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """The input, and the hashes of its shards on storage that is well. One Ray for all, which knows the server."""
     folder = tmp_path_factory.mktemp("given")
     write(folder / "in")
     with small_ray(2):
         pipeline.run(recipe(), input=str(folder / "in"), output=str(folder / "out"))
-    return str(folder / "in"), shard_hashes(folder / "out")
+        yield str(folder / "in"), shard_hashes(folder / "out")
 
 
-def test_a_store_is_silent_for_a_while(given: tuple[str, dict[str, list[str]]]) -> None:
+def test_a_store_is_silent_for_a_while(given: tuple[str, dict[str, list[str]]], server: S3Server) -> None:
     """It takes a hundred requests, then it answers nobody until two have been cut off."""
-    with S3Server(faults=Faults(0.0)) as server:
-        output = server.create_bucket("silent") + "/out"
-        over = threading.Event()
+    output = server.create_bucket("silent") + "/out"
+    over, before = threading.Event(), server.fault_counts()["requests"]
 
-        def misbehave() -> None:
-            while server.fault_counts()["requests"] < 100 and not over.wait(0.05):
-                pass
-            server.fail(Faults(1.0, 0, ("silent",)))
-            while server.fault_counts().get("silent", 0) < 2 and not over.wait(0.05):
-                pass
-            server.fail(Faults(0.0))
+    def misbehave() -> None:
+        while server.fault_counts()["requests"] < before + 100 and not over.wait(0.05):
+            pass
+        server.fail(Faults(1.0, 0, ("silent",)))
+        while server.fault_counts().get("silent", 0) < 2 and not over.wait(0.05):
+            pass
+        server.fail(Faults(0.0))
 
-        thread = threading.Thread(target=misbehave)
-        thread.start()
-        try:
-            with small_ray(2):
-                pipeline.run(recipe(), input=given[0], output=output)
-            assert server.fault_counts()["silent"] >= 2
-            assert shard_hashes(output) == given[1]
-        finally:
-            over.set()
-            thread.join()
+    thread = threading.Thread(target=misbehave)
+    thread.start()
+    try:
+        pipeline.run(recipe(), input=given[0], output=output)
+        assert server.fault_counts()["silent"] >= 2
+        assert shard_hashes(output) == given[1]
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_disk_is_full(given: tuple[str, dict[str, list[str]]], tmp_path: Path) -> None:
@@ -66,14 +71,13 @@ def test_a_disk_is_full(given: tuple[str, dict[str, list[str]]], tmp_path: Path)
         with (disk / "ballast").open("wb", buffering=0) as sink, contextlib.suppress(OSError):
             while True:
                 sink.write(bytes(4096))
-        with small_ray(2):
-            with pytest.raises(Exception, match="No space left") as error:  # Ray wraps what its tasks raise
-                pipeline.run(recipe(), input=given[0], output=str(disk / "out"))
-            cause = root_cause(error.value)
-            assert isinstance(cause, StorageError)
-            assert "free some space" in cause.mend
-            (disk / "ballast").unlink()
+        with pytest.raises(Exception, match="No space left") as error:  # Ray wraps what its tasks raise
             pipeline.run(recipe(), input=given[0], output=str(disk / "out"))
+        cause = root_cause(error.value)
+        assert isinstance(cause, StorageError)
+        assert "free some space" in cause.mend
+        (disk / "ballast").unlink()
+        pipeline.run(recipe(), input=given[0], output=str(disk / "out"))
         assert shard_hashes(disk / "out") == given[1]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.in_place import SMALL
 from tests.unit.train.helpers import config, write_shards
 from tidewheel import jsonlog
 from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
@@ -35,8 +36,7 @@ def slow(*arguments, **named):
     time.sleep(0.0 if Path(sys.argv[1], "hurry").exists() else 0.1)
     return step(*arguments, **named)
 loop.train_step = slow
-settings = config(Path(sys.argv[1]), "run", "steps=150", "checkpoint.every_steps=4", "evaluation.every_steps=0",
-                  *sys.argv[3:])
+settings = config(Path(sys.argv[1]), "run", "checkpoint.every_steps=8", *sys.argv[3:])
 try:
     result = fit_local(settings, take_over=sys.argv[2] == "take")
     print("done", result.steps, flush=True)
@@ -54,8 +54,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def drive(folder: Path, how: str = "", *overrides: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), how, *overrides], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), how, *SMALL, *overrides],
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for_checkpoints(run: Store, count: int) -> None:
@@ -111,8 +111,7 @@ def test_a_driver_that_was_stopped_comes_back_and_is_fenced(folder):
     output, _ = second.communicate(timeout=280)
     assert "done 150" in output
     check(run)
-    reference = fit_local(config(folder, "undisturbed", "steps=150", "checkpoint.every_steps=0",
-                                 "evaluation.every_steps=0"))
+    reference = fit_local(config(folder, "undisturbed", *SMALL, "checkpoint.every_steps=0"))
     losses = [line["loss"] for line in jsonlog.read(run, "metrics.jsonl") if line["step"] == 150 and "loss" in line]
     assert losses[-1] == pytest.approx(reference.loss, rel=1e-6)
 
@@ -131,6 +130,7 @@ def test_a_live_driver_is_fenced_on_request(folder):
     check(run)
 
 
+@pytest.mark.long  # `test_elastic.py` kills a driver on Ray
 def test_a_killed_driver_s_run_is_taken_over_at_once(folder):
     run = store(config(folder).run_uri)
     first = drive(folder)
