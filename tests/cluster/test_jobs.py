@@ -105,7 +105,7 @@ def test_a_mistake_gives_exit_code_and_message(cluster, place):
 
 def test_a_workflow_of_the_sdk_is_submitted_then_found_done(cluster, tmp_path):
     """Two trainings share one corpus and tokenizer and run side by side on two nodes. Run again, it does nothing."""
-    build_corpus(store(tmp_path / "raw"), max_bytes=200_000)
+    build_corpus(store(tmp_path / "raw"), max_bytes=600_000)
     tokenizer = tw.Tokenizer("bpe", "corpus/*.jsonl", vocabulary_size=512, sample_bytes=200_000)
     corpus = (
         tw.Pipeline("small").set(partitions=2)
