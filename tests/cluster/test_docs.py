@@ -75,6 +75,14 @@ def test_every_command_of_the_page(start, tmp_path, page, request):
     assert said.rstrip().endswith("--- end")
 
 
+@pytest.mark.parametrize("page", TASKS)
+def test_every_diff_of_the_page_applies(page):
+    """Also of the long pages: whoever moves the code finds out at once."""
+    for block in blocks(DOCS / f"{page}.md"):
+        if block.language == "diff":
+            subprocess.run(["git", "apply", "-C1", "--check", "-"], input=block.text, text=True, cwd=ROOT, check=True)
+
+
 def run(text: str, place: Path, cluster: Mapping[str, str] = MappingProxyType({})) -> str:
     """What bash says to a script, in `place`; fails with it unless the script ends with 0.
 
