@@ -26,6 +26,7 @@ from tidewheel.commands import checkpoint, cluster, data, k8s, plan, shards, wor
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
+from tidewheel.printable import printable_lines
 from tidewheel.stopping import SIGNALS, Stopped, stopping
 
 app = cyclopts.App(
@@ -140,7 +141,8 @@ def generate_text(
     from tidewheel.checkpoint.generation import Writer
 
     writer = Writer.open(source, tokenizer=tokenizer, device=device)
-    print(writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed))
+    print(printable_lines(writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                                           seed=seed)))
     return 0
 
 
@@ -277,7 +279,7 @@ def run_command(tokens: Sequence[str]) -> int:
         if not isinstance(cause, TidewheelError):
             raise
         console.print("[red]error:[/] ", end="")
-        console.print(str(cause), markup=False)
+        console.print(printable_lines(str(cause)), markup=False)
         return cause.exit_code
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
+from tidewheel.printable import printable_lines
+
 WIDTH = 140
 """Columns of what goes to a file or a pipe."""
 LOG_SECONDS = 5.0
@@ -163,4 +165,4 @@ _GAP = 2
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else printable_lines(str(value))

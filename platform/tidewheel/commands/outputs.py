@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from tidewheel.commands.options import AsJson, DryRun
 from tidewheel.console import print_table
+from tidewheel.printable import printable
 
 
 def clean(
@@ -57,9 +58,10 @@ def diff(
                 title="counts")
     print(f"documents in both: {found.both:,}")
     for name, moved, other in (("gained", found.gained, "a"), ("lost", found.lost, "b")):
-        print(f"documents {name}: {moved.count:,}" + (f", such as {', '.join(moved.examples)}" if moved.count else ""))
+        print(f"documents {name}: {moved.count:,}" + (
+            f", such as {printable(', '.join(moved.examples))}" if moved.count else ""))
         for reason, count in moved.reasons.most_common(20):
-            print(f"  {count:,} in {other}: {reason}")
+            print(f"  {count:,} in {other}: {printable(reason)}")
     return 0
 
 

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from tidewheel.commands.options import AsJson
 from tidewheel.errors import ShardError
+from tidewheel.printable import printable
 
 app = cyclopts.App(name="shards", help="Look into packed shards and check them.")
 
@@ -18,12 +19,35 @@ app = cyclopts.App(name="shards", help="Look into packed shards and check them."
 def inspect(
     uri: Annotated[str, Parameter(help="A shard set: the folder that holds manifest.json.")],
     *,
-    row: Annotated[int | None, Parameter(help="Show this row of the set: its documents and segments.")] = None,
+    row: Annotated[int | None, Parameter(help="Show this row of the set, from 0, with all of its text.")] = None,
+    limit: Annotated[int | None, Parameter(help="Rows to show; default: 3, with --row that one.")] = None,
+    source: Annotated[str | None, Parameter(help="Show rows that hold a document of this source.")] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """What a shard set holds, as JSON."""
+    """What a shard set holds, and rows of it as text: segments, their documents, and what a model learns to predict."""
+    from itertools import islice
+
+    from tidewheel.commands.shard_rows import print_rows, print_summary
+    from tidewheel.shards import show
     from tidewheel.shards.verify import inspect as look
 
-    print(json.dumps(look(uri, row=row), indent=2))
+    if limit is not None and limit < 0:
+        raise ShardError(f"{limit} rows cannot be shown", where="--limit", mend="give 0 or more")
+    count = limit if limit is not None else 3 if row is None else 1
+    told = look(uri, row=row)
+    found = list(islice(show.rows(uri, first=row or 0, source=source), count)) if count and (
+        row is not None or told["rows"]) else []
+    if as_json:
+        rows = [each.canonical() for each in found]
+        plain = row is not None and limit is None and source is None
+        print(json.dumps({**told, **rows[0]} if plain else {**look(uri), "rows_shown": rows}, indent=2))
+        return 0
+    if row is None:
+        print_summary(uri, told)
+    print_rows(found, whole=row is not None)
+    if source is not None and count and not found:
+        raise ShardError(f"no row{f' from {row} on' if row else ''} holds a document of source {source!r}", where=uri,
+                         mend=show.sources_told(uri))
     return 0
 
 
@@ -35,7 +59,7 @@ def verify(uri: Annotated[str, Parameter(help="A shard set: the folder that hold
 
     problems = check(uri)
     for problem in problems:
-        print(problem)
+        print(printable(problem))
     if problems:
         raise ShardError(f"{len(problems)} problem(s), listed above", where=uri, mend=REBUILD)
     print(f"{uri}: intact")
@@ -78,5 +102,5 @@ def trace(
         raise ShardError("these options do not say what to trace", where="tidewheel shards trace",
                          mend="give SET --row N --token N, SET --document ID, --run RUN --step N [--batch-row N "
                               "[--token N]], or --run RUN --document ID")
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    print(json.dumps(found, indent=2) if as_json else "\n".join(map(printable, lines)))
     return 0

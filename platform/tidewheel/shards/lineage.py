@@ -7,6 +7,7 @@ of this document. Nothing of the pipeline's code is needed: the files are the co
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -71,6 +72,54 @@ def lineage(output: Store, document: str, *, packed: bool) -> dict[str, Any]:
     return {"document": document, "origins": origins, "verdicts": judged, "stands_for": favoured}
 
 
+class Sources:
+    """Which source each document came from, from the units of the partition stage.
+
+    They are in the order of the shards that were packed from them, so that following a set reads each about once. Of a
+    unit only the rows of the documents in question are kept.
+    """
+
+    def __init__(self, output: Store) -> None:
+        self._output, self._files = output, _unit_files(output, "partition", "documents")
+        self._at = 0
+
+    def of(self, documents: Iterable[str]) -> dict[str, str]:
+        """Return {document: source} of those that are known.
+
+        Raises:
+            ShardError: a unit is damaged.
+        """
+        missing, found = set(documents), dict[str, str]()
+        for key in self._files[self._at :] + self._files[: self._at]:
+            if not missing:
+                break
+            here = self._in(key, missing)
+            if here:
+                self._at = self._files.index(key)
+            found |= here
+            missing -= here.keys()
+        return found
+
+    def _in(self, key: str, documents: set[str]) -> dict[str, str]:
+        wanted, found = pa.array(sorted(documents), pa.string()), dict[str, str]()
+        try:
+            with self._output.open(key) as stream:
+                for batch in _batches(stream, ("id", "source")):
+                    rows = batch.filter(pc.is_in(batch["id"], wanted))
+                    found |= dict(zip(rows["id"].to_pylist(), rows["source"].to_pylist(), strict=True))
+        except FileNotFoundError:
+            return {}  # a unit of an earlier run that was cleared away
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(self._output, key, error) from None
+        return found
+
+
+def known_sources(output: Store) -> list[str]:
+    """Return names of sources that the pipeline read: those with most documents."""
+    told = output.read_json("summary.json").get("sources") or [{"left": {}}]
+    return sorted(told[0]["left"])
+
+
 def _verdict(stage: str, verdict: str) -> dict[str, Any]:
     return {"stage": stage, "verdict": verdict, "reason": None, "score": None, "survivor": None, "detail": None}
 
@@ -124,11 +173,7 @@ def _origins(output: Store, document: str) -> list[dict[str, Any]]:
 def _search(stream: Any, document: str) -> list[dict[str, Any]]:
     """Origins of the document among one unit's rows, which are sorted by id; a batch in memory at a time."""
     found = []
-    schema = pa.ipc.open_stream(pa.PythonFile(stream, mode="r")).schema
-    stream.seek(0)
-    names = ("id", "source", "meta")  # not the text
-    options = pa.ipc.IpcReadOptions(included_fields=sorted(schema.get_field_index(name) for name in names))
-    for batch in pa.ipc.open_stream(pa.PythonFile(stream, mode="r"), options=options):
+    for batch in _batches(stream, ("id", "source", "meta")):
         if not batch.num_rows or batch["id"][-1].as_py() < document:
             continue
         if batch["id"][0].as_py() > document:
@@ -139,6 +184,14 @@ def _search(stream: Any, document: str) -> list[dict[str, Any]]:
             found.append({"source": row["source"], "file": meta.get("_file"), "line": meta.get("_line"),
                           "offset": meta.get("_offset")})
     return found
+
+
+def _batches(stream: Any, names: Iterable[str]) -> Iterable[pa.RecordBatch]:
+    """Batches of a unit's documents, with these columns alone."""
+    schema = pa.ipc.open_stream(pa.PythonFile(stream, mode="r")).schema
+    stream.seek(0)
+    options = pa.ipc.IpcReadOptions(included_fields=sorted(schema.get_field_index(name) for name in names))
+    return pa.ipc.open_stream(pa.PythonFile(stream, mode="r"), options=options)
 
 
 def _unit_files(output: Store, stage: str, name: str) -> list[str]:

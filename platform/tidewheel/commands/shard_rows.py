@@ -1,0 +1,123 @@
+"""Rows of a shard set on a terminal: segments, text, and the loss mask in colour; the same in words where there is no
+colour. Whatever a document says is spelled out before it is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tidewheel.printable import printable, printable_lines
+from tidewheel.shards.show import Part, Row, Segment
+
+SEGMENT_COLOURS = ("cyan", "magenta", "yellow", "blue", "bright_cyan", "bright_magenta")
+LEARNT, GIVEN, SPECIAL = "green", "dim", "reverse"
+BAR = "  ┃ "
+SHOWN_SEGMENTS, SHOWN_CHARACTERS = 4, 300
+"""What is shown of a row that was not asked for by its number."""
+
+
+def print_summary(uri: str, told: dict[str, Any]) -> None:
+    """Print what `verify.inspect` found about a set."""
+    pairs = told["kind"] == "preferences"
+    lines = [
+        ("rows", f"{told['rows']:,} {'pairs' if pairs else 'packed sequences'} in {told['num_shards']:,} shards, "
+                 f"{told['bytes'] / 1e6:,.1f} MB"),
+        ("tokens", f"{told['tokens']:,} of {told['documents']:,} documents" + (
+            "" if pairs else f", {told['utilisation']:.2%} of {told['sequence_length']:,} a row")),
+        ("tokenizer", f"{told['tokenizer']['file']}, vocabulary {told['vocabulary_size']:,} ({told['token_dtype']})"),
+        ("loss mask", "on the answers" if pairs else "in each row" if told["loss_mask"] else "none: every token is "
+                                                                                             "learnt"),
+        ("cleaned against", ", ".join(each["name"] for each in told["evaluation_sets"]) or "nothing"),
+        ("recipe", f"{told['recipe_hash']}; hash of the set {told['hash']}")]
+    print(printable(uri))
+    for name, value in lines:
+        print(f"  {name:<16}{printable(value)}")
+
+
+def print_rows(rows: Sequence[Row], *, whole: bool) -> None:
+    """Print rows; `whole`: all of their text."""
+    console = _console()
+    masked = [row.masked for row in rows]
+    for row in rows:
+        console.print()
+        for line in row_lines(row, whole=whole, width=console.width if console.is_terminal else None):
+            console.print(line)
+    if masked:
+        console.print()
+        console.print(_legend(any(masked)))
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+def _legend(masked: bool) -> Text:
+    told = Text.assemble(("<|name|>", SPECIAL), " a control token")
+    if masked:
+        told = Text.assemble(("+ a model learns to predict these tokens", LEARNT), "   ",
+                             ("- it only reads these", GIVEN), "   ", told)
+    return told
+
+
+def row_lines(row: Row, *, whole: bool, width: int | None) -> Iterator[Text]:
+    """The lines of a row, folded to `width` columns if it is given."""
+    filled = "" if row.length == row.room else f" of {row.room:,}"
+    learnt = sum(part.tokens for segment in row.segments for part in segment.parts if part.learnt)
+    mask = f", {learnt:,} learnt" if row.masked else ""
+    count = f"{len(row.segments)} segment{'s' * (len(row.segments) != 1)}"
+    yield Text(f"row {row.row}  {row.length:,}{filled} tokens{mask}, {count}  {row.id}", "bold")
+    shown = row.segments if whole else row.segments[:SHOWN_SEGMENTS]
+    for number, segment in enumerate(shown):
+        colour = SEGMENT_COLOURS[number % len(SEGMENT_COLOURS)]
+        yield Text(_heading(segment), f"bold {colour}")
+        yield from _text_lines(segment, colour, row.masked, whole=whole, width=width)
+    if len(shown) < len(row.segments):
+        yield Text(f"  and {len(row.segments) - len(shown)} more segments: --row {row.row} shows them", "dim")
+
+
+def _heading(segment: Segment) -> str:
+    source = f"  source {printable(segment.source)}" if segment.source else ""
+    begun = f" from its token {segment.document_offset:,}" if segment.document_offset else ""
+    last = segment.start + segment.tokens - 1
+    return (f"  {segment.name}  tokens {segment.start:,} to {last:,}  document {printable(segment.document)}{begun}"
+            f"{source}")
+
+
+def _text_lines(segment: Segment, colour: str, masked: bool, *, whole: bool, width: int | None) -> Iterator[Text]:
+    """The text, at the left of each line a bar in the segment's colour, and a sign for what is learnt."""
+    left = None if whole else SHOWN_CHARACTERS
+    for learnt, parts in _runs(segment.parts):
+        style = "" if not masked else LEARNT if learnt else GIVEN
+        sign = "" if not masked else "+ " if learnt else "- "
+        text = Text()
+        for part in parts:
+            told = printable(part.text) if part.special else printable_lines(part.text)
+            clipped = told if left is None or part.special else told[:left]
+            text.append(clipped, SPECIAL if part.special else style)
+            left = None if left is None else max(left - len(told), 0)
+            if left == 0:
+                break
+        text.expand_tabs(4)
+        room = width - len(BAR) - len(sign) if width else None
+        for line in text.split("\n"):
+            pieces = line.wrap(_console(), max(room, 20)) if room and line.cell_len > room else [line]
+            yield from (Text.assemble((BAR, colour), (sign, style), piece) for piece in pieces)
+        if left == 0:
+            yield Text.assemble((BAR, colour), ("…", "dim"))
+            return
+
+
+def _runs(parts: Iterable[Part]) -> Iterator[tuple[bool, list[Part]]]:
+    """Neighbouring parts that are alike in the loss mask."""
+    run: list[Part] = []
+    for part in parts:
+        if run and run[0].learnt != part.learnt:
+            yield run[0].learnt, run
+            run = []
+        run.append(part)
+    if run:
+        yield run[0].learnt, run

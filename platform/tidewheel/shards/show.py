@@ -1,0 +1,203 @@
+"""Rows of a shard set as people read them: text again, cut into segments, with what a model learns to predict."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidewheel.errors import ShardError
+from tidewheel.shards import preferences
+from tidewheel.shards.lineage import Sources, known_sources, output_of
+from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
+from tidewheel.shards.reader import ShardSet
+from tidewheel.shards.tokenizer import Encoder, of_manifest
+from tidewheel.shards.trace import find_row, row_id, segments
+from tidewheel.storage import Store, store
+
+_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of a segment that are alike."""
+
+    text: str
+    """The text as it is: to be escaped where it is shown."""
+    tokens: int
+    learnt: bool
+    """A model learns to predict these tokens."""
+    special: bool = False
+    """The text is the name of a control token."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a document; of a pair: the prompt, or an answer to it."""
+
+    name: str
+    document: str
+    source: str | None
+    """None where the set stands alone, without the output of its pipeline."""
+    start: int
+    """First token in the row."""
+    tokens: int
+    document_offset: int
+    """Token of the document that the segment begins with."""
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        """The text without control tokens."""
+        return "".join(part.text for part in self.parts if not part.special)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a set."""
+
+    row: int
+    """Counted through all shards."""
+    id: str
+    length: int
+    """Tokens, padding not counted."""
+    room: int
+    """Tokens that the row has room for; equal to `length` for pairs."""
+    masked: bool
+    """The set says which tokens are learnt."""
+    segments: tuple[Segment, ...]
+
+    def canonical(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+
+def rows(uri: str, *, first: int = 0, source: str | None = None) -> Iterator[Row]:
+    """Rows from number `first` on, in order; with `source` those that hold a document of it.
+
+    Raises:
+        ShardError: there is no set or no such row, it is damaged, or the sources of its documents are not known.
+    """
+    place = store(uri)
+    manifest = read_manifest(place)
+    output = output_of(place.uri)
+    if source is not None and output is None:
+        raise ShardError("the sources of its documents are not known: no pipeline output is beside this set",
+                         where=place.uri, mend="leave --source out, or give the set inside its pipeline's output")
+    sources = None if output is None else Sources(output)
+    reader = _Packed(place, manifest, sources) if manifest.kind == PACKED else _Pairs(place, manifest, sources)
+    if not 0 <= first < manifest.rows:
+        raise ShardError(f"there is no row {first}", where=place.uri,
+                         mend=f"rows of this set count from 0 to {manifest.rows - 1}" if manifest.rows
+                              else "the set has no rows")
+    for number in reader.of_source(first, source) if source is not None else range(first, manifest.rows):
+        yield reader.row(number)
+
+
+def sources_told(uri: str) -> str:
+    """Return a sentence that names the sources of a set's documents."""
+    output = output_of(store(uri).uri)
+    names = known_sources(output) if output is not None else []
+    told = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return f"the pipeline read {told}" if names else "the pipeline recorded no sources"
+
+
+class _Reader:
+    """What both kinds of sets have in common."""
+
+    def __init__(self, place: Store, manifest: Manifest, sources: Sources | None) -> None:
+        self.place, self.manifest, self.sources = place, manifest, sources
+        self.encoder = of_manifest(place, manifest.tokenizer)
+        self.special = {number: name for name, number in self.encoder.special.items()}
+
+    def parts(self, tokens: np.ndarray, learnt: np.ndarray) -> tuple[Part, ...]:
+        """Tokens cut where the loss mask changes, and at control tokens."""
+        kinds = [(bool(flag), int(token) if int(token) in self.special else None)
+                 for token, flag in zip(tokens, learnt, strict=True)]
+        found, at = [], 0
+        for (flag, special), group in itertools.groupby(kinds):
+            count = len(list(group))
+            text = self._decoded(self.encoder, tokens[at : at + count]) if special is None else (
+                self.special[special] * count)
+            found.append(Part(text, count, flag, special is not None))
+            at += count
+        return tuple(found)
+
+    @staticmethod
+    def _decoded(encoder: Encoder, tokens: np.ndarray) -> str:
+        known = tokens[tokens < encoder.vocabulary_size]
+        return encoder.decode(known)
+
+    def source_of(self, document: str) -> str | None:
+        return None if self.sources is None else self.sources.of([document]).get(document)
+
+
+class _Packed(_Reader):
+    """Packed sequences."""
+
+    def __init__(self, place: Store, manifest: Manifest, sources: Sources | None) -> None:
+        super().__init__(place, manifest, sources)
+        self._set = ShardSet.open(place.uri, manifest=manifest)
+
+    def row(self, number: int) -> Row:
+        index, inside = find_row(self._set, number)
+        shard = self._set.shard(index)
+        tokens, length = shard.tokens[inside], int(shard.lengths[inside])
+        mask = shard.loss_mask[inside] if shard.loss_mask is not None else np.ones(len(tokens), np.uint8)
+        found = segments(self._set, index, inside)
+        known = {} if self.sources is None else self.sources.of([each["document"] for each in found])
+        shown = []
+        for at, each in enumerate(found):
+            here = slice(each["start"], each["start"] + each["tokens"])
+            shown.append(Segment(f"segment {at}", each["document"], known.get(each["document"]), each["start"],
+                                 each["tokens"], each["document_offset"], self.parts(tokens[here], mask[here])))
+        return Row(number, row_id(self._set, index, inside), length, len(tokens), self.manifest.loss_mask, tuple(shown))
+
+    def of_source(self, first: int, source: str) -> Iterator[int]:
+        """Rows from `first` on that hold a document of the source; one shard's ids are in memory at a time."""
+        assert self.sources is not None
+        begin = 0
+        for index, info in enumerate(self.manifest.shards):
+            if begin + info.rows > first:
+                documents = self._set.shard(index).batch.column("document_ids")
+                known = self.sources.of(pc.unique(documents.values).to_pylist())
+                wanted = pa.array([name for name, its in known.items() if its == source], pa.string())
+                hits = np.flatnonzero(pc.is_in(documents.values, wanted).to_numpy(zero_copy_only=False))
+                found = np.unique(np.searchsorted(documents.offsets.to_numpy(), hits, side="right") - 1)
+                yield from (begin + row for row in found.tolist() if begin + row >= first)
+            begin += info.rows
+
+
+class _Pairs(_Reader):
+    """A better and a worse answer to one prompt."""
+
+    def row(self, number: int) -> Row:
+        values = preferences.row_of(self.place, self.manifest, number)
+        document, prompt = values["document"], values["prompt_length"]
+        source = self.source_of(document)
+        shown = []
+        for name, tokens, start in (("prompt", values["chosen"][:prompt], 0),
+                                    ("chosen", values["chosen"][prompt:], prompt),
+                                    ("rejected", values["rejected"][prompt:], prompt)):
+            learnt = np.full(len(tokens), name != "prompt")
+            shown.append(Segment(name, document, source, start, len(tokens), start,
+                                 self.parts(np.asarray(tokens, np.int64), learnt)))
+        total = values["chosen_length"] + values["rejected_length"]
+        return Row(number, values["id"], total, total, True, tuple(shown))
+
+    def of_source(self, first: int, source: str) -> Iterator[int]:
+        """Rows from `first` on whose document is of the source."""
+        assert self.sources is not None
+        begin = 0
+        for info in self.manifest.shards:
+            if begin + info.rows > first:
+                ids = preferences.read_shard(self.place, info, self.manifest).column("document_id").to_pylist()
+                known = self.sources.of(list(dict.fromkeys(ids)))
+                yield from (begin + at for at, name in enumerate(ids) if known.get(name) == source
+                            and begin + at >= first)
+            begin += info.rows
