@@ -184,7 +184,7 @@ def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> Pipe
     if job.config.step("pack"):
         manifests = pack.commit(job, done.packed, file, done.evaluation_sets)
     _withdraw(job)
-    value = summary.write(job, ledger, done.packed, manifests, origin.write(job), product)
+    value = summary.write(job, ledger, done.packed, manifests, origin.write(job), product, done.written)
     replace.finish(job.store, runner.completed)
     return PipelineSummary(value, job.output)
 

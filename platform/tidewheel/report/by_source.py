@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidewheel.printable import printable
+from tidewheel.report.colours import PALETTE, of_stages
 from tidewheel.report.page import Html, badge, count, join, percent, swatch, table, tag
-from tidewheel.report.plots import DROP_COLOURS, WIDTH, Scale, Svg, legend, shorten_middle
+from tidewheel.report.plots import WIDTH, Scale, Svg, legend, shorten_middle
 
 ALARM_SHARE = 0.8
 ALARM_DOCUMENTS = 20
 RULE = (f"A source is marked when it loses at least {ALARM_SHARE:.0%} of its documents (of {ALARM_DOCUMENTS} or more) "
         "and keeps less than half the share that all keep: a rule may not fit it, or its reader may be wrong.")
+TOKENS_NOTE = "Tokens of the training set, by the source of the document that they are from."
 _BARS = 16
 
 
@@ -20,11 +23,12 @@ def alarming(came: int, kept: int, usual: float) -> bool:
     return came >= ALARM_DOCUMENTS and came - kept >= ALARM_SHARE * came and kept < usual / 2 * came
 
 
-def section(told: Sequence[Mapping[str, Any]]) -> list[Html]:
+def section(told: Sequence[Mapping[str, Any]], drops: Sequence[Mapping[str, Any]]) -> list[Html]:
     """Blocks of the section; [] with fewer than two sources.
 
     Args:
         told: `sources` of summary.json: for each stage in order {"stage", "left": {source: [documents, bytes]}}.
+        drops: `stages` of it: a stage that drops for one reason has that one's colour.
     """
     stages = [entry["stage"] for entry in told]
     sources = {entry["stage"]: entry["left"] for entry in told}
@@ -32,7 +36,34 @@ def section(told: Sequence[Mapping[str, Any]]) -> list[Html]:
         return []
     first = sources[stages[0]]
     names = sorted(first, key=lambda name: (-first[name][0], name))
-    return [_bars(sources, stages, names[:_BARS]), _table(sources, stages, names)]
+    colours = of_stages(drops)
+    return [_bars(sources, stages, names[:_BARS], colours), _table(sources, stages, names, colours)]
+
+
+def tokens_section(told: Mapping[str, Sequence[int]]) -> list[Html]:
+    """Blocks of the section about tokens; [] when nothing was packed.
+
+    Args:
+        told: `source_tokens` of summary.json: {source: [documents, tokens]}.
+    """
+    if not told:
+        return []
+    names = sorted(told, key=lambda name: (-told[name][1], name))
+    whole = sum(told[name][1] for name in names)
+    most = max(told[name][1] for name in names) or 1
+    left, right, row = 270.0, 900.0, 24.0
+    svg = Svg(len(names[:_BARS]) * row + 4, "tokens of each source in the training set")
+    scale = Scale(0, most, left, right)
+    for number, name in enumerate(names[:_BARS]):
+        top, (documents, tokens) = number * row + 3, told[name]
+        svg.text(left - 12, top + 13, shorten_middle(printable(name), 34), "end", class_="label")
+        svg.rect(left, top, scale(tokens) - left, 17, "var(--accent)", f"{tokens:,} tokens of {documents:,} documents",
+                 radius=3, opacity=0.8)
+        svg.text(WIDTH, top + 13, f"{percent(tokens, whole)} · {count(tokens)}", "end")
+    rows = [(tag("code", printable(name)), f"{told[name][0]:,}", f"{told[name][1]:,}", percent(told[name][1], whole),
+             f"{told[name][1] / told[name][0]:,.0f}" if told[name][0] else "–") for name in names]
+    return [svg.render(), table(("source", "documents", "tokens", "share", "tokens a document"), rows,
+                                numeric=(1, 2, 3, 4))]
 
 
 def _usual(sources: Mapping[str, Mapping[str, Sequence[int]]], stages: Sequence[str]) -> float:
@@ -51,48 +82,42 @@ def _taken(sources: Mapping[str, Mapping[str, Sequence[int]]], stages: Sequence[
     return {stage: before - after for stage, before, after in zip(stages[1:], left, left[1:], strict=False)}
 
 
-def _colours(stages: Sequence[str]) -> dict[str, str]:
-    return {stage: DROP_COLOURS[at % len(DROP_COLOURS)] for at, stage in enumerate(stages)}
-
-
-def _bars(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[str]) -> Html:
+def _bars(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[str], colours: Mapping[str, str]) -> Html:
     """A bar of 100 % for each source: kept, and what each stage took."""
     left, right, row = 270.0, 940.0, 26.0
     svg = Svg(len(names) * row + 4, "share of each source that is kept, and what each stage took of it")
     scale = Scale(0, 1, left, right)
     takers = [stage for stage in stages[1:] if any(_taken(sources, stages, name)[stage] > 0 for name in names)]
-    colours, usual = _colours(takers), _usual(sources, stages)
+    usual = _usual(sources, stages)
     for number, name in enumerate(names):
         top, came = number * row + 3, _documents(sources, stages[0], name) or 1
         kept = _documents(sources, stages[-1], name)
-        svg.text(left - 12, top + 14, shorten_middle(name, 34), "end", class_="label")
+        svg.text(left - 12, top + 14, shorten_middle(printable(name), 34), "end", class_="label")
         at = scale(kept / came)
         svg.rect(left, top, right - left, 19, "var(--grid)", radius=3)
         svg.rect(left, top, at - left, 19, "var(--kept)", f"{kept:,} of {came:,} kept", radius=3, opacity=0.85)
         for stage, taken in _taken(sources, stages, name).items():
             if taken > 0:
                 width = taken / came * (right - left)
-                svg.rect(at, top, width, 19, colours[stage], f"{taken:,} taken by {stage}")
+                svg.rect(at, top, width, 19, colours.get(stage, PALETTE[-1]), f"{taken:,} taken by {stage}")
                 at += width
         tone = "var(--bad)" if alarming(came, kept, usual) else None
         svg.text(WIDTH, top + 14, f"{percent(kept, came)} of {count(came)}", "end", tone)
-    marks = [("var(--kept)", "kept"), *((colours[stage], stage.replace("_", " ")) for stage in takers)]
+    marks = [("var(--kept)", "kept"), *((colours.get(stage, PALETTE[-1]), stage.replace("_", " ")) for stage in takers)]
     return join([svg.render(), legend(marks)])
 
 
-def _table(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[str]) -> Html:
+def _table(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[str], colours: Mapping[str, str]) -> Html:
     rows, usual = [], _usual(sources, stages)
-    colours = _colours([stage for stage in stages[1:] if any(_taken(sources, stages, name)[stage] > 0
-                                                              for name in names[:_BARS])])
     for name in names:
         (came, size), (kept, rest) = sources[stages[0]][name], sources[stages[-1]].get(name, [0, 0])
         taken = _taken(sources, stages, name)
         worst = max(taken, key=lambda stage: taken[stage])
         told: Any = "–"
         if taken[worst] > 0:
-            mark = swatch(colours[worst]) if worst in colours else None
-            told = join([mark, f"{worst.replace('_', ' ')} ({taken[worst]:,})"])
-        rows.append((join([tag("code", name), " ", badge("look here", "bad") if alarming(came, kept, usual) else ""]),
+            told = join([swatch(colours.get(worst, PALETTE[-1])), f"{worst.replace('_', ' ')} ({taken[worst]:,})"])
+        mark = badge("look here", "bad") if alarming(came, kept, usual) else ""
+        rows.append((join([tag("code", printable(name)), " ", mark]),
                      f"{came:,}", f"{kept:,}", percent(kept, came), f"{size / 1e6:,.2f}", f"{rest / 1e6:,.2f}", told))
     return table(("source", "documents read", "kept", "share", "MB read", "MB kept", "most taken by"), rows,
                  numeric=(1, 2, 3, 4, 5))

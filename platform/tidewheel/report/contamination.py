@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tidewheel.printable import printable
 from tidewheel.report.page import Html, badge, details, join, percent, shorten, table, tag
 
 NOTE = ("Evaluation items found in documents, before anything was removed. A document counts once for each benchmark, "
@@ -60,4 +61,4 @@ def _packed_items(matches: list[Mapping[str, Any]]) -> Html:
 
 
 def _matched(entry: Mapping[str, Any]) -> str:
-    return shorten(" ".join(str(entry["match"]).split()), _MATCH_CHARACTERS)
+    return shorten(printable(" ".join(str(entry["match"]).split())), _MATCH_CHARACTERS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidewheel.report.colours import PALETTE
 from tidewheel.report.page import Html, count, join, percent, swatch, table
-from tidewheel.report.plots import DROP_COLOURS, stacked
+from tidewheel.report.plots import stacked
 
 NOTE = ("What the planned run reads of each domain: whole sequences, fixed by the weights alone. An epoch is every row "
         "of a domain once; the audit recomputes the same from the digests of the batches.")
@@ -18,7 +19,7 @@ def section(found: Mapping[str, Any]) -> list[Html]:
     if not domains:
         return []
     names = [str(domain["domain"]) for domain in domains]
-    colours = {name: DROP_COLOURS[at % len(DROP_COLOURS)] for at, name in enumerate(names)}
+    colours = {name: PALETTE[at % len(PALETTE)] for at, name in enumerate(names)}
     parts = [(name, float(domain["sequences"]), colours[name]) for name, domain in zip(names, domains, strict=True)]
     rows = [(join([swatch(colours[name]), name]), f"{domain['sequences']:,}", percent(domain["share"], 1, 2),
              f"{domain['epochs']:.3f}", f"{domain['rows']:,}", count(domain["tokens"]))

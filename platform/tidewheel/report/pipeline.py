@@ -6,7 +6,8 @@ from typing import Any
 
 from tidewheel import storage
 from tidewheel.errors import StorageError
-from tidewheel.report import by_source, contamination, near_dedup, recipe
+from tidewheel.printable import printable
+from tidewheel.report import by_source, colours, contamination, examples, near_dedup, packed_rows, recipe
 from tidewheel.report.page import (
     Html,
     Page,
@@ -22,7 +23,7 @@ from tidewheel.report.page import (
     table,
     tag,
 )
-from tidewheel.report.plots import funnel, histogram, reason_colours
+from tidewheel.report.plots import funnel, histogram
 
 MAX_SAMPLES = 8
 
@@ -42,7 +43,7 @@ def write_pipeline_report(output_uri: str) -> str:
     page = Page(f"Pipeline {summary.get('name', '')}".strip(),
                 subtitle=f"recipe {summary.get('recipe_hash', '–')} · input {summary.get('input', '–')}")
     page.headline(pipeline_cards(summary))
-    add_sections(page, summary)
+    add_sections(page, summary, place)
     place.write("report.html", page.render())
     return place.at("report.html")
 
@@ -65,23 +66,30 @@ def pipeline_cards(summary: dict[str, Any]) -> Html:
         ("Time", seconds(sum(stage.get("seconds", 0) for stage in stages)), f"{len(stages)} stages", "")])
 
 
-def add_sections(page: Page, summary: dict[str, Any]) -> None:
-    """The sections about a pipeline, for its own page and for a run's."""
+def add_sections(page: Page, summary: dict[str, Any], output: storage.Store) -> None:
+    """The sections about a pipeline, for its own page and for a run's; output: what it wrote."""
     stages = [stage for stage in summary.get("stages", []) if stage.get("documents_in") or stage.get("documents_out")]
     if stages:
         page.section("What each stage kept", funnel(stages), tag("h3", "Stages"), _stages(summary),
                      note="Documents that went in and came out, and the text they hold; tokens are those of the final "
                           "tokenizer, estimated from bytes. Units already published are reused, not redone.")
         page.section("What was dropped, and why", _reasons(stages), *_other_verdicts(stages),
+                     examples.side_by_side(summary.get("kept", []), summary.get("samples", {}),
+                                           {stage["name"]: stage.get("dropped", {}) for stage in stages},
+                                           colours.of_reasons(stages)),
                      _samples(stages, summary.get("samples", {})),
                      note="Every dropped document has a line in verdicts/<stage>/*.parquet with its reason, score and, "
                           "for a duplicate, the document that stayed in its place.")
-    page.section("By source", *by_source.section(summary.get("sources", [])), note=by_source.RULE)
+    page.section("By source", *by_source.section(summary.get("sources", []), stages), note=by_source.RULE)
+    page.section("Tokens by source", *by_source.tokens_section(summary.get("source_tokens", {})),
+                 note=by_source.TOKENS_NOTE)
+    page.section("Packed rows", *packed_rows.section(output), note=packed_rows.NOTE)
     page.section("Near-duplicates", *near_dedup.section(summary.get("near_dedup", {})), note=near_dedup.NOTE)
     page.section("Contamination", *contamination.section(summary.get("contamination", {})), note=contamination.NOTE)
     page.section("Document statistics", _histograms(summary.get("histograms", {})),
                  note="All documents that were judged; dashed: the thresholds of the quality filter.")
     page.section("Quarantine", _quarantine(summary.get("quarantine", {})),
+                 examples.quarantined(output, summary.get("quarantine", {})),
                  note="Records that could not be read or are invalid; quarantine/*.jsonl has file, offset and reason.")
     page.section("How it was made", *recipe.section(summary.get("made", {})), note=recipe.NOTE)
 
@@ -104,8 +112,8 @@ def _stages(summary: dict[str, Any]) -> Html:
 
 
 def _reasons(stages: list[dict[str, Any]]) -> Html:
-    colours = reason_colours(stages)
-    rows = [(join([swatch(colours[reason]), reason.replace("_", " ")]), stage["name"], f"{dropped:,}",
+    of_reason = colours.of_reasons(stages)
+    rows = [(join([swatch(of_reason[reason]), reason.replace("_", " ")]), stage["name"], f"{dropped:,}",
              percent(dropped, stage.get("documents_in", 0), 2))
             for stage in stages for reason, dropped in sorted(stage.get("dropped", {}).items(),
                                                               key=lambda item: (-item[1], item[0])) if dropped]
@@ -128,31 +136,33 @@ def _other_verdicts(stages: list[dict[str, Any]]) -> list[Html]:
 def _samples(stages: list[dict[str, Any]], samples: dict[str, dict[str, list[dict[str, Any]]]]) -> Html:
     """Folded tables of examples, a table for each stage and reason."""
     dropped = {stage["name"]: {**stage.get("dropped", {}), **stage.get("edits", {})} for stage in stages}
+    of_reason = colours.of_reasons(stages)
     blocks: list[Html] = []
     for stage in [*dropped, *(name for name in samples if name not in dropped)]:
         counted = dropped.get(stage, {})
-        for reason, examples in sorted(samples.get(stage, {}).items(), key=lambda item: -counted.get(item[0], 0)):
-            if examples:
-                total = counted.get(reason, len(examples))
-                head = tag("span", reason.replace("_", " "), " ",
-                           tag("span", f"· {stage}, {len(examples[:MAX_SAMPLES])} of {total:,}", class_="count"))
-                shown = examples[:MAX_SAMPLES]
+        for reason, found in sorted(samples.get(stage, {}).items(), key=lambda item: -counted.get(item[0], 0)):
+            if found:
+                total = counted.get(reason, len(found))
+                mark = swatch(of_reason[reason]) if reason in of_reason else None
+                head = tag("span", mark, reason.replace("_", " "), " ",
+                           tag("span", f"· {stage}, {len(found[:MAX_SAMPLES])} of {total:,}", class_="count"))
+                shown = found[:MAX_SAMPLES]
                 blocks.append(details(head, _examples(shown), open_=any(one.get("survivor") for one in shown)))
     return join([tag("h3", "Examples of what was dropped or edited"), *blocks]) if blocks else Html("")
 
 
-def _examples(examples: list[dict[str, Any]]) -> Html:
-    survivors = any(example.get("survivor") for example in examples)
-    scores = any(example.get("score") is not None for example in examples)
-    edits = any("after" in example for example in examples)
+def _examples(found: list[dict[str, Any]]) -> Html:
+    survivors = any(example.get("survivor") for example in found)
+    scores = any(example.get("score") is not None for example in found)
+    edits = any("after" in example for example in found)
     names = ["document", "text", *(["after the edit"] if edits else []),
              *(["stays instead"] if survivors else []), *(["score"] if scores else [])]
     rows = []
-    for example in examples:
-        text = " ".join(str(example.get("text", "")).split())
-        row: list[Any] = [tag("code", shorten(example.get("id", ""), 60)), shorten(text, 200)]
-        row += [shorten(" ".join(str(example.get("after", "")).split()), 200)] if edits else []
-        row += [tag("code", shorten(example.get("survivor") or "–", 60))] if survivors else []
+    for example in found:
+        row: list[Any] = [tag("code", shorten(printable(example.get("id", "")), 60)),
+                          examples.one_line(example.get("text", ""), 200)]
+        row += [examples.one_line(example.get("after", ""), 200)] if edits else []
+        row += [tag("code", shorten(printable(example.get("survivor") or "–"), 60))] if survivors else []
         row += [_score(example.get("score"))] if scores else []
         rows.append(row)
     return table(names, rows, numeric=(len(names) - 1,) if scores else ())

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tidewheel.report.colours import of_reasons
 from tidewheel.report.page import Html, count, join, swatch, tag
 
 WIDTH = 1060.0
 CHARACTER = 6.5  # width of an average character of the figure's text, in the figure's units
 NEAR_BINS = 3  # a histogram is drawn as far as a threshold that is this near to its bins
-DROP_COLOURS = tuple(f"var(--d{number})" for number in range(8))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def funnel(stages: Sequence[dict]) -> Html:
     svg = Svg(len(stages) * row + 6, "documents kept and dropped by each stage")
     whole = max([stage.get("documents_in", 0) for stage in stages], default=0) or 1
     scale = Scale(0, whole, left, right)
-    colours = reason_colours(stages)
+    colours = of_reasons(stages)
     for number, stage in enumerate(stages):
         top = number * row + 4
         came, kept = stage.get("documents_in", 0), stage.get("documents_out", 0)
@@ -158,16 +158,6 @@ def funnel(stages: Sequence[dict]) -> Html:
             svg.text(WIDTH, top + 17, f"−{count(lost)} ({100 * lost / max(came, 1):.1f} %)", "end")
     marks = [("var(--kept)", "kept"), *((colour, reason.replace("_", " ")) for reason, colour in colours.items())]
     return join([svg.render(), legend(marks)])
-
-
-def reason_colours(stages: Sequence[dict]) -> dict[str, str]:
-    """A colour for each drop reason, the most frequent first; the last colour is shared by the rest."""
-    totals: dict[str, int] = {}
-    for stage in stages:
-        for reason, dropped in stage.get("dropped", {}).items():
-            totals[reason] = totals.get(reason, 0) + dropped
-    ordered = sorted((reason for reason in totals if totals[reason]), key=lambda reason: (-totals[reason], reason))
-    return {reason: DROP_COLOURS[min(at, len(DROP_COLOURS) - 1)] for at, reason in enumerate(ordered)}
 
 
 def histogram(name: str, edges: Sequence[float], counts: Sequence[float], threshold: object) -> Html:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tidewheel import jsonlog, storage
 from tidewheel.errors import StorageError, TidewheelError
+from tidewheel.printable import printable_lines
 from tidewheel.report import mixture, validation
 from tidewheel.report.disturbances import disturbance_table, disturbances
 from tidewheel.report.events import QUIET, Event, bad_steps, checkpoints, marks, read_events
@@ -53,6 +54,8 @@ class _Run:
     ledger: list[dict[str, Any]]
     events: list[Event]
     pipeline: dict[str, Any]
+    output: Store | None
+    """What the pipeline wrote."""
     checkpoints: list[str]
 
     @property
@@ -95,12 +98,13 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
                  note="Cost: worker seconds lost until the next event, from the ledger.")
     page.section("Audit", _audit_block(audit, audit_error))
     if read.result.get("sample"):
-        page.section("Text sample", tag("blockquote", read.result["sample"]), note="Written by the trained model.")
+        page.section("Text sample", tag("blockquote", printable_lines(str(read.result["sample"]))),
+                     note="Written by the trained model.")
     page.section("Texts while it trained", *validation.samples(read.metrics))
     page.section("Mixture", *mixture.section(read.run.get("data", {}).get("mixture") or {}), note=mixture.NOTE)
-    if read.pipeline:
+    if read.pipeline and read.output is not None:
         page.section("Data", pipeline_cards(read.pipeline))
-        add_sections(page, read.pipeline)
+        add_sections(page, read.pipeline, read.output)
     page.section("Configuration", *_configuration(read))
     read.place.write("report.html", page.render())
     return read.place.at("report.html")
@@ -119,7 +123,7 @@ def _read(place: Store, pipeline_uri: str | None) -> _Run:
     result = place.read_json("result.json") if place.exists("result.json") else {}
     names = sorted({entry.key.split("/")[1] for entry in place.list("checkpoints")
                     if entry.key.endswith("/manifest.json")})
-    return _Run(place, run, result, metrics, ledger, events, _pipeline(run, pipeline_uri), names)
+    return _Run(place, run, result, metrics, ledger, events, *_pipeline(run, pipeline_uri), names)
 
 
 def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -130,19 +134,20 @@ def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list
     return list(summarise(whole, [event for event in events if {"time", "kind", "detail"} <= event.keys()]).records)
 
 
-def _pipeline(run: dict[str, Any], uri: str | None) -> dict[str, Any]:
-    """The pipeline's summary, {} when it is not known: a run may read shards that came from elsewhere."""
+def _pipeline(run: dict[str, Any], uri: str | None) -> tuple[dict[str, Any], Store | None]:
+    """The pipeline's summary and its output; ({}, None) when it is not known: a run may read shards from elsewhere."""
     shards = run.get("data", {}).get("shards", {}).get("uri") or run.get("config", {}).get("data", {}).get("uri") or ""
     place = uri or (shards.rstrip("/").rpartition("/")[0] if "/" in shards else "")
     if not place:
-        return {}
+        return {}, None
     try:
-        return storage.store(place).read_json("summary.json")
+        output = storage.store(place)
+        return output.read_json("summary.json"), output
     except (FileNotFoundError, StorageError):
         if uri:
             raise StorageError("no readable summary.json of a pipeline", where=place,
                                mend="give what `tidewheel data run` wrote (--output), or leave it out") from None
-        return {}
+        return {}, None
 
 
 # -- head --------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tidewheel.printable import printable
+from tidewheel.report.colours import PALETTE
 from tidewheel.report.page import Html, shorten, table, tag
-from tidewheel.report.plots import DROP_COLOURS, Scale, Svg, grid, spread, ticks
+from tidewheel.report.plots import Scale, Svg, grid, spread, ticks
 
 NOTE = ("Bits per byte: the bits that the predicted tokens cost, over the bytes of text they stand for. It can be "
         "compared between tokenizers; the loss per token cannot.")
@@ -32,7 +34,7 @@ def section(metrics: Sequence[dict[str, Any]]) -> list[Html]:
 
 def samples(metrics: Sequence[dict[str, Any]]) -> list[Html]:
     """Texts written while it trained, oldest first; [] when there are fewer than two."""
-    found = [(f"{int(line['step']):,}", tag("code", shorten(str(line["sample"]), 300)))
+    found = [(f"{int(line['step']):,}", tag("code", shorten(printable(str(line["sample"])), 300)))
              for line in metrics if line.get("sample")]
     if len(found) < 2:
         return []
@@ -69,7 +71,7 @@ def _panel(svg: Svg, x: Scale, name: str, curves: dict[str, dict[int, dict[str, 
     for number, (domain, found) in enumerate(points.items()):
         if not found:
             continue
-        colour = DROP_COLOURS[number % len(DROP_COLOURS)]
+        colour = PALETTE[number % len(PALETTE)]
         svg.curve([(x(step), y(value)) for step, value in found], colour, 1.8)
         for step, value in found:
             svg.dot(x(step), y(value), colour, 2.5, f"{domain or 'validation'} {value:.3f} at step {step}")

@@ -15,14 +15,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tidewheel.data import verdicts
 from tidewheel.data.config import PackStep, PipelineConfig
 from tidewheel.data.stage import Published, UnitWriter, code_version, read_file, unit_key
 from tidewheel.data.stage import Unit as StageUnit
-from tidewheel.data.stages import ngrams, origin, tokens
+from tidewheel.data.stages import by_source, ngrams, origin, tokens
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.kept import MODULES as KEPT_MODULES
+from tidewheel.data.stages.kept import Kept
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.tokenize import pack as packing
 from tidewheel.data.tokenize.tokenizer import settings_of
@@ -35,7 +38,7 @@ from tidewheel.storage import Stamp, Store, content_hash, store
 STAGE, HELD_OUT = "pack", "pack_validation"
 TRAINING, VALIDATION = "shards", "validation"
 SETS = (TRAINING, VALIDATION)
-_MODULES = (*tokens.MODULES, "tidewheel.data.tokenize.pack", "tidewheel.data.verdicts", "tidewheel.shards.format",
+_MODULES = (*tokens.MODULES, *KEPT_MODULES, "tidewheel.data.tokenize.pack", "tidewheel.shards.format",
             "tidewheel.data.stages.ngrams", "tidewheel.data.stages.pack", "tidewheel.data.stages.partition")
 _SPLIT_SALT = 0x5EED  # keeps the split independent of the partition, which comes from the same hash unsalted
 
@@ -139,6 +142,8 @@ def pack_part(task: Task) -> Published:
     documents, only = load_documents(task.store, task.inputs), task.inputs.get("only")
     if only:
         documents = _chosen(task, documents)
+    kept = Kept()
+    documents = kept.watch(documents)
     found: tokens.Tokens | tokens.PairRows
     if task.inputs["kind"] == "preferences":
         found = tokens.encode_pairs(documents, encoder, task.inputs["chat_template"], token_dtype=token_dtype(encoder),
@@ -147,7 +152,8 @@ def pack_part(task: Task) -> Published:
     else:
         found = tokens.encode(documents, encoder, task.inputs["chat_template"])
         sets = _packed_sets(task, encoder, found)
-    summary = _dropped(writer, found.dropped, found.heads)
+    summary = {**_dropped(writer, found.dropped, found.heads), "kept": kept.samples(found.dropped),
+               "source_tokens": _source_tokens(task, found, kept)}
     for name, (count, table) in sets.items():
         infos = _write(task, name, table)
         for number, info in enumerate(infos):
@@ -171,6 +177,17 @@ def _chosen(task: Task, documents: Iterator[pa.Table]) -> Iterator[pa.Table]:
         chosen = table.filter(pa.array(held_out if task.inputs["only"] == VALIDATION else ~held_out))
         if len(chosen):
             yield chosen
+
+
+def _source_tokens(task: Task, found: tokens.Tokens | tokens.PairRows, kept: Kept) -> by_source.BySource:
+    """{source: [documents, tokens]} of the training set."""
+    if isinstance(found, tokens.Tokens):
+        ids, sizes = found.ids, found.sizes
+    else:
+        ids = found.table["document_id"].combine_chunks()
+        sizes = sum(pc.list_value_length(found.table[name]).to_numpy() for name in ("chosen", "rejected"))
+    chosen = ~is_held_out(task, ids)
+    return by_source.largest(kept.tokens(ids.filter(pa.array(chosen)), sizes[chosen]), by_source.UNIT_SOURCES)
 
 
 def _dropped(writer: UnitWriter, dropped: pa.Table, heads: pa.Table) -> dict[str, Any]:
@@ -205,7 +222,7 @@ def _packed_sets(task: Task, encoder: Encoder, found: tokens.Tokens) -> dict[str
 def _pair_sets(task: Task, found: tokens.PairRows) -> dict[str, tuple[int, pa.Table]]:
     """(documents, rows) of both sets, pairs."""
     held_out = pa.array(is_held_out(task, found.table["document_id"].combine_chunks()))
-    sets = {TRAINING: found.table.filter(pa.compute.invert(held_out)), VALIDATION: found.table.filter(held_out)}
+    sets = {TRAINING: found.table.filter(pc.invert(held_out)), VALIDATION: found.table.filter(held_out)}
     return {name: (len(table), table) for name, table in sets.items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidewheel.data import verdicts
 from tidewheel.data.stage import Published, counts, read_table
-from tidewheel.data.stages import by_source, histograms, ngrams
+from tidewheel.data.stages import by_source, histograms, kept, ngrams
 from tidewheel.data.stages.execute import Finished
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.pack import TRAINING, VALIDATION
@@ -99,9 +99,10 @@ def _sum(units: Sequence[Published], name: str) -> int:
 
 
 def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapping[str, Manifest] | None,
-          made: Mapping[str, Any], product: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Write `summary.json` and give its value; manifests of the sets that were packed, and of the product, if any;
-    `made` is what `origin.write` gave."""
+          made: Mapping[str, Any], product: Mapping[str, Any] | None = None,
+          written: Sequence[Published] = ()) -> dict[str, Any]:
+    """Write `summary.json` and give its value; manifests of the sets that were packed, and of the product (of the
+    units `written`), if any; `made` is what `origin.write` gave."""
     skipped = ledger.skipped + Counter(job.skipped)
     value = {
         "name": job.config.name, "recipe_hash": job.config.recipe_hash(), "input": job.input,
@@ -111,6 +112,7 @@ def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapp
         "stages": ledger.stages, "quarantine": dict(sorted(ledger.quarantine.items())),
         "samples": ledger.samples, "histograms": ledger.histograms, **ledger.more,
         "sources": by_source.by_stage(ledger.left), "kind": job.config.read.kind, "tokens": 0,
+        "kept": kept.merge(unit.summary.get("kept", []) for unit in packed or written),
         "made": {name: made[name] for name in ("recipe", "input", "read_besides", "versions", "commit")},
     }
     if product is not None:
@@ -131,6 +133,8 @@ def _sets(job: Job, packed: Sequence[Published], manifests: Mapping[str, Manifes
     tokens = training.tokens + validation.tokens
     return {
         "loss_tokens": _loss_tokens(packed),
+        "source_tokens": by_source.largest(by_source.merge(unit.summary["source_tokens"] for unit in packed),
+                                           by_source.REPORT_SOURCES),
         "tokens": training.tokens, "rows": training.rows, "documents": training.documents,
         "utilisation": round(training.utilisation, 6), "vocabulary_size": vocabulary,
         "sequence_length": training.sequence_length, "evaluation_sets": list(training.evaluation_sets),

@@ -30,6 +30,8 @@ from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, unit
 from tidewheel.data.stages import by_source, keys, pack, tokens
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.kept import MODULES as KEPT_MODULES
+from tidewheel.data.stages.kept import Kept
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.tokenize.tokenizer import settings_of
 from tidewheel.shards.tokenizer import Encoder
@@ -39,8 +41,8 @@ STAGE = "write"
 SPLITS = ("train", "validation")
 FORMAT = 1
 UNSTATED = "(not stated)"
-_MODULES = (*by_source.MODULES, "tidewheel.data.product.formats", "tidewheel.data.product.rows",
-            "tidewheel.data.stages.partition", "tidewheel.data.stages.write", "tidewheel.data.verdicts")
+_MODULES = (*KEPT_MODULES, "tidewheel.data.product.formats", "tidewheel.data.product.rows",
+            "tidewheel.data.stages.partition", "tidewheel.data.stages.write")
 
 
 def product_of(job: Job) -> WriteStep:
@@ -76,11 +78,11 @@ def write_part(task: Task) -> Published:
     writer, inputs = task.writer(), task.inputs
     encoder = pack.encoder_of(task) if "megatron" in inputs["formats"] else None
     counted: dict[str, list[by_source.BySource]] = {"source": [], "language": [], "license": []}
-    text_bytes = 0
+    text_bytes, kept = 0, Kept()
     with contextlib.ExitStack() as closing:
         series = {(split, kind): closing.enter_context(_Series(task, writer, split, kind, encoder))
                   for split in SPLITS for kind in inputs["formats"]}
-        for documents in batches(load_documents(task.store, inputs), inputs["shard_bytes"]):
+        for documents in batches(kept.watch(load_documents(task.store, inputs)), inputs["shard_bytes"]):
             held_out = pack.is_held_out(task, documents["id"].combine_chunks())
             for split, chosen in zip(SPLITS, (~held_out, held_out), strict=True):
                 table = documents.filter(pa.array(chosen))
@@ -96,6 +98,7 @@ def write_part(task: Task) -> Published:
     files = [file for each in series.values() for file in each.files]
     return writer.publish({
         "documents_in": inputs["count"], "documents": inputs["count"], "bytes": text_bytes, "files": files,
+        "kept": kept.samples(),
         "sources": by_source.largest(by_source.merge(counted["source"]), by_source.UNIT_SOURCES),
         "languages": by_source.largest(by_source.merge(counted["language"]), by_source.UNIT_SOURCES),
         "licenses": by_source.largest(by_source.merge(counted["license"]), by_source.UNIT_SOURCES)})
