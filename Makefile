@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install demo test long lint format clean help lock sbom
+.PHONY: install demo test long lint format clean help lock kernels sbom
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -32,6 +32,9 @@ lint: $(STAMP)  ## ruff and mypy
 
 lock: $(STAMP)  ## requirements.lock: constraints.txt with the hash of each file, for this platform
 	$(BIN)/python -m tests.security.dependencies lock
+
+kernels: $(STAMP)  ## compile the text kernels that come with the package; needed when one has changed
+	$(BIN)/python -m tidewheel.data.text.kernel_build
 
 sbom: $(STAMP)  ## sbom.json: what is installed, as CycloneDX
 	$(BIN)/python -m tests.security.dependencies sbom

@@ -25,13 +25,13 @@ def digest(function: Callable[..., Any]) -> str:
     found: dict[str, str] = {}
     _visit(function, found)
     whole = hashlib.sha256()
-    for name, content in found.items():
+    for name, content in sorted(found.items()):  # the order of names in the code is another in each Python
         whole.update(f"{len(name)} {len(content)} {name}{content}".encode())
     return whole.hexdigest()
 
 
 def _visit(function: Callable[..., Any], found: dict[str, str]) -> None:
-    """Add the source of a function, and of what it calls, in the order of their names in the code."""
+    """Add the source of a function, and of what it calls."""
     own = f"{function.__module__}.{function.__qualname__}{_closure(function)}"
     if own in found:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -127,3 +128,22 @@ def test_the_digest_follows_what_the_code_reads(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(line_kernels, "START", [1])
     with pytest.raises(TypeError, match="START"):
         kernel_source.digest(line_kernels.line_hashes.py_func)
+
+
+def test_the_digest_does_not_follow_the_order_of_names(monkeypatch: pytest.MonkeyPatch):
+    function = line_kernels.repetition_counts.py_func
+    before, names = kernel_source.digest(function), kernel_source._names
+    monkeypatch.setattr(kernel_source, "_names", lambda code: reversed(list(names(code))))
+    assert kernel_source.digest(function) == before
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_files_follow_from_the_sources(tmp_path: Path):
+    for name in kernel_objects.LEVELS:
+        made = kernel_objects.read(kernel_objects.path(name))[0]["made"]
+        if any(importlib.metadata.version(package) != version for package, version in made.items()):
+            pytest.skip(f"{name} was compiled with {made}")
+    subprocess.run([sys.executable, "-m", "tidewheel.data.text.kernel_build", "--folder", str(tmp_path)], check=True)
+    for name in kernel_objects.LEVELS:
+        assert (tmp_path / kernel_objects.path(name).name).read_bytes() == kernel_objects.path(name).read_bytes()
