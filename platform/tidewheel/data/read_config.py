@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import (
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from tidewheel.config import Config
+from tidewheel.data.text_template import TextTemplate
 
 #: Settings that were added when there were outputs already.
 _LATER = ("split", "subset", "sample", "limit", "conversations", "instruction", "input", "output", "alpaca_prompt",
@@ -48,9 +57,12 @@ class ReadConfig(Config):
     """Of a data set in a folder or on the hub: the split to read, several as `train+validation`, or `all`."""
     subset: str | None = None
     """Likewise: its subset (`config_name` in its README.md). Without one the default, or the only one there is."""
-    text: str = "text"
-    """Field with the document's text. Here and below `data.text` means the field `text` of the object `data`, unless a
-    field has that very name."""
+    text: Annotated[Annotated[str, Tag("field")] | Annotated[TextTemplate, Tag("fields")],
+                    Discriminator(lambda given: "fields" if isinstance(given, dict | TextTemplate) else "field")
+                    ] = "text"
+    """Field with the document's text, or several as one text: `{template: "{title}\\n\\n{body}"}`. Here and below
+    `data.text` means the field `text` of the object `data`, unless a field has that very name. In a template `{text}`
+    is the text of a file that is one text: source code, a text file, a web page."""
     id: str | None = "id"
     """Field with the document's unique, stable id. Records without it are named by content; so are all, with `null`."""
     source: str | None = "source"
@@ -114,6 +126,22 @@ class ReadConfig(Config):
     limit: int | None = Field(default=None, ge=1)
     """Read at most so many documents: of each file the first ones, in proportion to its size, and no further. A file
     may have fewer than its part."""
+
+    @model_validator(mode="after")
+    def _one_text(self) -> ReadConfig:
+        if self.kind != "documents" and isinstance(self.text, TextTemplate):
+            raise ValueError(f"text: kind {self.kind} takes its text from messages; a template is for documents")
+        return self
+
+    @property
+    def text_name(self) -> str:
+        """The field that holds the text of a file that is one text."""
+        return self.text if isinstance(self.text, str) else "text"
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The fields that make up a document's text."""
+        return (self.text,) if isinstance(self.text, str) else self.text.fields
 
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

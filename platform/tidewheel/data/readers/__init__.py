@@ -22,7 +22,7 @@ from tidewheel.storage import Store
 __all__ = ["MODULES", "Record", "Shape", "UnreadableFile", "check_installed", "is_empty", "ranges", "read_records",
            "shape_of", "versions"]
 
-MODULES = ("tidewheel.data.languages", *(f"tidewheel.data.readers{name}" for name in (
+MODULES = ("tidewheel.data.languages", "tidewheel.data.text_template", *(f"tidewheel.data.readers{name}" for name in (
     "", ".code", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".messages", ".packed",
     ".page_process", ".page_text", ".record", ".sniff", ".tables", ".trees", ".web")))
 """Whose code decides what a file holds."""

@@ -130,7 +130,7 @@ def _record(key: str, data: bytes, config: ReadConfig, place: Place) -> Record |
     except UnicodeDecodeError as error:
         return place.bad("wrong_encoding", data, f"byte {error.start}: {error.reason}")
     first, separator, _ = key.partition("/")
-    values: dict[str, Any] = {config.text: text, "path": key}
+    values: dict[str, Any] = {config.text_name: text, "path": key}
     values |= {config.id: key} if config.id else {}
     values |= {config.source: first if separator else "."} if config.source else {}
     if language := language_of(key):

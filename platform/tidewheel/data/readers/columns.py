@@ -316,14 +316,15 @@ def _row(columns: dict[str, _Column], row: int, config: ReadConfig, place: Place
     limit = config.max_record_bytes
     size = sum(size_of(column.sizes, row) for column in columns.values())
     if size > limit:
-        text = columns.get(config.text)
+        text = columns.get(config.text_fields[0])
         return place.bad("record_too_long", text.head(row, limit) if text else b"", f"more than {limit} bytes")
     decoded = {name: column.value(row) for name, column in columns.items()}
     values = {name: value for name, value in decoded.items() if value is not None}
-    raw = values.get(config.text)
+    raw = values.get(config.text_fields[0])
     shown = raw if isinstance(raw, bytes) else b""
-    if isinstance(raw, Other):
-        return place.bad("text_not_string", shown, f"a column of type {raw.type}")
+    for name in config.text_fields:
+        if isinstance(other := values.get(name), Other):
+            return place.bad("text_not_string", shown, f"a column of type {other.type}")
     try:
         values = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
     except UnicodeDecodeError as error:

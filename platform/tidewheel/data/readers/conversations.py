@@ -34,7 +34,7 @@ def as_document(values: dict[str, Any], config: ReadConfig) -> None:
     said = _chat(values, config) if config.kind == "chat" else _preferences(values, config)
     if tools:
         values[TOOLS] = tools
-    values[config.text] = text_of(said)
+    values[config.text_name] = text_of(said)
 
 
 def _chat(values: dict[str, Any], config: ReadConfig) -> list[Message]:

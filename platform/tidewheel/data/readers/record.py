@@ -12,6 +12,7 @@ from tidewheel.data.document import content_id
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers.conversations import as_document
 from tidewheel.data.readers.messages import UnusableError
+from tidewheel.data.text_template import TextTemplate
 
 CANONICAL = ("url", "language", "license")
 """Fields that `meta` holds under these names, whatever the input calls them."""
@@ -63,7 +64,12 @@ def record(values: dict[str, Any], config: ReadConfig, place: Place, raw: bytes)
             as_document(values, config)
         except UnusableError as error:
             return place.bad(error.reason, raw, error.detail)
-    text = values.get(config.text)
+    if isinstance(config.text, TextTemplate):
+        if problem := config.text.problem(values):
+            return place.bad(problem[0], raw, problem[1])
+        text: Any = config.text.filled(values)
+    else:
+        text = values.get(config.text)
     if text is None:
         return place.bad("missing_text", raw, f"no field {config.text!r}; there are: "
                                               f"{', '.join(map(repr, list(values)[:8]))}")
@@ -91,7 +97,7 @@ def record(values: dict[str, Any], config: ReadConfig, place: Place, raw: bytes)
 
 def document_fields(config: ReadConfig) -> set[str]:
     """The fields that the settings name for a document: text or numbers."""
-    names = (config.text, config.id, config.source, config.url, config.language, config.license)
+    names = (*config.text_fields, config.id, config.source, config.url, config.language, config.license)
     return {name for name in names if name}
 
 
@@ -135,7 +141,7 @@ def _taken(values: Mapping[str, Any], path: list[str]) -> tuple[Any, dict[str, A
 
 def _others(values: Mapping[str, Any], config: ReadConfig) -> dict[str, Any]:
     """Fields that are not mapped. One that has a canonical name but means something else gets "_" before it."""
-    mapped = {config.text, config.id, config.source, config.url, config.language, config.license}
+    mapped = {*config.text_fields, config.id, config.source, config.url, config.language, config.license}
     return {f"_{name}" if name in CANONICAL else name: value for name, value in values.items() if name not in mapped}
 
 

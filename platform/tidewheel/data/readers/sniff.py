@@ -243,17 +243,19 @@ def _table(text: bytes, named: str, config: ReadConfig) -> tuple[str, str, str, 
     if not lines:
         return (named, _DELIMITERS[named][0], "", "") if named in _DELIMITERS else None
     layouts = (config.messages, config.conversations, config.completion, config.output, config.chosen)
-    wanted = {config.text} if config.kind == "documents" else set(layouts)
+    is_one_of = config.kind != "documents"
+    wanted = set(layouts) if is_one_of else set(config.text_fields)
     for delimiter in _DELIMITERS[named if named == "tsv" else "csv"]:
         header = _header(lines[0], delimiter)
-        if wanted & set(header) and (named in _DELIMITERS or len(header) > 1):
+        if (wanted & set(header) if is_one_of else wanted <= set(header)) and (named in _DELIMITERS or len(header) > 1):
             return named if named in _DELIMITERS else "tsv" if delimiter == "\t" else "csv", delimiter, "", ""
     if named in _DELIMITERS or _is_regular(lines):
         delimiter = max(_DELIMITERS["tsv" if named == "tsv" else "csv"], key=lambda mark: len(_header(lines[0], mark)))
         header = _header(lines[0], delimiter)
         kind = named if named in _DELIMITERS else "tsv" if delimiter == "\t" else "csv"
         names = ", ".join(map(repr, header[:8])) + (", ..." if len(header) > 8 else "")
-        field, setting = (config.text, "text") if config.kind == "documents" else (config.messages, "messages")
+        absent = next((name for name in config.text_fields if name not in header), "")
+        field, setting = (config.messages, "messages") if is_one_of else (absent, "text")
         return (kind, delimiter, f"{kind.upper()} without a column {field!r}; there are {names}"[:300],
                 f"name the column with read.{setting}, or add a header line")
     return None

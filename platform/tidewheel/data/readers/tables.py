@@ -65,7 +65,7 @@ def _values(header: list[str], fields: list[str], config: ReadConfig) -> dict[st
     """The record's fields; of two columns with one name the first."""
     values: dict[str, str] = {}
     for name, value in zip(header, fields, strict=True):
-        if value or name == config.text:
+        if value or name in config.text_fields:
             values.setdefault(name, value)
     return values
 

@@ -32,5 +32,5 @@ def records(place: Store, key: str, config: ReadConfig, name: str) -> Iterator[R
     except UnicodeDecodeError as error:
         yield here.bad("wrong_encoding", data, f"byte {error.start}: {error.reason}")
         return
-    values = {"id": name, "source": posixpath.dirname(name) or ".", config.text: text}
+    values = {"id": name, "source": posixpath.dirname(name) or ".", config.text_name: text}
     yield record(values, config, here, data)

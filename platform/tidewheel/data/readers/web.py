@@ -166,7 +166,7 @@ def _page(block: _Block, config: ReadConfig, place: Place) -> Record | Bad | Non
         if text is None:
             return place.bad(page.reason, content, page.detail or url)
     given = {name: value for name, value in values.items() if value is not None}
-    return record({**given, config.text: text}, config, place, content)
+    return record({**given, config.text_name: text}, config, place, content)
 
 
 def _is_http(headers: dict[str, str]) -> bool:
