@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 import pyarrow as pa
 import xxhash
 
@@ -11,6 +15,18 @@ DOCUMENT_SCHEMA = pa.schema([
     pa.field("source", pa.string(), nullable=False),
     pa.field("meta", pa.string(), nullable=False),  # JSON object
 ])
+
+
+#: Fields of `meta` whose parts stay in the order in which they are given: a chat template writes them out.
+SPOKEN = ("messages", "tools", "prompt", "chosen", "rejected")
+
+
+def encode_meta(meta: Mapping[str, Any], *, ensure_ascii: bool = True) -> str:
+    """JSON text of a document's `meta`: names sorted, but inside conversations as they are."""
+    parts = (f"{json.dumps(name, ensure_ascii=ensure_ascii)}: "
+             f"{json.dumps(meta[name], sort_keys=name not in SPOKEN, ensure_ascii=ensure_ascii)}"
+             for name in sorted(meta))
+    return f"{{{', '.join(parts)}}}"
 
 
 def content_id(text: str) -> str:

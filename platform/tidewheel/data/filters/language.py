@@ -80,9 +80,11 @@ def language(table: pa.Table, config: Language) -> tuple[list[str], dict[str, np
 
 
 def _told(meta: str, name: str, score: float) -> str:
+    from tidewheel.data.document import encode_meta
+
     values = json.loads(meta)
     given = values.get("language")
     if given is not None and given != name:
         values["declared_language"] = given
     values |= {"language": name, "language_score": round(score, 4)}
-    return json.dumps(values, sort_keys=True, ensure_ascii=True)
+    return encode_meta(values)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidewheel.data.document import encode_meta
 from tidewheel.data.readers.record import CANONICAL
 
 SCHEMA = pa.schema([
@@ -66,7 +67,7 @@ def batch_of(documents: pa.Table) -> Batch:
     """Documents (`DOCUMENT_SCHEMA`) as rows of a product."""
     metas = [json.loads(meta) for meta in documents["meta"].to_pylist()]
     named = {name: [_string(meta.pop(name, None)) for meta in metas] for name in CANONICAL}
-    metadata = [json.dumps(meta, sort_keys=True, ensure_ascii=False) for meta in metas]
+    metadata = [encode_meta(meta, ensure_ascii=False) for meta in metas]
     columns = {"id": documents["id"], "text": documents["text"], "source": documents["source"], **named,
                "metadata": metadata}
     arrays = [values if isinstance(values, pa.ChunkedArray) else pa.array(values, SCHEMA.field(name).type)

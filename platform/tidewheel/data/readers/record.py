@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.data.config import ReadConfig
-from tidewheel.data.document import content_id
+from tidewheel.data.document import content_id, encode_meta
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers.conversations import as_document
 from tidewheel.data.readers.messages import UnusableError
@@ -91,7 +90,7 @@ def record(values: dict[str, Any], config: ReadConfig, place: Place, raw: bytes)
         if value:
             meta[name] = value
     meta |= {"_file": place.file, "_offset": place.offset, **({"_line": place.line} if place.line else {})}
-    encoded = json.dumps(meta, sort_keys=True, ensure_ascii=True)
+    encoded = encode_meta(meta)
     return Record(identity, text, source or place.file, encoded, place.line, place.offset, len(raw))
 
 

@@ -105,6 +105,16 @@ def test_arguments_as_json_text_become_an_object_and_tools_are_kept(tmp_path):
     assert "tools" not in json.loads(read(tmp_path, {"messages": [USER, BOT], "tools": []}).meta)
 
 
+def test_what_a_template_writes_out_keeps_its_order(tmp_path):
+    call = {"name": "add", "arguments": {"b": 2, "a": {"z": 1, "y": 2}}}
+    tool = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
+    record = {"tools": [tool], "messages": [USER, {"role": "assistant", "tool_calls": [call]}], "b": {"d": 1, "c": 2}}
+    meta = read(tmp_path, record).meta
+    for part in (tool, call):
+        assert json.dumps(part) in meta
+    assert meta.index('"b": {"c": 2, "d": 1}') < meta.index('"messages"') < meta.index('"tools"')
+
+
 def test_conversations_that_differ_in_a_call_alone_have_other_ids(tmp_path):
     other = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
     assert read(tmp_path, {"messages": [USER, CALL]}).id != read(tmp_path, {"messages": [USER, other]}).id
