@@ -6,18 +6,23 @@ import json
 from datetime import datetime
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from transformers.utils import chat_template_utils
 
 from tests.unit.data.tokenize.test_chat import CHATML, MARKED, SPECIAL, TEXTS, TOKENS, oracle
 from tidewheel.config import build
-from tidewheel.data.config import PipelineConfig
+from tidewheel.data.config import PipelineConfig, ReadConfig
+from tidewheel.data.document import DOCUMENT_SCHEMA
+from tidewheel.data.readers import read_records
+from tidewheel.data.stages import tokens
 from tidewheel.data.stages.job import _chat_template
 from tidewheel.data.tokenize.chat import ChatTemplate, Refused, encode, read_template
 from tidewheel.data.tokenize.preferences import encode_pairs
 from tidewheel.data.tokenize.tokenizer import train_bpe
 from tidewheel.errors import ConfigError, InputError
 from tidewheel.shards.tokenizer import Encoder, load
+from tidewheel.storage import store
 
 DAY = datetime(2026, 7, 1, 9, 30)
 TOOLS_FIRST = """
@@ -133,6 +138,21 @@ def test_text_and_tokens_are_those_of_transformers(tokenizer, encoder, source, m
     found, refused = encode(encoder, own, [messages], [tools])
     assert not refused
     assert found.tokens.tolist() == known.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
+
+
+def test_a_record_gives_the_tokens_that_transformers_gives_for_it(tokenizer, encoder, tmp_path):
+    """From the file to the tokens: nothing on the way may change what a template writes out, such as the order of
+    names."""
+    spoken = [{**message, "content": message.get("content")} for message in CALLING]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": spoken, "tools": TOOLS, "source": "s"}) + "\n")
+    record, = read_records(store(tmp_path), "a.jsonl", ReadConfig(paths=("*",), kind="chat"))
+    rows = {"id": [record.id], "text": [record.text], "source": [record.source], "meta": [record.meta]}
+    for source in (TOOLS_FIRST, DATED):
+        config = json.dumps({**TOKENS, "chat_template": source}).encode()
+        template = read_template(config, None, where="t", date=DAY)
+        found = tokens.encode([pa.table(rows, schema=DOCUMENT_SCHEMA)], encoder, template)
+        wanted = oracle(tokenizer, source).apply_chat_template(spoken, tools=TOOLS, return_dict=True)["input_ids"]
+        assert (found.tokens.tolist(), len(found.dropped)) == (wanted, 0)
 
 
 def test_a_tool_call_is_learnt_and_its_answer_is_not(encoder):
