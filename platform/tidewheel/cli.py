@@ -19,12 +19,11 @@ from typing import Annotated, Literal, NoReturn
 
 import cyclopts
 from cyclopts import Parameter
-from rich.console import Console
 
 import tidewheel
 from tidewheel.commands import checkpoint, cluster, data, k8s, plan, shards, workflow
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
-from tidewheel.console import console, print_table
+from tidewheel.console import Output, console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
 from tidewheel.printable import printable_lines
 from tidewheel.stopping import SIGNALS, Stopped, stopping
@@ -230,7 +229,7 @@ def doctor(
 
 def _show_checks(rows: Sequence[dict[str, str]], *, title: str = "") -> None:
     """On standard output: they are what the command is for."""
-    said = Console(highlight=False, soft_wrap=True)
+    said = Output(highlight=False, soft_wrap=True)
     if title:
         said.print(f"[bold]{title}[/]")
     marks = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "failure": "[red]failure[/]"}

@@ -24,6 +24,17 @@ LOG_SECONDS = 5.0
 FOLDED = 20
 """Columns of a table that are wider may fold where a terminal is too narrow; the others never do."""
 
+
+
+class Output(Console):
+    """What a command prints. When the reader has seen enough, `head` for one, the command ends as it does for `print`:
+    rich by itself would end the process with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what `print` raises."""
+        raise BrokenPipeError
+
+
 console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else WIDTH)
 
 
@@ -156,7 +167,7 @@ def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console 
         least += (FOLDED if folds else width) + _GAP
     for row in cells:
         table.add_row(*map(Text, row))  # what a document says is no markup
-    target = Console(file=stream, highlight=False, force_terminal=is_terminal or None)
+    target = Output(file=stream, highlight=False, force_terminal=is_terminal or None)
     target.width = max(target.width if is_terminal else 0, least, cell_len(title))
     target.print(table)
 

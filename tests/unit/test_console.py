@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tidewheel import console as module
-from tidewheel.console import Bars, bars, print_table
+from tidewheel.console import Bars, Output, bars, print_table
 from tidewheel.data.progress import stage_bars
 from tidewheel.train.progress import LINES, describe, training_bar
 
@@ -171,3 +171,17 @@ def test_what_is_not_known_is_a_dash():
     sink = io.StringIO()
     print_table([{"set": "validation", "bits per byte": None}], to=Console(file=sink))
     assert "None" not in sink.getvalue()
+
+
+def test_a_reader_that_has_seen_enough_is_told_as_for_print():
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        Output(file=Closed()).print("a line that nobody reads")
+
+
+def test_tables_show_no_control_characters(capsys):
+    print_table([{"name": "\x1b[31mred\u202e", "count": 3}])
+    assert "\\x1b[31mred\\u202e" in capsys.readouterr().out

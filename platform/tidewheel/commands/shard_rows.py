@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
+from tidewheel.console import Output
 from tidewheel.printable import printable, printable_lines
 from tidewheel.shards.show import Part, Row, Segment
 
@@ -51,8 +51,8 @@ def print_rows(rows: Sequence[Row], *, whole: bool) -> None:
         console.print(_legend(any(masked)))
 
 
-def _console() -> Console:
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+def _console() -> Output:
+    return Output(file=sys.stdout, highlight=False, soft_wrap=True)
 
 
 def _legend(masked: bool) -> Text:
