@@ -14,11 +14,22 @@ from tidewheel.cluster.doctor import Check, diagnose, machine, network, nodes, s
 from tidewheel.cluster.doctor import gpu as gpus
 from tidewheel.cluster.doctor.storage import storage
 from tidewheel.cluster.s3_server import S3Server
+from tidewheel.data.text import kernel_objects
 from tidewheel.storage import LocalStore, store
 
 
 def only(name: str, checks: list[Check]) -> Check:
     return next(check for check in checks if check.name == name)
+
+
+def test_a_processor_without_compiled_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_KERNELS", "compile")
+    kernel_objects.level.cache_clear()
+    found = software.kernels()
+    monkeypatch.undo()
+    kernel_objects.level.cache_clear()
+    assert (found.status, "minute" in found.detail) == ("warning", True)
+    assert software.kernels().status == ("ok" if kernel_objects.level() else "warning")
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ def diagnose(storage: str | None = None, *, in_cluster: bool = False) -> list[Ch
         in_cluster: this is a node of a running Ray cluster: its ports are in use, and its address is known.
     """
     probes = {name: software.start(code) for name, code in (("torch", software.TORCH), ("ray", software.RAY))}
-    checks = [software.python(), *software.packages(), machine.cpus(), machine.memory(), machine.shared_memory(),
-              *machine.limits(), *machine.disks(), *gpu.gpus(), network.loopback(), *network.proxy()]
+    checks = [software.python(), *software.packages(), software.kernels(), machine.cpus(), machine.memory(),
+              machine.shared_memory(), *machine.limits(), *machine.disks(), *gpu.gpus(), network.loopback(),
+              *network.proxy()]
     if not in_cluster:
         checks += [*network.ports(), *network.ray_address(), network.token(), network.listening()]
     checks += [software.torch(probes["torch"]), software.ray(probes["ray"])]

@@ -107,6 +107,21 @@ def _answer(probe: subprocess.Popen[str]) -> tuple[dict, str]:
     return {}, said[-1].strip()[:200] if said else f"the import ended with signal or code {probe.returncode}"
 
 
+def kernels() -> Check:
+    """Whether machine code of the text kernels came with the package for this processor."""
+    try:
+        from tidewheel.data.text import kernel_objects
+
+        level = kernel_objects.level()
+    except ImportError as error:
+        return Check("text kernels", "failure", f"cannot be loaded: {error}", "install Tidewheel again in this Python")
+    if level is None:
+        return Check("text kernels", "warning", "none in the package for this processor: the first pipeline on each "
+                     "machine compiles them, a minute or two",
+                     "on machines that do not last, let XDG_CACHE_HOME name a folder that does, of mode 0700")
+    return Check("text kernels", "ok", f"compiled for {level}")
+
+
 def torch(probe: subprocess.Popen[str]) -> Check:
     found, problem = _answer(probe)
     if not found:
