@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tidewheel.data.preview import Preview
+from tidewheel.printable import printable, printable_lines
 from tidewheel.report.page import Html, Page, join, table, tag
 
 _TITLES = ("setting", "", "", "limit", "documents dropped")
@@ -35,7 +36,9 @@ def render(preview: Preview, *, name: str, input: str) -> bytes:
 
 def _data(preview: Preview) -> Html:
     """The preview as JSON that cannot end its element."""
-    value = {"documents": [asdict(each) for each in preview.documents],
+    documents = [{**asdict(each), "id": printable(each.id), "source": printable(each.source),
+                  "text": printable_lines(each.text)} for each in preview.documents]
+    value = {"documents": documents,
              "thresholds": [asdict(each) for each in preview.thresholds]}
     text = json.dumps(value, ensure_ascii=True).replace("<", "\\u003c").replace("&", "\\u0026")
     return Html(f'<script type="application/json" id="preview-data">{text}</script>')

@@ -15,7 +15,7 @@ from tidewheel.cli import run_command
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
-from tidewheel.data.preview import look
+from tidewheel.data.preview import Preview, Shown, look
 from tidewheel.errors import ConfigError
 from tidewheel.report import preview as page
 
@@ -76,6 +76,14 @@ def test_a_document_cannot_leave_its_place_in_the_page(folder):
     assert "<b>" not in text
     data = json.loads(re.search(r'id="preview-data">(.*?)</script>', text, re.DOTALL)[1])
     assert "</script><b>1@example.com" in data["documents"][1]["text"]
+
+
+def test_control_characters_are_spelled_out():
+    shown = Shown("a\x1b[1m", "web\u202e", "one\ntwo \x1b[31m", {}, [])
+    html = page.render(Preview([shown], [], {}), name="x", input="x").decode()
+    data = json.loads(re.search(r'id="preview-data">(.*?)</script>', html, re.DOTALL)[1])
+    (found,) = data["documents"]
+    assert (found["id"], found["source"], found["text"]) == ("a\\x1b[1m", "web\\u202e", "one\ntwo \\x1b[31m")
 
 
 DOM = """
