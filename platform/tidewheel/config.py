@@ -29,12 +29,39 @@ class Config(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     def canonical(self) -> dict[str, Any]:
-        """All settings, defaults included, as JSON values."""
+        """Return all settings, defaults included, as JSON values."""
         return self.model_dump(mode="json")
 
+    def decisive(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, as JSON values.
+
+        Keys of finished work are made of these, so that a setting which a later version adds leaves them as they were.
+        A default must not change without a new version of the part that it belongs to.
+        """
+        dumped = self.canonical()
+        values: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name not in dumped:  # it says how others came about, and decides nothing by itself
+                continue
+            if field.is_required() or value != field.get_default(call_default_factory=True):
+                values[name] = _decisive(value, dumped[name])
+        return values
+
     def recipe_hash(self) -> str:
-        """Hash of the resolved settings: equal for equal recipes, however they were written."""
-        return recipe_hash(self.canonical())
+        """Return the hash of `decisive`: equal for equal recipes, however they were written."""
+        return recipe_hash(self.decisive())
+
+
+def _decisive(value: Any, dumped: Any) -> Any:
+    """Return `dumped`, the JSON form of `value`, with `decisive` in place of each configuration inside it."""
+    if isinstance(value, Config):
+        return value.decisive()
+    if isinstance(value, Mapping):
+        return {name: _decisive(inner, dumped[name]) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_decisive(inner, shown) for inner, shown in zip(value, dumped, strict=True)]
+    return dumped
 
 
 def recipe_hash(value: Any) -> str:

@@ -144,3 +144,28 @@ def test_importing_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", f"import sys, tidewheel.config, tidewheel.storage, tidewheel.jsonlog\n"
                     f"assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"],
                    check=True, env={"PYTHONPATH": str(Path(config.__file__).parents[1])})
+
+
+def test_a_setting_that_a_later_version_adds_leaves_hashes_as_they_were() -> None:
+    class Inner(Config):
+        size: int = 1
+
+    class Before(Config):
+        name: str
+        inner: Inner = Inner()
+        many: tuple[Inner, ...] = ()
+
+    class LaterInner(Inner):
+        names: tuple[str, ...] = Field(default_factory=tuple)
+
+    class After(Before):
+        inner: LaterInner = LaterInner()
+        many: tuple[LaterInner, ...] = ()
+        table: dict[str, LaterInner] = Field(default_factory=dict)
+
+    values = {"name": "x", "inner": {"size": 2}, "many": [{}, {"size": 3}]}
+    old, new = build(Before, values), build(After, values)
+    assert old.decisive() == new.decisive() == values
+    assert old.recipe_hash() == new.recipe_hash()
+    assert build(After, {"name": "x"}).decisive() == {"name": "x"}
+    assert build(After, {**values, "table": {"a": {"names": ["b"]}}}).decisive()["table"] == {"a": {"names": ["b"]}}

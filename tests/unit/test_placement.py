@@ -72,7 +72,8 @@ def test_no_result_depends_on_it():
     assert here.canonical() != there.canonical()
     assert here.recipe_hash() == there.recipe_hash()
     kind = KINDS["pipeline"]
-    assert kind.recipe({"config": here.canonical()}) == kind.recipe({"config": there.canonical()})
+    assert kind.recipe({"name": "p", "config": here.canonical()}) == kind.recipe(
+        {"name": "p", "config": there.canonical()})
     runs = [load(TrainConfig, "jobs/configs/demo.yaml", overrides)
             for overrides in ((), ["elastic.placement.groups=[gpu, gpu-spot]"])]
     assert runs[1].elastic.placement.selector == {GROUP_LABEL: "in(gpu,gpu-spot)"}

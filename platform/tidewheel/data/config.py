@@ -111,8 +111,8 @@ class PipelineConfig(Config):
         return step if step.formats else step.model_copy(update={"formats": (default,)})
 
     def recipe_hash(self) -> str:
-        """Hash of what decides the result: not where it is computed."""
-        return recipe_hash({name: value for name, value in self.canonical().items() if name not in UNDECISIVE})
+        """Return the hash of what decides the result: not where it is computed."""
+        return recipe_hash({name: value for name, value in self.decisive().items() if name not in UNDECISIVE})
 
     def step(self, kind: str) -> Any:
         """Settings of the step of this kind, or None."""

@@ -9,6 +9,9 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
+from tidewheel.versions import Version
+
+VERSION = Version("documents")
 DOCUMENT_SCHEMA = pa.schema([
     pa.field("id", pa.string(), nullable=False),  # stable: given, or `content_id`; never a row number
     pa.field("text", pa.large_string(), nullable=False),

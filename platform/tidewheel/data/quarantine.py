@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from tidewheel.storage import content_hash
+from tidewheel.versions import Version
 
+VERSION = Version("quarantine")
 HEAD_BYTES = 200
 
 #: What can be wrong with a record, and what to tell its owner.

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     Tag,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
 from tidewheel.config import Config
 from tidewheel.data.text_template import TextTemplate
-
-#: Settings that were added when there were outputs already.
-_LATER = ("split", "subset", "sample", "limit", "conversations", "instruction", "input", "output", "alpaca_prompt",
-          "system", "tools", "code")
 
 
 class CodeConfig(Config):
@@ -142,10 +136,3 @@ class ReadConfig(Config):
     def text_fields(self) -> tuple[str, ...]:
         """The fields that make up a document's text."""
         return (self.text,) if isinstance(self.text, str) else self.text.fields
-
-    @model_serializer(mode="wrap")
-    def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out newer settings at their defaults, so that older recipes keep their hashes and units their keys."""
-        values: dict[str, Any] = serialize(self)
-        return {name: value for name, value in values.items()
-                if name not in _LATER or getattr(self, name) != type(self).model_fields[name].default}

@@ -1,22 +1,19 @@
 """Durable units: the work of a stage, cut so that each piece is done once, published whole, and found when done.
 
-A unit's key is a hash of everything its output follows from: the content of its input, the settings of
-its stage and the source code of the operators. Its files are written first; its manifest,
+A unit's key is a hash of everything its output follows from: the content of its input, the settings of its stage that
+differ from their defaults, and the versions of the parts that do the work. Its files are written first; its manifest,
 `stages/<stage>/units/<key>.json`, written last, publishes it. Files are never changed afterwards: those
 that live in folders shared between units are named by their content.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -24,6 +21,7 @@ from blake3 import blake3
 
 from tidewheel.errors import StorageError
 from tidewheel.storage import Stamp, Store, content_hash, is_remote, store
+from tidewheel.versions import Version
 
 _PARALLEL_LOOKUPS = 16
 
@@ -87,21 +85,21 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def unit_key(stage: str, *, settings: Any, code: str, inputs: Sequence[str]) -> str:
-    """Key of a unit: stage name, settings (JSON values), code version, and the identities of its inputs, in order."""
-    return blake3(_canonical([stage, settings, code, list(inputs)])).hexdigest()[:32]
+UNIT_FILES = Version("unit_files")
+"""How tables are written in a unit's files, and what its manifest holds."""
 
 
-@lru_cache(maxsize=64)
-def code_version(*modules: str) -> str:
-    """Hash of the source files of `modules` (full names), read without importing them."""
-    digest = blake3()
-    for name in sorted(modules):
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(name)
-        digest.update(f"{name}\n".encode() + Path(spec.origin).read_bytes())
-    return digest.hexdigest()[:16]
+def unit_key(stage: str, *, settings: Any, version: Version | None, inputs: Sequence[str]) -> str:
+    """Return the key of a unit, 32 hex digits.
+
+    Args:
+        stage: name of the stage.
+        settings: those that differ from their defaults, JSON values.
+        version: of the part that does the work; None for what is taken as it is.
+        inputs: identities of what it reads, in order.
+    """
+    numbers = version.numbers() | UNIT_FILES.numbers() if version else {}
+    return blake3(_canonical([stage, settings, numbers, list(inputs)])).hexdigest()[:32]
 
 
 def published(place: Store, unit: Unit, *, verify: bool = False) -> Published | None:

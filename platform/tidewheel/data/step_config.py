@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tidewheel.config import Config
 from tidewheel.data.filters.c4 import C4
@@ -226,14 +226,6 @@ class TokenizeStep(Config):
             raise ValueError("write a date, or a date and time without a time zone")
         return value
 
-    @model_serializer(mode="wrap")
-    def _without_no_date(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a date that is not set, so that older recipes keep their hashes."""
-        values: dict[str, Any] = serialize(self)
-        if values.get("template_date") is None:
-            values.pop("template_date", None)
-        return values
-
     @model_validator(mode="after")
     def _one(self) -> TokenizeStep:
         if (self.train is None) == (self.file is None):
@@ -260,14 +252,6 @@ class PackStep(Config):
     read group by group, each shuffled by itself. Partitions are by the hash of a document's id, so each group is a
     random sample of the corpus; but a sequence never leaves its group's stretch of an epoch. The validation set is
     packed first. 0: one order over the whole set, which is read when all of it is there."""
-
-    @model_serializer(mode="wrap")
-    def _without_no_waves(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """So that a recipe without waves has the hash that it had before there were any."""
-        values: dict[str, Any] = serialize(self)
-        if not values.get("waves"):  # left out already when only what is set is wanted
-            values.pop("waves", None)
-        return values
 
 
 class WriteStep(Config):
@@ -312,14 +296,6 @@ class Step(Config):
     """Tokens to shards."""
     write: WriteStep | None = None
     """Documents to files for other tools."""
-
-    @model_serializer(mode="wrap")
-    def _without_no_write(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """So that a recipe that writes nothing has the hash that it had before there was such a step."""
-        values: dict[str, Any] = serialize(self)
-        if values.get("write") is None:
-            values.pop("write", None)
-        return values
 
     @model_validator(mode="before")
     @classmethod

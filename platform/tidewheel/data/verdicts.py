@@ -16,6 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from tidewheel.versions import Version
+
+VERSION = Version("verdicts")
 VERDICT_SCHEMA = pa.schema([
     pa.field("id", pa.string(), nullable=False),
     pa.field("verdict", pa.string(), nullable=False),  # drop, edit, or keep where something was found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic
+
 from tidewheel.errors import CheckpointError, ConfigError, ShardError
 from tidewheel.models.config import ModelConfig
 from tidewheel.shards.integrity import check_files
@@ -108,9 +110,9 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:
     """Raise ConfigError unless `config` may continue a run whose `identity` was `saved`."""
     now = identity(config, source)
-    if isinstance(model := saved.get("model"), dict):  # a setting that came after the run began had its default then
-        saved = {**saved, "model": _with_defaults(model)}
-    changed = [name for name in IDENTITY if saved.get(name) != now[name]]
+    changed = [name for name in IDENTITY if name != "model" and saved.get(name) != now[name]]
+    if not _same_model(saved.get("model"), config):
+        changed.insert(0, "model")
     changed += [name for name in KIND if name in saved and saved[name] != now[name]]
     if changed:
         raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
@@ -118,8 +120,16 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
                           mend="restore them (run.json has the old ones), or start a new run with another run.id")
 
 
-def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:
-    return {**ModelConfig().shape(), **model}
+def _same_model(saved: Any, config: TrainConfig) -> bool:
+    """Return whether `saved`, the model's settings in a checkpoint or in run.json, are of the model of `config`.
+
+    A setting that a later version has added is not among them, and had its default.
+    """
+    try:
+        model = ModelConfig.model_validate(saved)
+    except pydantic.ValidationError:
+        return False
+    return model.shape() == config.model.shape()
 
 
 def finished(config: TrainConfig) -> TrainResult | None:
@@ -132,8 +142,7 @@ def finished(config: TrainConfig) -> TrainResult | None:
     found = read_result(place)
     if found is None or found.steps != config.steps:
         return None
-    before = _with_defaults(place.read_json("run.json")["config"]["model"])
-    if any(before[name] != value for name, value in config.model.shape().items()):
+    if not _same_model(place.read_json("run.json")["config"]["model"], config):
         raise ConfigError("this run is over, and was of another model", where=config.run_uri,
                           mend="start a new run with another run.id (run.json has this one's settings)")
     return found

@@ -279,24 +279,22 @@ class TrainConfig(Config):
         return self
 
     def recipe_hash(self) -> str:
-        """Hash of what decides the result: not where the run writes, nor the cluster and layout, nor how often it
-        saves."""
-        values = self.canonical()
+        """Return the hash of what decides the result: not where the run writes, nor the cluster and layout, nor how
+        often it saves."""
+        values = self.decisive()
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
                       "profile"):
-            values.pop(group)
-        values["model"].pop("attention")
-        values["loss"].pop("chunk_tokens")
-        for name in ("separate", "gpus"):
-            values["evaluation"].pop(name)
-        values["guards"] = {key: value for key, value in values["guards"].items() if key not in REPORTING}
-        if not self.reproducible:
-            values.pop("reproducible")  # so that a recipe's hash is what it was before there was such a mode
+            values.pop(group, None)
+        for group, names in (("model", ("attention",)), ("loss", ("chunk_tokens",)),
+                             ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):
+            kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
+            if kept:
+                values[group] = kept
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
-            mixture = self.data.mixture.canonical()
+            mixture = self.data.mixture.decisive()
             for domain in mixture["domains"].values():
-                domain.pop("shards")
+                domain.pop("shards", None)
             values["data"]["mixture"] = mixture
         return recipe_hash(values)
 

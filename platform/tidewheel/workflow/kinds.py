@@ -54,9 +54,10 @@ class PipelineKind:
     """`tw.Pipeline`: a folder with shards/, validation/, verdicts/ ..."""
 
     def recipe(self, entry: Entry) -> Any:
-        from tidewheel.data.config import UNDECISIVE
+        from tidewheel.data.config import UNDECISIVE, PipelineConfig
 
-        return {name: value for name, value in entry["config"].items() if name not in UNDECISIVE}
+        config = build(PipelineConfig, entry["config"], where=entry["name"])
+        return {name: value for name, value in config.decisive().items() if name not in UNDECISIVE}
 
     def content(self, entry: Entry, input: str, output: str) -> Any:
         from tidewheel.data.config import PipelineConfig
@@ -138,10 +139,10 @@ class TrainKind:
         from tidewheel.train.config import TrainConfig
 
         config = build(TrainConfig, entry["config"], where=entry["name"])
-        decisive = {name: value for name, value in config.canonical().items() if name not in UNDECISIVE}
+        decisive = {name: value for name, value in config.decisive().items() if name not in UNDECISIVE}
         decisive["data"] = {"seed": config.data.seed}  # the sets' contents stand beside this; mixtures are in the hash
         return {"recipe_hash": config.recipe_hash(), **{name: decisive[name] for name in (
-            "model", "optimizer", "schedule", "batch", "steps", "seed", "precision", "data")}}
+            "model", "optimizer", "schedule", "batch", "steps", "seed", "precision", "data") if name in decisive}}
 
     def content(self, entry: Entry, input: str, output: str) -> Any:
         data = entry["config"]["data"]

@@ -6,16 +6,18 @@ import pyarrow as pa
 import pytest
 
 from tidewheel.data import stage
-from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, lookup, published, unit_key
+from tidewheel.data.stage import Published, Unit, UnitWriter, lookup, published, unit_key
 from tidewheel.errors import StorageError
 from tidewheel.storage import Stamp, store
+from tidewheel.versions import Version
 
+ONE = Version("c")
 TABLE = pa.table({"id": [f"d{number}" for number in range(20_000)], "value": list(range(20_000))})
 
 
 @pytest.fixture
 def unit():
-    return Unit("stage", "part-00000", unit_key("stage", settings={"a": 1}, code="c", inputs=["x"]))
+    return Unit("stage", "part-00000", unit_key("stage", settings={"a": 1}, version=Version("c"), inputs=["x"]))
 
 
 def write(tmp_path, unit, table=TABLE):
@@ -47,21 +49,15 @@ def test_publishing_again_changes_no_byte(tmp_path, unit):
 
 
 def test_keys_tell_everything_apart_that_matters():
-    def key(name="s", settings=None, code="c", inputs=("x", "y")):
-        return unit_key(name, settings=settings or {"a": 1, "b": 2}, code=code, inputs=inputs)
+    def key(name="s", settings=None, version=ONE, inputs=("x", "y")):
+        return unit_key(name, settings=settings or {"a": 1, "b": 2}, version=version, inputs=inputs)
 
     assert key(settings={"b": 2, "a": 1}) == key()
-    others = [key("t"), key(settings={"a": 1}), key(code="d"), key(inputs=("y", "x")), key(inputs=("xy",)), key()]
-    assert len(set(others)) == 6
+    others = [key("t"), key(settings={"a": 1}), key(version=Version("c", 2)),
+              key(version=Version("c", uses=(Version("d"),))), key(version=None),
+              key(inputs=("y", "x")), key(inputs=("xy",)), key()]
+    assert len(set(others)) == 8
     assert all(len(each) == 32 for each in others)
-
-
-def test_code_version_follows_the_source():
-    one = code_version("tidewheel.data.stage")
-    assert one == code_version("tidewheel.data.stage")
-    assert one != code_version("tidewheel.data.stage", "tidewheel.data.verdicts")
-    with pytest.raises(ModuleNotFoundError):
-        code_version("tidewheel.data.no_such_module")
 
 
 @pytest.mark.parametrize("damage", ["manifest_cut", "manifest_changed", "manifest_empty", "file_cut", "file_gone",

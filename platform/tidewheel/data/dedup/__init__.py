@@ -12,7 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.data.text.kernel_tools import compiled
+from tidewheel.versions import Version
 
+VERSION = Version("dedup")
+"""Which of several duplicates is kept."""
 ORDER = (("priority", "descending"), ("quality", "descending"), ("length", "descending"), ("id", "ascending"))
 ORDER_COLUMNS = (("id", pa.string()), ("priority", pa.int64()), ("quality", pa.float32()), ("length", pa.int64()))
 KEY_SCHEMA = pa.schema([("hash_hi", pa.uint64()), ("hash_lo", pa.uint64()), *ORDER_COLUMNS])

@@ -19,7 +19,9 @@ import numpy as np
 
 from tidewheel.data import text
 from tidewheel.data.text.kernel_tools import compiled
+from tidewheel.versions import Version
 
+VERSION = Version("minhash", uses=(text.VERSION,))
 MINHASH_VERSION = f"{text.TEXT_VERSION}/affine32-1"
 MAX_WORDS = 100_000  # longer texts saturate a signature and glue strangers together (Marin caps at 500,000 characters)
 MAX_CHARACTERS = 500_000

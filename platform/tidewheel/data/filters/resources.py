@@ -84,8 +84,8 @@ def identity(settings: Config, references: Mapping[str, str]) -> dict[str, Any]:
     """Settings as JSON values for unit keys: in place of a path stands the content's hash."""
     if isinstance(settings, FileConfig):
         hashed = settings.with_files(lambda path: references[path].partition("@")[0])
-        return {**hashed.canonical(), **settings.versions()}
-    return settings.canonical()
+        return {**hashed.decisive(), **settings.versions()}
+    return settings.decisive()
 
 
 def read(reference: str) -> bytes:

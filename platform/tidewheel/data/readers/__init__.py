@@ -18,14 +18,16 @@ from tidewheel.data.readers.packed import UnreadableFile, opened
 from tidewheel.data.readers.record import Record
 from tidewheel.data.readers.sniff import Shape, shape_of
 from tidewheel.storage import Store
+from tidewheel.versions import Version
 
-__all__ = ["MODULES", "Record", "Shape", "UnreadableFile", "check_installed", "is_empty", "ranges", "read_records",
-           "shape_of", "versions"]
+__all__ = ["FORMATS", "Record", "Shape", "UnreadableFile", "check_installed", "is_empty", "ranges", "read_records",
+           "shape_of", "version", "versions"]
 
-MODULES = ("tidewheel.data.languages", "tidewheel.data.text_template", *(f"tidewheel.data.readers{name}" for name in (
-    "", ".code", ".columns", ".columns_size", ".csv_fields", ".json_values", ".lines", ".messages", ".packed",
-    ".page_process", ".page_text", ".record", ".sniff", ".tables", ".trees", ".web")))
-"""Whose code decides what a file holds."""
+
+RECORDS = Version("records")
+"""How a file is unpacked, its format is recognised, and fields become a document or a bad record."""
+FORMATS = {"jsonl": 1, "json": 1, "csv": 1, "tsv": 1, "text": 1, "parquet": 1, "arrow": 1, "warc": 1, "code": 1}
+"""The version of each format's reader."""
 
 
 def read_records(place: Store, key: str, config: ReadConfig, *, name: str | None = None,
@@ -78,6 +80,11 @@ def ranges(place: Store, key: str, size: int, config: ReadConfig, shape: Shape |
     if shape.format == "jsonl" and shape.is_seekable:
         return list(itertools.pairwise([*range(0, size, config.unit_bytes), size]))
     return []
+
+
+def version(kind: str) -> Version:
+    """Return the version of what is read from files of a format."""
+    return Version(f"read_{kind}", FORMATS[kind], uses=(RECORDS,))
 
 
 def versions(shape: Shape) -> list[str]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
-MODULES = ("tidewheel.data.stages.by_source",)
+from tidewheel.versions import Version
+
+VERSION = Version("by_source")
 UNIT_SOURCES = 256  # told one by one in a unit's counts; a crawl may have as many sources as documents
 REPORT_SOURCES = 40
 OTHER = "(other sources)"

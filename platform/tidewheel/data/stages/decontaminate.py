@@ -18,8 +18,8 @@ import pyarrow as pa
 from tidewheel.data import text, verdicts
 from tidewheel.data.config import DecontaminateStep
 from tidewheel.data.decontaminate import EvalIndex, Match, Rules, contamination, find
-from tidewheel.data.stage import Published, Unit, code_version, read_file, read_table, unit_key
-from tidewheel.data.stages import keys, outcomes, rewrite
+from tidewheel.data.stage import Published, Unit, read_file, read_table, unit_key
+from tidewheel.data.stages import drops, keys, outcomes, rewrite
 from tidewheel.data.stages.drops import after, part_tasks, publish
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
@@ -27,13 +27,12 @@ from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.stages.rewrite import Rewriter
 from tidewheel.errors import InputError
 from tidewheel.storage import Stamp, store
+from tidewheel.versions import Version
 
 STAGE, INDEX, PACKED = "decontaminate", "decontaminate_index", "decontaminate_packed"
 REASON, REASON_CUT = "contaminated", "contaminated_cut"
-_SEARCH = (*text.MODULES, "tidewheel.data.decontaminate", "tidewheel.data.decontaminate.eval_index",
-           "tidewheel.data.decontaminate.eval_kernels", "tidewheel.data.decontaminate.evals")
-_MODULES = (*_SEARCH, *rewrite.MODULES, *outcomes.MODULES, "tidewheel.data.decontaminate.contamination",
-            "tidewheel.data.verdicts", "tidewheel.data.stages.drops", "tidewheel.data.stages.decontaminate")
+INDEX_VERSION = Version("evaluation_index", uses=(text.VERSION,))
+VERSION = Version("decontaminate", uses=(INDEX_VERSION, drops.VERSION, outcomes.VERSION, rewrite.VERSION))
 _MATCH_CHARACTERS = 500
 _TOP = 100  # items that the summary tells one by one
 _FOUND = pa.schema([("benchmark", pa.string()), ("item", pa.string()), ("id", pa.string()), ("score", pa.float64()),
@@ -52,7 +51,7 @@ def run(job: Job, runner: Runner, parts: list[Part], fail_above: float | None = 
     stamp = index.units[0].files["index"]
     settings = {"action": step.action, "ngram": step.ngram}
     minhash = keys.minhash_settings(job.config) if step.action == "cut" else None
-    todo = part_tasks(job, STAGE, parts, settings=[settings, minhash, stamp.hash], code=code_version(*_MODULES),
+    todo = part_tasks(job, STAGE, parts, settings=[settings, minhash, stamp.hash], version=VERSION,
                       together=False, more={"index": stamp, **settings})
     done = runner.complete(STAGE, todo, lambda missing: map_units(missing, judge_part), note=f"{len(job.evals)} items")
     told = _summary(job, done.units, index.units[0].summary["sets"], step.action)
@@ -62,7 +61,7 @@ def run(job: Job, runner: Runner, parts: list[Part], fail_above: float | None = 
 
 def _index_task(job: Job) -> Task:
     items = [[item.name, item.item, item.text, item.answer] for item in job.evals]
-    key = unit_key(INDEX, settings=[], code=code_version(*_SEARCH), inputs=[json.dumps(items)])
+    key = unit_key(INDEX, settings=[], version=INDEX_VERSION, inputs=[json.dumps(items)])
     return Task(job.output, Unit(INDEX, "index", key))
 
 
@@ -203,9 +202,8 @@ def check_packed(job: Job, runner: Runner, packed: Sequence[Published], tokenize
     stamp = index.units[0].files["index"]
     more = {"index": stamp, "ngram": step.ngram, "tokenizer": tokenizer,
             "settings": settings_of(job.config.step("tokenize")).canonical()}
-    code = code_version(*_MODULES)
     todo = [Task(job.output, Unit(PACKED, unit.unit.label, unit_key(
-        PACKED, settings=[step.ngram, more["settings"], unit.unit.number], code=code,
+        PACKED, settings=[step.ngram, more["settings"], unit.unit.number], version=VERSION,
         inputs=[stamp.hash, tokenizer.hash, *(entry.hash for _, entry in _shards(unit))]), unit.unit.number),
         {**more, "shards": [entry for _, entry in _shards(unit)]}) for unit in packed]
     done = runner.complete(PACKED, todo, lambda missing: map_units(missing, check_unit))

@@ -13,25 +13,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.data import dedup, verdicts
-from tidewheel.data.stage import code_version
-from tidewheel.data.stages import near_index
+from tidewheel.data.stages import drops, near_index
 from tidewheel.data.stages.drops import DROP_SCHEMA, after, part_tasks, shuffle_drops, with_partition
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.near_index import Index
 from tidewheel.data.stages.partition import Part, load_keys
+from tidewheel.versions import Version
 
 STAGE = "dedup_exact"
 REASON = "exact_duplicate"
-_MODULES = ("tidewheel.data.dedup", "tidewheel.data.verdicts", "tidewheel.data.stage", "tidewheel.data.stages.drops",
-            "tidewheel.data.stages.partition", "tidewheel.data.stages.near_index", "tidewheel.data.stages.dedup_exact")
+VERSION = Version("dedup_exact", uses=(dedup.VERSION, drops.VERSION, near_index.VERSION))
 ROWS = dedup.KEY_SCHEMA.append(pa.field("bucket", pa.int32()))
 
 
 def tasks(job: Job, parts: list[Part]) -> list[Task]:
     """One unit for each partition of ids."""
     return part_tasks(job, STAGE, parts, settings=[index.hash for index in job.indexes], together=True,
-                      code=code_version(*_MODULES), more={"against": [index.uri for index in job.indexes]})
+                      version=VERSION, more={"against": [index.uri for index in job.indexes]})
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Part]]:

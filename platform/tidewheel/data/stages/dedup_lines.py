@@ -14,22 +14,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidewheel.data import dedup, verdicts
+from tidewheel.data import dedup, text, verdicts
 from tidewheel.data.config import DedupLinesStep
 from tidewheel.data.dedup import lines as dedup_lines
-from tidewheel.data.stage import Published, code_version
-from tidewheel.data.stages import keys, outcomes, rewrite
+from tidewheel.data.stage import Published
+from tidewheel.data.stages import drops, keys, outcomes, rewrite
 from tidewheel.data.stages.drops import after, part_tasks, publish
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task, shuffle_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.partition import Part, load_documents, load_keys
 from tidewheel.data.stages.rewrite import Rewriter
+from tidewheel.versions import Version
 
 STAGE = "dedup_lines"
 REASON, EMPTY = "repeated_lines", "dedup_lines_nothing_left"
-_MODULES = ("tidewheel.data.dedup", "tidewheel.data.dedup.lines", "tidewheel.data.verdicts",
-            "tidewheel.data.stages.drops", "tidewheel.data.stages.outcomes", "tidewheel.data.stages.dedup_lines",
-            *rewrite.MODULES)
+VERSION = Version("dedup_lines", uses=(dedup.VERSION, text.VERSION, drops.VERSION, outcomes.VERSION, rewrite.VERSION))
 ROWS = dedup_lines.ROW_SCHEMA.append(pa.field("bucket", pa.int32()))
 REPEATS = dedup_lines.REPEAT_SCHEMA.append(pa.field("partition", pa.int32()))
 
@@ -37,10 +36,9 @@ REPEATS = dedup_lines.REPEAT_SCHEMA.append(pa.field("partition", pa.int32()))
 def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Part]]:
     """Cut repeated lines or paragraphs out of the documents that are left."""
     step: DedupLinesStep = job.config.step(STAGE)
-    settings = step.canonical()
-    todo = part_tasks(job, STAGE, parts, settings=[settings, keys.minhash_settings(job.config)],
-                      code=code_version(*_MODULES), together=True,
-                      more={"partitions": job.partitions, "step": settings})
+    todo = part_tasks(job, STAGE, parts, settings=[step.decisive(), keys.minhash_settings(job.config)],
+                      version=VERSION, together=True,
+                      more={"partitions": job.partitions, "step": step.canonical()})
     done = runner.complete(STAGE, todo, functools.partial(_execute, job, todo))
     return done, after(parts, done.units)
 

@@ -16,18 +16,18 @@ import pyarrow.compute as pc
 
 from tidewheel.data import dedup, verdicts
 from tidewheel.data.config import DedupNearStep
-from tidewheel.data.stage import Published, code_version, read_table
-from tidewheel.data.stages import histograms, near_edges, near_exact, near_index, near_rounds
+from tidewheel.data.stage import Published, read_table
+from tidewheel.data.stages import drops, histograms, near_edges, near_exact, near_index, near_rounds
 from tidewheel.data.stages.drops import DROP_SCHEMA, after, part_tasks, publish_duplicates, with_partition
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task, map_units, shuffle_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.near_rounds import State
 from tidewheel.data.stages.partition import Part
+from tidewheel.versions import Version
 
 STAGE = "dedup_near"
 REASON = "near_duplicate"
-_MODULES = (*near_rounds.MODULES, "tidewheel.data.stages.drops", "tidewheel.data.stages.partition",
-            "tidewheel.data.stages.dedup_near")
+VERSION = Version("dedup_near", uses=(near_rounds.VERSION, drops.VERSION))
 COUNTED_CLUSTERS = 1 << 20  # about as many survivors are counted at most, chosen by the hash of their id
 _SIZES = [2, 3, 4, 5, 7, 11, 21, 51, 101, 1001, 1 << 62]
 
@@ -52,7 +52,7 @@ def _decide(job: Job, runner: Runner, parts: list[Part], states: list[State], ve
     contents = [part for state in states for part in state.content()]
     every = max(sum(part.count for part in parts) // COUNTED_CLUSTERS, 1)
     todo = part_tasks(job, STAGE, parts, settings=[contents, every, [index.hash for index in job.indexes]],
-                      code=code_version(*_MODULES), together=True,
+                      version=VERSION, together=True,
                       more={"every": every, "against": [index.uri for index in job.indexes]})
     known = {state.number: state for state in states}
     todo = [Task(task.output, task.unit, {**task.inputs, "dropped_so_far": known[task.unit.number].dropped})

@@ -13,23 +13,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.data import dedup, verdicts
-from tidewheel.data.stage import code_version
+from tidewheel.data.stages import drops
 from tidewheel.data.stages.drops import DROP_SCHEMA, after, part_tasks, shuffle_drops, with_partition
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.keys import URL_COLUMNS
 from tidewheel.data.stages.partition import Part, load_keys
+from tidewheel.versions import Version
 
 STAGE = "dedup_url"
 REASON = "url_duplicate"
-_MODULES = ("tidewheel.data.dedup", "tidewheel.data.verdicts", "tidewheel.data.stage", "tidewheel.data.stages.drops",
-            "tidewheel.data.stages.partition", "tidewheel.data.stages.dedup_url")
+VERSION = Version("dedup_url", uses=(dedup.VERSION, drops.VERSION))
 ROWS = dedup.KEY_SCHEMA.append(pa.field("bucket", pa.int32()))
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Part]]:
     """Find the documents of one URL among those that are left."""
-    todo = part_tasks(job, STAGE, parts, settings={}, code=code_version(*_MODULES), together=True,
+    todo = part_tasks(job, STAGE, parts, settings={}, version=VERSION, together=True,
                       more={"partitions": job.partitions})
     meet = Hop("bucket", functools.partial(losers, job.partitions), DROP_SCHEMA)
     done = runner.complete(STAGE, todo, lambda missing: shuffle_drops(

@@ -11,24 +11,27 @@ from typing import Any
 import pyarrow as pa
 
 from tidewheel.data import dedup, verdicts
-from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, read_table, unit_key
-from tidewheel.data.stages import by_source, keys
+from tidewheel.data.stage import Published, Unit, UnitWriter, read_table, unit_key
+from tidewheel.data.stages import by_source, keys, partition
 from tidewheel.data.stages.execute import Hop, Task, shuffle_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.partition import Part, load_keys
+from tidewheel.versions import Version
 
+VERSION = Version("drops", uses=(verdicts.VERSION, by_source.VERSION, partition.VERSION))
+"""How a stage's verdicts on its partitions are written."""
 #: Rows that a stage hands to `publish`: which document goes, for which better one, how alike; `partition` is the id's.
 DROP_SCHEMA = pa.schema([("id", pa.string()), ("survivor", pa.string()), ("score", pa.float64()),
                          ("partition", pa.int32())])
 
 
-def part_tasks(job: Job, stage: str, parts: Sequence[Part], *, settings: Any, code: str, together: bool,
+def part_tasks(job: Job, stage: str, parts: Sequence[Part], *, settings: Any, version: Version, together: bool,
                more: Mapping[str, Any] | None = None) -> list[Task]:
     """One unit for each partition. `together`: its verdicts follow from all partitions, not from its own alone."""
     everything = [identity for part in parts for identity in part.content()] if together else []
     return [
         Task(job.output, Unit(stage, f"part-{part.number:05d}", unit_key(
-            stage, settings=[settings, part.number, job.partitions], code=code + code_version(*by_source.MODULES),
+            stage, settings=[settings, part.number, job.partitions], version=version,
             inputs=everything or part.content()), part.number),
             {**part.inputs(), "minhash": keys.minhash_settings(job.config), **(more or {})})
         for part in parts

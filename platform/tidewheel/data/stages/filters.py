@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.config import Config
+from tidewheel.data import text
 from tidewheel.data.filters import c4, classifier, fineweb, language, pii, quality, refinedweb, repetition, urls, words
 from tidewheel.data.stages import histograms
 from tidewheel.data.text import textpass
-
-MODULES = ("tidewheel.data.filters.rules", "tidewheel.data.filters.quality", "tidewheel.data.filters.repetition",
-           "tidewheel.data.filters.c4", "tidewheel.data.filters.fineweb", *textpass.MODULES,
-           "tidewheel.data.filters.refinedweb", "tidewheel.data.filters.refinedweb_kernels",
-           "tidewheel.data.filters.pii", "tidewheel.data.filters.resources", "tidewheel.data.filters.fasttext_model",
-           "tidewheel.data.filters.urls", "tidewheel.data.filters.language", "tidewheel.data.filters.words",
-           "tidewheel.data.filters.classifier", "tidewheel.data.stages.filters", "tidewheel.data.stages.histograms")
+from tidewheel.versions import Version
 
 
 @dataclass(frozen=True)
@@ -39,11 +34,13 @@ class Rule:
             quality]]), the table with columns id, text, source and meta. `metas`: n JSON objects that take the place
             of meta, or None; `quality`: float32 [n] for the order in which duplicates are kept, or None.
         writes: it gives metas or quality.
+        version: of its outcome.
         measures: what `textpass.measure` is asked for this filter; `apply` then takes what it found as third argument.
     """
 
     settings: type[Config]
     apply: Callable[..., tuple[Any, ...]]
+    version: Version
     edits: str = ""
     detail: tuple[str, ...] = ()
     by_document: bool = False
@@ -57,18 +54,30 @@ class Rule:
 
 
 _FILTERS: dict[str, Rule] = {
-    "urls": Rule(urls.UrlFilter, urls.url_filter, by_document=True),
-    "language": Rule(language.Language, language.language, by_document=True, writes=True),
-    "gopher_repetition": Rule(repetition.GopherRepetition, repetition.gopher_repetition, measures="repetition"),
-    "gopher_quality": Rule(quality.GopherQuality, quality.gopher_quality, measures="quality"),
-    "c4": Rule(c4.C4, c4.c4, edits="c4_lines", detail=("c4_removed_lines",), measures="c4"),
-    "fineweb": Rule(fineweb.FineWeb, fineweb.fineweb, measures="fineweb"),
+    "urls": Rule(urls.UrlFilter, urls.url_filter, by_document=True,
+        version=Version("filter_urls")),
+    "language": Rule(language.Language, language.language, by_document=True, writes=True,
+        version=Version("filter_language")),
+    "gopher_repetition": Rule(repetition.GopherRepetition, repetition.gopher_repetition, measures="repetition",
+        version=Version("filter_gopher_repetition", uses=(textpass.VERSION,))),
+    "gopher_quality": Rule(quality.GopherQuality, quality.gopher_quality, measures="quality",
+        version=Version("filter_gopher_quality", uses=(textpass.VERSION,))),
+    "c4": Rule(c4.C4, c4.c4, edits="c4_lines", detail=("c4_removed_lines",), measures="c4",
+        version=Version("filter_c4", uses=(textpass.VERSION,))),
+    "fineweb": Rule(fineweb.FineWeb, fineweb.fineweb, measures="fineweb",
+        version=Version("filter_fineweb", uses=(textpass.VERSION,))),
     "refinedweb": Rule(refinedweb.RefinedWeb, refinedweb.refinedweb, edits="refinedweb_lines",
-                       detail=("refinedweb_removed_lines", "refinedweb_cut_phrases")),
-    "words": Rule(words.WordFilter, words.word_filter),
-    "classifier": Rule(classifier.Classifier, classifier.classifier, by_document=True, writes=True),
-    "pii": Rule(pii.Pii, pii.pii, edits="pii_replaced", detail=("pii_emails", "pii_addresses")),
+                       detail=("refinedweb_removed_lines", "refinedweb_cut_phrases"),
+        version=Version("filter_refinedweb", uses=(text.VERSION,))),
+    "words": Rule(words.WordFilter, words.word_filter,
+        version=Version("filter_words", uses=(text.VERSION,))),
+    "classifier": Rule(classifier.Classifier, classifier.classifier, by_document=True, writes=True,
+        version=Version("filter_classifier")),
+    "pii": Rule(pii.Pii, pii.pii, edits="pii_replaced", detail=("pii_emails", "pii_addresses"),
+        version=Version("filter_pii")),
 }
+
+NAMES = tuple(_FILTERS)
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,11 @@ class Judged:
 def settings_of(kind: str, values: dict[str, Any]) -> Config:
     """The settings of a filter from its JSON form."""
     return _FILTERS[kind].settings.model_validate(values)
+
+
+def versions(kinds: Iterable[str]) -> tuple[Version, ...]:
+    """Return the versions of these filters, for the keys of units that apply them."""
+    return tuple(_FILTERS[kind].version for kind in kinds)
 
 
 def changes(kinds: Sequence[str]) -> bool:

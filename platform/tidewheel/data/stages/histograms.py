@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from tidewheel.versions import Version
+
+VERSION = Version("histograms")
 _WORDS = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000]
 _NGRAMS = [*(edge / 100 for edge in range(31)), 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]  # the thresholds are edges
 _COUNTS = [0, 1, 2, 3, 5, 10, 20, 50, 100, 1_000]

@@ -15,27 +15,26 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from tidewheel.data import quarantine, readers, text, verdicts
+from tidewheel.data import document, quarantine, readers, text, verdicts
 from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers import Record, UnreadableFile, code, sniff
-from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, counts, ipc_stream, unit_key
-from tidewheel.data.stages import by_source, empty, keys
+from tidewheel.data.stage import Published, Unit, UnitWriter, counts, ipc_stream, unit_key
+from tidewheel.data.stages import by_source, empty, filters, keys
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job, SourceFile
-from tidewheel.data.stages.outcomes import MODULES as FILTERING
+from tidewheel.data.stages.outcomes import VERSION as FILTERING
 from tidewheel.data.stages.outcomes import Group, Outcomes, grouped, groups
 from tidewheel.errors import InputError
 from tidewheel.storage import store
+from tidewheel.versions import Version
 
 STAGE, FILTER = "ingest", "filter"  # what leading filters decide is told as a stage of its own
 BATCH_DOCUMENTS = 2048
 _SAMPLE_SALT = 0x5A3B1E  # keeps the sample independent of partitions and of the validation split
 BATCH_CHARACTERS = 8 << 20
-_MODULES = (*readers.MODULES, "tidewheel.data.quarantine", "tidewheel.data.document", *keys.MODULES,
-            *by_source.MODULES, "tidewheel.data.stages.ingest",
-            "tidewheel.data.readers.conversations", *FILTERING)
+VERSION = Version("ingest", uses=(document.VERSION, quarantine.VERSION, keys.VERSION, by_source.VERSION))
 
 
 def schema(num_permutations: int) -> pa.Schema:
@@ -56,7 +55,7 @@ def leading_filters(config: PipelineConfig) -> list[FilterStep]:
 
 def tasks(job: Job) -> list[Task]:
     """One for each source file or range of one. Neither the patterns are part of the key nor what other files hold."""
-    read = job.config.read.canonical()
+    read = job.config.read.decisive()
     for name in ("paths", "split", "subset", "unit_bytes", "limit"):
         read.pop(name, None)
     settings = {
@@ -64,16 +63,19 @@ def tasks(job: Job) -> list[Task]:
         "filters": grouped(leading_filters(job.config), job.identity),
         "minhash": keys.minhash_settings(job.config),
     }
-    version = code_version(*_MODULES)
+    names = [name for step in leading_filters(job.config) for name, _ in step.rules()]
+    filtering = (FILTERING, *filters.versions(names)) if names else ()
     rules = grouped(leading_filters(job.config), job.bound)
     found: list[Task] = []
     for file in job.files:
-        versions = readers.versions(file.shape)
+        kind = "code" if file.members else file.shape.format
+        version = VERSION.using(readers.version(kind), *filtering)
+        packages = readers.versions(file.shape)
         for span in file.ranges or [None]:
-            inputs = [file.name, file.fingerprint, *versions, *(map(str, span or ()))]
+            inputs = [file.name, file.fingerprint, *packages, *(map(str, span or ()))]
             inputs += [] if file.limit is None else [f"limit {file.limit}"]
             unit = Unit(STAGE, _label(file, span),
-                        unit_key(STAGE, settings=settings, code=version, inputs=inputs), len(found))
+                        unit_key(STAGE, settings=settings, version=version, inputs=inputs), len(found))
             found.append(Task(job.output, unit, {**settings, "filters": rules, "root": file.root, "key": file.key,
                                                  "name": file.name, "fingerprint": file.fingerprint, "span": span,
                                                  "shape": sniff.values_of(file.shape), "limit": file.limit,

@@ -11,8 +11,9 @@ import pyarrow.compute as pc
 
 from tidewheel.data import verdicts
 from tidewheel.data.stages import by_source
+from tidewheel.versions import Version
 
-MODULES = ("tidewheel.data.stages.kept", "tidewheel.data.verdicts", *by_source.MODULES)
+VERSION = Version("kept", uses=(verdicts.VERSION, by_source.VERSION))
 SAMPLES = 6
 _SPARE = 32  # candidates of a unit, of which the last stage may still drop some
 

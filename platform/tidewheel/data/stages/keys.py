@@ -11,10 +11,12 @@ import pyarrow.compute as pc
 
 from tidewheel.data import verdicts
 from tidewheel.data.config import PipelineConfig
+from tidewheel.data.dedup.minhash import VERSION as minhash_version
 from tidewheel.data.dedup.minhash import minhash as signatures_of
 from tidewheel.data.text import textpass
+from tidewheel.versions import Version
 
-MODULES = (*textpass.MODULES, "tidewheel.data.stages.keys")
+VERSION = Version("document_keys", uses=(textpass.VERSION, minhash_version, verdicts.VERSION))
 
 
 URL_COLUMNS = ("url_hi", "url_lo")

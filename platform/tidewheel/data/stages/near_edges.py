@@ -21,17 +21,17 @@ import pyarrow.compute as pc
 from tidewheel.data import dedup, verdicts
 from tidewheel.data.config import DedupNearStep
 from tidewheel.data.dedup import minhash
-from tidewheel.data.stage import Published, code_version
-from tidewheel.data.stages import histograms, near_index
+from tidewheel.data.stage import Published
+from tidewheel.data.stages import drops, histograms, near_index
 from tidewheel.data.stages.drops import part_tasks
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task, shuffle_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.near_index import Index
 from tidewheel.data.stages.partition import Part, load_keys
+from tidewheel.versions import Version
 
 STAGE = "dedup_near_edges"
-MODULES = (*near_index.MODULES, "tidewheel.data.stages.drops", "tidewheel.data.stages.histograms",
-           "tidewheel.data.stages.near_edges")
+VERSION = Version("near_edges", uses=(near_index.VERSION, drops.VERSION, histograms.VERSION))
 BANDS = pa.schema([*dedup.BAND_SCHEMA, ("bucket", pa.int32())])
 PAIRS = pa.schema([*dedup.EDGE_SCHEMA, ("found", pa.bool_()), ("sampled", pa.bool_()), ("part_a", pa.int32())])
 SAMPLE = pa.schema([*dedup.SCORED_EDGE_SCHEMA, ("found", pa.bool_()), ("sampled", pa.bool_()), ("others", pa.bool_())])
@@ -52,7 +52,7 @@ def run(job: Job, runner: Runner, parts: Sequence[Part]) -> tuple[Finished, list
     step = job.config.step("dedup_near")
     every = max(sum(part.count for part in parts) // SAMPLE_DOCUMENTS, 1)
     settings = [near_index.parameters(step), every, [index.hash for index in job.indexes]]
-    todo = part_tasks(job, STAGE, parts, settings=settings, code=code_version(*MODULES), together=True,
+    todo = part_tasks(job, STAGE, parts, settings=settings, version=VERSION, together=True,
                       more={"every": every})
     done = runner.complete(STAGE, todo, functools.partial(_find, job, step, todo))
     return done, todo

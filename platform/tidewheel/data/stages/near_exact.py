@@ -17,15 +17,16 @@ import pyarrow.compute as pc
 from tidewheel.data import text
 from tidewheel.data.config import DedupNearStep
 from tidewheel.data.dedup import banding, minhash
-from tidewheel.data.stage import Published, Unit, code_version, read_table, unit_key
+from tidewheel.data.stage import Published, Unit, read_table, unit_key
 from tidewheel.data.stages import near_edges, near_index
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task, shuffle_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.near_index import Index
 from tidewheel.data.stages.near_shingles import sets_of
+from tidewheel.versions import Version
 
 STAGE = "dedup_near_exact"
-MODULES = (*near_edges.MODULES, *text.MODULES, "tidewheel.data.dedup.banding", "tidewheel.data.stages.near_exact")
+VERSION = Version("near_exact", uses=(near_edges.VERSION, text.VERSION))
 ASKED = pa.schema([("a", pa.string()), ("part_a", pa.int32()), ("part_b", pa.int32())])
 SETS = pa.schema([("a", pa.string()), ("shingle_set", pa.large_binary()), ("part_b", pa.int32())])
 BINS = 20  # of exact similarity, 0.05 wide
@@ -37,12 +38,12 @@ def run(job: Job, runner: Runner, tasks: Sequence[Task], edges: Sequence[Publish
     step = job.config.step("dedup_near")
     if not any(unit.summary["sample"] or unit.summary["edges"] for unit in edges):
         return Finished([], 0, 0.0)
-    inputs = unit_key(STAGE, settings="", code="", inputs=[part for unit in edges for part in unit.content()])
+    inputs = unit_key(STAGE, settings="", version=None, inputs=[part for unit in edges for part in unit.content()])
     settings = near_index.parameters(step)
     todo = [
         Task(job.output, Unit(STAGE, task.unit.label, unit_key(
             STAGE, settings=[settings, task.unit.number, [index.hash for index in job.indexes]],
-            code=code_version(*MODULES),
+            version=VERSION,
             inputs=[inputs, task.inputs["documents"].hash, *(stamp.hash for stamp in task.inputs["dropped"])]),
             task.unit.number), {**task.inputs, "edges": unit.files["edges"], "sample": unit.files["sample"]})
         for task, unit in zip(tasks, edges, strict=True)

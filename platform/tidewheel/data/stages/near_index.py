@@ -19,12 +19,13 @@ import pyarrow.compute as pc
 
 from tidewheel.data import dedup, verdicts
 from tidewheel.data.dedup import minhash
-from tidewheel.data.stage import Published, Unit, code_version, read_file, read_table, unit_key, write_ipc
+from tidewheel.data.stage import Published, Unit, read_file, read_table, unit_key, write_ipc
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.near_shingles import sets_of
 from tidewheel.data.stages.partition import load_keys
 from tidewheel.errors import InputError
 from tidewheel.storage import Stamp, absolute, content_hash, join, safe_key, store
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     from tidewheel.data.config import DedupNearStep
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
 STAGE = FOLDER = "near_index"
 MANIFEST = "manifest.json"
-VERSION = 1
-MODULES = ("tidewheel.data.dedup", "tidewheel.data.dedup.minhash", "tidewheel.data.verdicts", "tidewheel.data.stage",
-           "tidewheel.data.stages.partition", "tidewheel.data.stages.near_shingles", "tidewheel.data.stages.near_index")
+FORMAT = 1
+"""Of the manifest."""
+VERSION = Version("near_index", uses=(dedup.VERSION, minhash.VERSION))
 _KEYS = ("id", "priority", "quality", "length", "hash_hi", "hash_lo", "shingles", "signature")
 #: Added to the priority of an older dump's documents, once for each dump it is older than: priorities are int32.
 _ABOVE = 1 << 33
@@ -104,7 +105,7 @@ def _open(step: DedupNearStep, number: int, uri: str) -> Index:
         manifest = json.loads(data)
         known, files = manifest["parameters"], tuple(
             Stamp(safe_key(key), size, digest) for key, size, digest in manifest["files"])
-        assert manifest["version"] == VERSION
+        assert manifest["version"] == FORMAT
         assert files
     except (ValueError, KeyError, TypeError, AssertionError):
         raise InputError("not a manifest of an index that this version reads", where=store(uri).at(MANIFEST),
@@ -141,7 +142,7 @@ def write(job: Job, runner: Runner, tasks: Sequence[Task], done: Sequence[Publis
     settings = parameters(step)
     todo = []
     for task, unit in zip(tasks, done, strict=True):
-        key = unit_key(STAGE, settings=settings, code=code_version(*MODULES),
+        key = unit_key(STAGE, settings=settings, version=VERSION,
                        inputs=[task.inputs["keys"].hash, *(stamp.hash for stamp in task.inputs["dropped"]),
                                *unit.content(), task.inputs["documents"].hash])
         gone = [unit.files["verdicts"]] if "verdicts" in unit.files else []
@@ -174,7 +175,7 @@ def commit(job: Job, units: Sequence[Published]) -> None:
     step = job.config.step("dedup_near")
     files = [unit.files["index"] for unit in units]
     place = job.store.child(FOLDER)
-    manifest = {"version": VERSION, "parameters": parameters(step),
+    manifest = {"version": FORMAT, "parameters": parameters(step),
                 "documents": sum(unit.summary["indexed"] for unit in units),
                 "kept": sum(unit.summary["kept"] for unit in units),
                 "files": [[stamp.key.removeprefix(f"{FOLDER}/"), stamp.bytes, stamp.hash] for stamp in files]}

@@ -16,15 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidewheel.data import dedup
-from tidewheel.data.stage import Published, Unit, code_version, read_table, unit_key
+from tidewheel.data.stage import Published, Unit, read_table, unit_key
+from tidewheel.data.stages import near_edges
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task, shuffle_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.near_edges import part_of
 from tidewheel.storage import Stamp
+from tidewheel.versions import Version
 
 STAGE = "dedup_near_round"
-MODULES = ("tidewheel.data.dedup", "tidewheel.data.verdicts", "tidewheel.data.stage",
-           "tidewheel.data.stages.near_edges", "tidewheel.data.stages.near_rounds")
+VERSION = Version("near_rounds", uses=(near_edges.VERSION,))
 FEW_EDGES = 1_000_000  # about 100 MB of them in the memory of the one task
 ASKED = pa.schema([("id", pa.string()), ("owner", pa.int32()), ("asker", pa.int32())])
 ANSWERS = pa.schema([*dedup.FATE_SCHEMA, ("asker", pa.int32())])
@@ -50,9 +51,10 @@ def run(job: Job, runner: Runner, states: list[State], *, few: int | None = None
     done: list[Finished] = []
     while (left := sum(state.open for state in states)) > few:
         stage = f"{STAGE}_{len(done) + 1}"
-        inputs = unit_key(stage, settings="", code="", inputs=[part for state in states for part in state.content()])
+        everything = [part for state in states for part in state.content()]
+        inputs = unit_key(stage, settings="", version=None, inputs=everything)
         todo = [Task(job.output, Unit(stage, f"part-{state.number:05d}", unit_key(
-            stage, settings=[state.number, job.partitions], code=code_version(*MODULES), inputs=[inputs]),
+            stage, settings=[state.number, job.partitions], version=VERSION, inputs=[inputs]),
             state.number), {"edges": state.edges, "dropped": state.dropped, "open": state.open}) for state in states]
         done.append(runner.complete(stage, todo, functools.partial(_round, job, todo), note=f"{left} open edges"))
         states = [State(unit.unit.number, unit.files.get("edges"), unit.files.get("dropped"), unit.summary["open"])

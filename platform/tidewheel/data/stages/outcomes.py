@@ -17,8 +17,10 @@ from tidewheel.data import verdicts
 from tidewheel.data.config import FilterStep
 from tidewheel.data.stage import UnitWriter
 from tidewheel.data.stages import filters, histograms
+from tidewheel.versions import Version
 
-MODULES = ("tidewheel.data.verdicts", "tidewheel.data.stage", "tidewheel.data.stages.outcomes", *filters.MODULES)
+VERSION = Version("filtering", uses=(verdicts.VERSION, histograms.VERSION))
+"""How verdicts, edits and statistics of filters are written; each filter has a version of its own."""
 HEADS = pa.schema([("id", pa.string()), ("reason", pa.string()), ("head", pa.string()), ("after", pa.string())])
 #: Filters of one step, or of several in a row: (annotate, [(name, settings)]).
 Group = tuple[bool, list[tuple[str, Config]]]

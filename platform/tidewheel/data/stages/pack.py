@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 
 from tidewheel.data import verdicts
 from tidewheel.data.config import PackStep, PipelineConfig
-from tidewheel.data.stage import Published, UnitWriter, code_version, read_file, unit_key
+from tidewheel.data.stage import Published, UnitWriter, read_file, unit_key
 from tidewheel.data.stage import Unit as StageUnit
 from tidewheel.data.stages import by_source, ngrams, origin, tokens
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
-from tidewheel.data.stages.kept import MODULES as KEPT_MODULES
+from tidewheel.data.stages.kept import VERSION as KEPT
 from tidewheel.data.stages.kept import Kept
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.tokenize import pack as packing
@@ -34,29 +34,29 @@ from tidewheel.shards.format import write_shard
 from tidewheel.shards.manifest import PACKED, PREFERENCES, Manifest, ShardInfo, write_manifest
 from tidewheel.shards.tokenizer import Encoder, Settings, load
 from tidewheel.storage import Stamp, Store, content_hash, store
+from tidewheel.versions import Version
 
 STAGE, HELD_OUT = "pack", "pack_validation"
 TRAINING, VALIDATION = "shards", "validation"
 SETS = (TRAINING, VALIDATION)
-_MODULES = (*tokens.MODULES, *KEPT_MODULES, "tidewheel.data.tokenize.pack", "tidewheel.shards.format",
-            "tidewheel.data.stages.ngrams", "tidewheel.data.stages.pack", "tidewheel.data.stages.partition")
+VERSION = Version("pack", uses=(tokens.VERSION, KEPT))
 _SPLIT_SALT = 0x5EED  # keeps the split independent of the partition, which comes from the same hash unsalted
 
 
 def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list[Task]:
     """One unit for each partition; with `only` for its documents of that set."""
     step: PackStep = job.config.step("pack")
-    settings = {**step.canonical(), "seed": job.config.seed, "max_tokens": ngrams.share(job.partitions),
-                "kind": job.config.read.kind, "settings": settings_of(job.config.step("tokenize")).canonical(),
-                "chat_template": job.chat_template, **({"only": only} if only else {})}
-    settings.pop("waves", None)  # another number of them takes the same units
+    others = {"seed": job.config.seed, "max_tokens": ngrams.share(job.partitions), "kind": job.config.read.kind,
+              "settings": settings_of(job.config.step("tokenize")).canonical(), "chat_template": job.chat_template,
+              **({"only": only} if only else {})}
+    decisive = {**step.decisive(), **others}
+    decisive.pop("waves", None)  # another number of them takes the same units
     stage = HELD_OUT if only == VALIDATION else STAGE
-    code = code_version(*_MODULES)
     return [
         Task(job.output, StageUnit(stage, f"part-{part.number:05d}", unit_key(
-            stage, settings=[settings, part.number, job.partitions], code=code,
+            stage, settings=[decisive, part.number, job.partitions], version=VERSION,
             inputs=[tokenizer.hash, *part.content()]), part.number),
-            {**part.inputs(), **settings, "tokenizer": tokenizer})
+            {**part.inputs(), **step.canonical(), **others, "tokenizer": tokenizer})
         for part in parts
     ]
 

@@ -16,20 +16,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidewheel.data import quarantine, verdicts
+from tidewheel.data import document, quarantine, verdicts
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
-from tidewheel.data.stage import Published, Unit, code_version, read_batches, read_file, read_table, unit_key
+from tidewheel.data.stage import Published, Unit, read_batches, read_file, read_table, unit_key
 from tidewheel.data.stages import by_source, ingest, keys
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task, shuffle_units
 from tidewheel.data.stages.job import Job
 from tidewheel.errors import InputError
 from tidewheel.storage import Stamp, Store
+from tidewheel.versions import Version
 
 STAGE = "partition"
-_MODULES = ("tidewheel.data.verdicts", "tidewheel.data.quarantine", "tidewheel.data.stage",
-            "tidewheel.data.filters.urls", "tidewheel.data.stages.keys", "tidewheel.data.stages.partition",
-            *by_source.MODULES)
+VERSION = Version("partition", uses=(document.VERSION, quarantine.VERSION, verdicts.VERSION, keys.VERSION,
+                                     by_source.VERSION))
 _BLOCK_BYTES = 32 << 20
 _KEYS = ("id", "source", "priority", "quality", "length", "hash_hi", "hash_lo", "shingles", "signature")
 #: Which of several records with one id is the document: the order of deduplication, then anything that is stable.
@@ -94,13 +94,12 @@ def _dropped(place: Store, inputs: Mapping[str, Any]) -> list[pa.ChunkedArray]:
 
 def tasks(job: Job, units: list[Published]) -> list[Task]:
     """One for each partition; the key covers what all files hold, not their number, names or order."""
-    code = code_version(*_MODULES)
     inputs = sorted(unit.files["documents"].hash for unit in units)
     sizes = ingest.schema(_permutations(job))
     urls = job.config.step("dedup_url") is not None
     return [
         Task(job.output, Unit(STAGE, f"part-{number:05d}", unit_key(
-            STAGE, settings=[number, job.partitions, str(sizes), urls], code=code, inputs=inputs), number),
+            STAGE, settings=[number, job.partitions, str(sizes), urls], version=VERSION, inputs=inputs), number),
             {"urls": urls})
         for number in range(job.partitions)
     ]

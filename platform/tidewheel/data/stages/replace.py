@@ -6,6 +6,8 @@ import json
 import time
 from typing import Any
 
+from tidewheel.config import build
+from tidewheel.data.config import PipelineConfig
 from tidewheel.data.stages import origin
 from tidewheel.data.stages.job import Job
 from tidewheel.errors import ConfigError, InputError
@@ -26,7 +28,7 @@ def would_replace(job: Job) -> str:
     except FileNotFoundError:
         return ""
     made = origin.read(job.store)
-    if there.get("recipe_hash") != job.config.recipe_hash():
+    if not _same_recipe(there, made, job.config):
         how = _settings(made, job)
     elif _nothing_in_common(job):
         how = f"no file of its input, {made['input']['uri']}, is in this one"
@@ -34,6 +36,16 @@ def would_replace(job: Job) -> str:
         return ""
     return (f"{there.get('name', 'a pipeline')}: {there.get('documents', 0):,} documents, {there.get('tokens', 0):,} "
             f"tokens; {how}")
+
+
+def _same_recipe(there: dict[str, Any], made: dict[str, Any], config: PipelineConfig) -> bool:
+    """Return whether an output was made with the recipe `config`; settings it did not know had their defaults."""
+    if there.get("recipe_hash") == config.recipe_hash():
+        return True
+    try:
+        return build(PipelineConfig, made.get("recipe", {})).recipe_hash() == config.recipe_hash()
+    except ConfigError:  # not recorded, or of a version with other settings
+        return False
 
 
 def refuse(job: Job) -> None:

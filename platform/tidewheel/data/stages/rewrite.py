@@ -9,14 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidewheel.data import document
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.stage import UnitWriter, ipc_stream
 from tidewheel.data.stages import keys
 from tidewheel.data.stages.execute import Task
 from tidewheel.data.stages.partition import load_keys
+from tidewheel.versions import Version
 
-MODULES = (*keys.MODULES, "tidewheel.data.document", "tidewheel.data.stage", "tidewheel.data.stages.partition",
-           "tidewheel.data.stages.rewrite")
+VERSION = Version("rewrite", uses=(keys.VERSION, document.VERSION))
 _BATCH_ROWS = 8192
 
 

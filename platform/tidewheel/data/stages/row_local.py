@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 
-from tidewheel.data import text
 from tidewheel.data.config import FilterStep
-from tidewheel.data.stage import Published, code_version
-from tidewheel.data.stages import filters, keys, outcomes, rewrite
+from tidewheel.data.stage import Published
+from tidewheel.data.stages import drops, filters, keys, outcomes, rewrite
 from tidewheel.data.stages.drops import after, part_tasks, publish
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.stages.rewrite import Rewriter
+from tidewheel.versions import Version
 
-_COMMON = (*text.MODULES, "tidewheel.data.verdicts", "tidewheel.data.stages.drops", "tidewheel.data.stages.partition",
-           "tidewheel.data.stages.row_local")
-_FILTERING = (*_COMMON, *outcomes.MODULES, *rewrite.MODULES)
+VERSION = Version("filter_step", uses=(outcomes.VERSION, rewrite.VERSION, drops.VERSION))
 
 
 def run_filter(job: Job, runner: Runner, parts: list[Part], stage: str, step: FilterStep
                ) -> tuple[Finished, list[Part]]:
     """A filter step that does not lead the recipe."""
     rules, identity = outcomes.grouped([step], job.bound), outcomes.grouped([step], job.identity)
-    again = not step.annotate and filters.changes([name for name, _ in step.rules()])
+    names = [name for name, _ in step.rules()]
+    again = not step.annotate and filters.changes(names)
+    version = VERSION.using(*filters.versions(names))
     minhash = keys.minhash_settings(job.config)
-    todo = part_tasks(job, stage, parts, settings=[identity, minhash], code=code_version(*_FILTERING), together=False,
+    todo = part_tasks(job, stage, parts, settings=[identity, minhash], version=version, together=False,
                       more={"filters": rules, "rewrite": again})
     done = runner.complete(stage, todo, lambda missing: map_units(missing, filter_part))
     return done, after(parts, done.units)

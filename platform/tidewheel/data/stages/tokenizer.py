@@ -10,26 +10,27 @@ import pyarrow as pa
 
 from tidewheel.data import verdicts
 from tidewheel.data.config import TokenizeStep
-from tidewheel.data.stage import Published, Unit, code_version, unit_key
+from tidewheel.data.stage import Published, Unit, unit_key
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.tokenize.tokenizer import train_bpe
 from tidewheel.storage import Store, content_hash
+from tidewheel.versions import Version
 
 STAGE = "tokenizer"
-_MODULES = ("tidewheel.data.tokenize.tokenizer", "tidewheel.data.verdicts", "tidewheel.data.stages.tokenizer")
+VERSION = Version("train_tokenizer")
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> Finished:
     """The unit with file `tokenizer`."""
     step: TokenizeStep = job.config.step("tokenize")
     if step.train is None:
-        key = unit_key(STAGE, settings="given", code="", inputs=[content_hash(job.tokenizer)])
+        key = unit_key(STAGE, settings="given", version=None, inputs=[content_hash(job.tokenizer)])
         given = Task(job.output, Unit(STAGE, "tokenizer.json", key))
         return runner.complete(STAGE, [given], functools.partial(_give, job.tokenizer))
     contents = [identity for part in parts for identity in part.content()]
-    key = unit_key(STAGE, settings=step.train.canonical(), code=code_version(*_MODULES), inputs=contents)
+    key = unit_key(STAGE, settings=step.train.decisive(), version=VERSION, inputs=contents)
     task = Task(job.output, Unit(STAGE, "tokenizer.json", key),
                 {**step.train.canonical(), "parts": [part.inputs() for part in parts]})
     return runner.complete(STAGE, [task], lambda missing: map_units(missing, train),

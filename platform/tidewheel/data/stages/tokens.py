@@ -19,15 +19,10 @@ from tidewheel.data.readers.messages import text_of
 from tidewheel.data.tokenize import chat, preferences
 from tidewheel.errors import InputError
 from tidewheel.shards.tokenizer import Encoder
+from tidewheel.versions import Version
 
-MODULES = ("tidewheel.data.stages.tokens", "tidewheel.data.tokenize.chat",
-           "tidewheel.data.tokenize.chat_template", "tidewheel.data.tokenize.template_work",
-           "tidewheel.data.tokenize.template_date", "tidewheel.data.readers.conversations",
-           "tidewheel.data.readers.messages", "tidewheel.data.tokenize.preferences",
-           "tidewheel.data.tokenize.tokenizer",
-           "tidewheel.shards.tokenizer.encoder", "tidewheel.shards.tokenizer.files",
-           "tidewheel.shards.tokenizer.huggingface", "tidewheel.shards.tokenizer.sentence_piece",
-           "tidewheel.shards.tokenizer.tiktoken_ranks")
+VERSION = Version("tokenize")
+"""How text, conversations and preference pairs become tokens."""
 
 
 @dataclass(frozen=True)

@@ -26,23 +26,24 @@ from tidewheel.data.product.formats import (
     open_writer,
 )
 from tidewheel.data.product.rows import Batch, batch_of, batches
-from tidewheel.data.stage import Published, Unit, UnitWriter, code_version, unit_key
+from tidewheel.data.stage import Published, Unit, UnitWriter, unit_key
 from tidewheel.data.stages import by_source, keys, pack, tokens
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
 from tidewheel.data.stages.job import Job
-from tidewheel.data.stages.kept import MODULES as KEPT_MODULES
+from tidewheel.data.stages.kept import VERSION as KEPT
 from tidewheel.data.stages.kept import Kept
 from tidewheel.data.stages.partition import Part, load_documents
 from tidewheel.data.tokenize.tokenizer import settings_of
 from tidewheel.shards.tokenizer import Encoder
 from tidewheel.storage import Stamp, content_hash
+from tidewheel.versions import Version
 
 STAGE = "write"
 SPLITS = ("train", "validation")
 FORMAT = 1
 UNSTATED = "(not stated)"
-_MODULES = (*KEPT_MODULES, "tidewheel.data.product.formats", "tidewheel.data.product.rows",
-            "tidewheel.data.stages.partition", "tidewheel.data.stages.write")
+VERSION = Version("write", uses=(KEPT,))
+MEGATRON_VERSION = Version("write_megatron", uses=(VERSION, tokens.VERSION))
 
 
 def product_of(job: Job) -> WriteStep:
@@ -54,16 +55,20 @@ def product_of(job: Job) -> WriteStep:
 def tasks(job: Job, parts: Sequence[Part], tokenizer: Stamp | None) -> list[Task]:
     """One unit for each partition."""
     step = product_of(job)
-    settings: dict[str, Any] = {**step.canonical(), "seed": job.config.seed}
-    code, inputs = code_version(*_MODULES), list[str]()
+    others: dict[str, Any] = {"seed": job.config.seed}
+    version = VERSION
+    inputs: list[str] = []
     if "megatron" in step.formats:
         assert tokenizer is not None, "the recipe's checks let no other through"
-        settings["settings"] = settings_of(job.config.step("tokenize")).canonical()
-        code, inputs = code + code_version(*tokens.MODULES), [tokenizer.hash]
+        others["settings"] = settings_of(job.config.step("tokenize")).canonical()
+        version = MEGATRON_VERSION
+        inputs.append(tokenizer.hash)
     return [
         Task(job.output, Unit(STAGE, f"part-{part.number:05d}", unit_key(
-            STAGE, settings=[settings, part.number, job.partitions], code=code, inputs=[*inputs, *part.content()]),
-            part.number), {**part.inputs(), **settings, "partitions": job.partitions, "tokenizer": tokenizer})
+            STAGE, settings=[{**step.decisive(), **others}, part.number, job.partitions], version=version,
+            inputs=[*inputs, *part.content()]),
+            part.number), {**part.inputs(), **step.canonical(), **others, "partitions": job.partitions,
+                           "tokenizer": tokenizer})
         for part in parts
     ]
 

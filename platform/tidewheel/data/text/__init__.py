@@ -25,10 +25,11 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from tidewheel.versions import Version
+
 TEXT_VERSION = "text-1"
-#: Source files that the words of a text follow from, for the keys of units.
-MODULES = ("tidewheel.data.text", "tidewheel.data.text.kernels", "tidewheel.data.text.kernel_tools",
-           "tidewheel.data.text.unicode_table")
+VERSION = Version("text")
+"""How text is normalised and cut into words."""
 #: Every module with kernels.
 KERNEL_MODULES = ("tidewheel.data.text.kernels", "tidewheel.data.text.textpass_kernels",
                   "tidewheel.data.text.line_kernels", "tidewheel.data.text.kernel_tools",

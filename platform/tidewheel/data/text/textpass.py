@@ -20,11 +20,10 @@ from tidewheel.data.filters.c4 import C4, phrases
 from tidewheel.data.filters.fineweb import FineWeb
 from tidewheel.data.text import hashing, kernel_tools, line_kernels, token_kernels, token_table, unicode_table
 from tidewheel.data.text import textpass_kernels as kernels
+from tidewheel.versions import Version
 
-MODULES = (*text.MODULES, "tidewheel.data.text.textpass", "tidewheel.data.text.textpass_kernels",
-           "tidewheel.data.text.token_kernels", "tidewheel.data.text.address_kernels",
-           "tidewheel.data.text.line_kernels", "tidewheel.data.filters.c4_kernels",
-           "tidewheel.data.text.token_table", "tidewheel.data.text.hashing", "tidewheel.data.dedup.minhash")
+VERSION = Version("text_measures", uses=(text.VERSION,))
+"""What one pass over a text counts and hashes."""
 CHUNK_BYTES = 1 << 19  # documents scanned per kernel call
 MinHashSettings: TypeAlias = "tuple[int, int, int]"
 _STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")

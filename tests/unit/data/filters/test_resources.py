@@ -24,7 +24,8 @@ def test_keys_follow_the_content_and_not_the_place(tmp_path):
     assert identities[0] == identities[1]
     assert identities[0]["files"][0].startswith("blake3-")
     plain = UrlFilter(domains=("a.com",))
-    assert resources.bound(plain, {}) == resources.identity(plain, {}) == plain.canonical()
+    assert resources.bound(plain, {}) == plain.canonical()
+    assert resources.identity(plain, {}) == plain.decisive() == {"domains": ["a.com"]}
 
 
 def test_a_file_that_changes_is_told(tmp_path):

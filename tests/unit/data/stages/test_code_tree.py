@@ -168,7 +168,6 @@ def test_nothing_left_says_what_was_left_out(tree):
 def test_settings(tree):
     with pytest.raises(ConfigError, match="unknown language 'python', did you mean 'Python'"):
         job(tree, code={"languages": ["python"]})
-    assert "code" not in build(PipelineConfig, {"read": {"paths": ["a"]}, "steps": []}).canonical()["read"]
 
 
 @pytest.mark.parametrize(("path", "language"), [

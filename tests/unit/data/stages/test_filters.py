@@ -15,6 +15,7 @@ from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.stage import Unit, UnitWriter
 from tidewheel.data.stages import filters
 from tidewheel.data.stages.outcomes import Outcomes, grouped, groups
+from tidewheel.versions import Version
 from tidewheel.workflow import filters as sdk
 
 STOP = "The cat sat with the dog and they have lots of fun.\n"
@@ -100,9 +101,12 @@ def name(table, config):
 
 @pytest.fixture
 def rules(monkeypatch):
-    monkeypatch.setitem(filters._FILTERS, "cut", filters.Rule(Cut, cut, edits="cut_out", detail=("cuts",)))
-    monkeypatch.setitem(filters._FILTERS, "cut_more", filters.Rule(Cut, cut, edits="cut_more_out"))
-    monkeypatch.setitem(filters._FILTERS, "name", filters.Rule(Name, name, by_document=True, writes=True))
+    monkeypatch.setitem(filters._FILTERS, "cut", filters.Rule(Cut, cut, edits="cut_out", detail=("cuts",),
+                                                                version=Version("filter_cut")))
+    monkeypatch.setitem(filters._FILTERS, "cut_more", filters.Rule(Cut, cut, edits="cut_more_out",
+                                                                     version=Version("filter_cut_more")))
+    monkeypatch.setitem(filters._FILTERS, "name", filters.Rule(Name, name, by_document=True, writes=True,
+                                                                 version=Version("filter_name")))
 
 
 def test_a_filter_sees_what_those_before_it_left(rules):

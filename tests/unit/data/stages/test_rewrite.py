@@ -17,6 +17,7 @@ from tidewheel.data.stages.drops import after, publish
 from tidewheel.data.stages.execute import Task
 from tidewheel.data.stages.job import resolve
 from tidewheel.data.stages.partition import Part, load_documents, load_keys
+from tidewheel.versions import Version
 
 WORDS = ["and", "so", "it", "went", "on", "until", "the", "tide", "turned", "they", "all", "sailed", "home", "with"]
 
@@ -40,8 +41,10 @@ def rank(table, config):
 
 @pytest.fixture(autouse=True)
 def rules(monkeypatch):
-    monkeypatch.setitem(filters._FILTERS, "fineweb", filters.Rule(Cut, cut, edits="cut_out"))
-    monkeypatch.setitem(filters._FILTERS, "rank", filters.Rule(Cut, rank, by_document=True, writes=True))
+    monkeypatch.setitem(filters._FILTERS, "fineweb", filters.Rule(Cut, cut, edits="cut_out",
+                                                                   version=Version("filter_fineweb", 2)))
+    monkeypatch.setitem(filters._FILTERS, "rank", filters.Rule(Cut, rank, by_document=True, writes=True,
+                                                                version=Version("filter_rank")))
 
 
 def texts():
