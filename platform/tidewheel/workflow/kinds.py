@@ -55,18 +55,22 @@ class PipelineKind:
 
     def recipe(self, entry: Entry) -> Any:
         from tidewheel.data.config import UNDECISIVE, PipelineConfig
+        from tidewheel.data.stages.recipe_versions import of_steps
 
         config = build(PipelineConfig, entry["config"], where=entry["name"])
-        return {name: value for name, value in config.decisive().items() if name not in UNDECISIVE}
+        settings = {name: value for name, value in config.decisive().items() if name not in UNDECISIVE}
+        return {**settings, "versions": of_steps(config)}
 
     def content(self, entry: Entry, input: str, output: str) -> Any:
         from tidewheel.data.config import PipelineConfig
         from tidewheel.data.stages.job import content
+        from tidewheel.data.stages.recipe_versions import of_files
 
         config = build(PipelineConfig, entry["config"], where=entry["name"])
         tokenize = config.step("tokenize")
         given = tokenize is not None and (tokenize.file or "").startswith(REFERENCE)
-        return content(config, input=input, output=output, given=given)
+        found = content(config, input=input, output=output, given=given)
+        return {**found, "readers": of_files((name for name, _, _ in found["files"]), config)}
 
     def place(self, output: str, entry: Entry, key: str) -> str:
         return storage.join(output, "data", f"{entry['name']}-{key}")
@@ -106,7 +110,9 @@ class TokenizerKind:
     """`tw.Tokenizer`: a tokenizer.json."""
 
     def recipe(self, entry: Entry) -> Any:
-        return entry["config"]
+        from tidewheel.data.stages.tokenizer import VERSION
+
+        return {**entry["config"], "versions": VERSION.numbers()}
 
     def content(self, entry: Entry, input: str, output: str) -> Any:
         from tidewheel.data.tokenize.tokenizer_training import matching

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import tidewheel as tw
+from tidewheel.data.filters.quality import GopherQuality
+from tidewheel.data.stages import filters
 from tidewheel.errors import ConfigError, InputError
+from tidewheel.versions import Version
 from tidewheel.workflow import graph
 from tidewheel.workflow.kinds import KINDS, PipelineKind, Task
 from tidewheel.workflow.launch import RayLauncher
@@ -73,6 +77,26 @@ def test_every_step_once_and_after_what_it_reads(raw):
 ])
 def test_a_change_reaches_what_depends_on_it(raw, changes, reached):
     assert changed(keys(flow(), raw), keys(flow(**changes), raw)) == reached
+
+
+@pytest.mark.parametrize(("kind", "reached"), [
+    ("gopher_quality", {"web", "small", "large", "mixed", "score", "model", "count"}),  # not code, which has no filter
+    ("c4", set()),  # no recipe here uses it
+])
+def test_a_raised_version_reaches_what_uses_the_part(raw, monkeypatch, kind, reached):
+    before = keys(flow(), raw)
+    rule = filters._FILTERS[kind]
+    monkeypatch.setitem(filters._FILTERS, kind, replace(rule, version=replace(rule.version, number=2)))
+    assert changed(before, keys(flow(), raw)) == reached
+
+
+def test_a_filter_that_is_added_or_a_default_that_is_spelled_out_changes_no_key(raw, monkeypatch):
+    before = keys(flow(words=50), raw)
+    monkeypatch.setitem(filters._FILTERS, "new", replace(filters._FILTERS["c4"], version=Version("filter_new")))
+    assert GopherQuality().min_words == 50
+    plain = flow(words=50).nodes(str(raw / "out"), input=str(raw))
+    assert {node.name: node.key for node in plain} == before
+    assert "min_words" not in json.dumps(next(node.recipe for node in plain if node.name == "web"))
 
 
 def test_other_input_and_other_places(raw, tmp_path):

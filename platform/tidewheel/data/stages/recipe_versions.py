@@ -1,0 +1,51 @@
+"""Versions of the parts that a whole recipe uses, for the key of a workflow's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tidewheel.data import readers
+from tidewheel.data.config import PipelineConfig
+from tidewheel.data.readers import sniff
+from tidewheel.data.stages import (
+    decontaminate,
+    dedup_exact,
+    dedup_lines,
+    dedup_near,
+    dedup_url,
+    filters,
+    ingest,
+    near_exact,
+    pack,
+    partition,
+    row_local,
+    tokenizer,
+    write,
+)
+from tidewheel.versions import Version
+
+_STEPS: dict[str, tuple[Version, ...]] = {
+    "dedup_url": (dedup_url.VERSION,), "dedup_exact": (dedup_exact.VERSION,), "dedup_lines": (dedup_lines.VERSION,),
+    "dedup_near": (dedup_near.VERSION, near_exact.VERSION), "decontaminate": (decontaminate.VERSION,),
+    "tokenize": (tokenizer.VERSION,), "pack": (pack.VERSION,), "write": (write.VERSION,),
+}
+
+
+def of_steps(config: PipelineConfig) -> dict[str, int]:
+    """Return {part: number} of all parts that the recipe's steps use."""
+    used = [ingest.VERSION, partition.VERSION, readers.RECORDS]
+    for step in config.steps:
+        if step.filter is not None:
+            used += [row_local.VERSION, *filters.versions(name for name, _ in step.filter.rules())]
+        else:
+            used += _STEPS[step.kind]
+    product = config.product
+    if product is not None:
+        used.append(write.MEGATRON_VERSION if "megatron" in product.formats else write.VERSION)
+    return Version("recipe", uses=tuple(used)).numbers()
+
+
+def of_files(names: Iterable[str], config: PipelineConfig) -> dict[str, int]:
+    """Return {format: number} of the readers of these files, as their names tell them."""
+    kinds = {sniff.format_of_name(name, config.read) for name in names}
+    return {kind: readers.FORMATS[kind] for kind in sorted(kinds) if kind}
