@@ -54,29 +54,25 @@ class Rule:
 
 
 _FILTERS: dict[str, Rule] = {
-    "urls": Rule(urls.UrlFilter, urls.url_filter, by_document=True,
-        version=Version("filter_urls")),
-    "language": Rule(language.Language, language.language, by_document=True, writes=True,
-        version=Version("filter_language")),
-    "gopher_repetition": Rule(repetition.GopherRepetition, repetition.gopher_repetition, measures="repetition",
-        version=Version("filter_gopher_repetition", uses=(textpass.VERSION,))),
-    "gopher_quality": Rule(quality.GopherQuality, quality.gopher_quality, measures="quality",
-        version=Version("filter_gopher_quality", uses=(textpass.VERSION,))),
-    "c4": Rule(c4.C4, c4.c4, edits="c4_lines", detail=("c4_removed_lines",), measures="c4",
-        version=Version("filter_c4", uses=(textpass.VERSION,))),
-    "fineweb": Rule(fineweb.FineWeb, fineweb.fineweb, measures="fineweb",
-        version=Version("filter_fineweb", uses=(textpass.VERSION,))),
-    "refinedweb": Rule(refinedweb.RefinedWeb, refinedweb.refinedweb, edits="refinedweb_lines",
-                       detail=("refinedweb_removed_lines", "refinedweb_cut_phrases"),
-        version=Version("filter_refinedweb", uses=(text.VERSION,))),
-    "words": Rule(words.WordFilter, words.word_filter,
-        version=Version("filter_words", uses=(text.VERSION,))),
-    "classifier": Rule(classifier.Classifier, classifier.classifier, by_document=True, writes=True,
-        version=Version("filter_classifier")),
-    "pii": Rule(pii.Pii, pii.pii, edits="pii_replaced", detail=("pii_emails", "pii_addresses"),
-        version=Version("filter_pii")),
+    "urls": Rule(urls.UrlFilter, urls.url_filter, Version("filter_urls"), by_document=True),
+    "language": Rule(language.Language, language.language, Version("filter_language"), by_document=True, writes=True),
+    "gopher_repetition": Rule(repetition.GopherRepetition, repetition.gopher_repetition,
+                              Version("filter_gopher_repetition", uses=(textpass.VERSION,)), measures="repetition"),
+    "gopher_quality": Rule(quality.GopherQuality, quality.gopher_quality,
+                           Version("filter_gopher_quality", uses=(textpass.VERSION,)), measures="quality"),
+    "c4": Rule(c4.C4, c4.c4, Version("filter_c4", uses=(textpass.VERSION,)), edits="c4_lines",
+               detail=("c4_removed_lines",), measures="c4"),
+    "fineweb": Rule(fineweb.FineWeb, fineweb.fineweb, Version("filter_fineweb", uses=(textpass.VERSION,)),
+                    measures="fineweb"),
+    "refinedweb": Rule(refinedweb.RefinedWeb, refinedweb.refinedweb,
+                       Version("filter_refinedweb", uses=(text.VERSION,)), edits="refinedweb_lines",
+                       detail=("refinedweb_removed_lines", "refinedweb_cut_phrases")),
+    "words": Rule(words.WordFilter, words.word_filter, Version("filter_words", uses=(text.VERSION,))),
+    "classifier": Rule(classifier.Classifier, classifier.classifier, Version("filter_classifier"), by_document=True,
+                       writes=True),
+    "pii": Rule(pii.Pii, pii.pii, Version("filter_pii"), edits="pii_replaced",
+                detail=("pii_emails", "pii_addresses")),
 }
-
 NAMES = tuple(_FILTERS)
 
 
