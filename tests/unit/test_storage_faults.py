@@ -25,6 +25,9 @@ from tidewheel.time_limit import TimeLimit, bounded
 pytestmark = pytest.mark.timeout(180)
 
 SHORT = RetryPolicy(request_seconds=0.5, budget_seconds=2.0)
+"""For stores that are silent."""
+PATIENT = RetryPolicy(request_seconds=60.0, budget_seconds=2.0)
+"""For stores that answer: a busy machine is no silent store."""
 LONG_SECONDS = 60.0
 """Nothing here takes as long, on any machine, unless it hangs."""
 OPERATIONS: dict[str, Callable[[Store], object]] = {
@@ -137,7 +140,7 @@ def test_an_object_is_created_once_though_answers_are_lost() -> None:
 def test_a_server_that_was_reached_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with S3Server() as server:
         # a busy machine must have time for a second try
-        place = S3Store(server.create_bucket("restart"), RetryPolicy(request_seconds=0.5, budget_seconds=8.0))
+        place = S3Store(server.create_bucket("restart"), RetryPolicy(request_seconds=60.0, budget_seconds=8.0))
         place.check()
         endpoint = server.endpoint
     for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
@@ -206,8 +209,7 @@ def test_minutes_of_503_end_after_the_budget(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kind", ["reset_before", "reset_after", "slow_down", "internal_error"])
 def test_a_store_that_never_recovers_is_told(kind: str) -> None:
     with S3Server(faults=Faults(1.0, 0, (kind,))) as server:
-        patient = RetryPolicy(request_seconds=60.0, budget_seconds=2.0)  # a busy machine is no silent store
-        place = S3Store(server.create_bucket("broken") + "/data", patient)
+        place = S3Store(server.create_bucket("broken") + "/data", PATIENT)
         with pytest.raises(StorageAwayError, match="object store failed") as error:
             place.write("key", b"data")
     assert error.value.mend
@@ -235,7 +237,7 @@ def test_a_slow_download_goes_on_while_it_makes_progress() -> None:
 
 def test_a_bucket_in_another_region_is_found_or_told() -> None:
     with S3Server(faults=Faults(0.0, region="eu-west-1")) as server:
-        place = S3Store(server.create_bucket("far"), SHORT)
+        place = S3Store(server.create_bucket("far"), PATIENT)
         place.write("key", b"data")  # the refusal says where: the client asks there
         assert place.size("key") == 4
         server.fail(Faults(1.0, 0, (ELSEWHERE,), region="eu-west-1"))
