@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOCK := $(wildcard requirements.lock)
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: install demo test long lint format clean help lock kernels sbom
@@ -30,7 +32,8 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-lock: $(STAMP)  ## requirements.lock: constraints.txt with the hash of each file, for this platform
+lock:  ## requirements.lock: the hash of each package for this platform; `make install` then takes no other
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m tests.security.dependencies lock
 
 kernels: $(STAMP)  ## compile the text kernels that come with the package; needed when one has changed
@@ -45,9 +48,16 @@ format: $(STAMP)  ## sort imports and mend what ruff can mend
 clean:  ## remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(LOCK)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; install it, or name it: make PYTHON=/path/to/python3"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module; on Debian: apt-get install python3-venv"; exit 2; }
+ifeq ($(LOCK),)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	$(PIP) install -c constraints.txt -e ".[dev]"
+else
+	$(PYTHON) -m venv --clear $(VENV)  # what is installed already would not be compared with the lock
+	$(PIP) install --require-hashes --no-deps -r $(LOCK)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip --disable-pip-version-check check || { echo "$(LOCK) does not fit pyproject.toml: make it again with 'make lock'"; exit 2; }
+endif
 	@touch $(STAMP)

@@ -70,7 +70,9 @@ def test_everything_that_is_copied_is_let_through() -> None:
         if instruction == "COPY" and "--from" not in arguments:
             *sources, _ = [part for part in arguments.split() if not part.startswith("--")]
             for source in sources:
-                assert (ROOT / source).exists(), source
+                pattern = "[" in source  # a file that may be absent, `tests/security/test_locks.py`
+                assert pattern or (ROOT / source).exists(), source
+                source = re.sub(r"\[(\w)]", r"\1", source)
                 assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
 
 

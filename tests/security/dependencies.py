@@ -1,10 +1,12 @@
 """Pinned bytes and a bill of materials, from `constraints.txt` and what is installed.
 
-    python -m tests.security.dependencies lock [FILE]   # requirements.lock: every version with its hash
-    python -m tests.security.dependencies sbom [FILE]   # sbom.json: CycloneDX 1.6
+    python -m tests.security.dependencies lock           # requirements.lock, which `make install` uses
+    python -m tests.security.dependencies lock cpu       # requirements-cpu.lock, which cluster/Dockerfile uses; or cuda
+    python -m tests.security.dependencies sbom [FILE]    # sbom.json: CycloneDX 1.6
 
-pip chooses the files, so a lock is for the Python and platform it is made on: make it where the image is built. Install
-with `pip install --require-hashes --no-deps -r requirements.lock`.
+pip chooses the files, so a lock is for the Python, the platform and the index that it is made with. A lock also names
+what builds Tidewheel itself, so that an installation takes nothing from the index whose hash is not in the lock. Making
+a lock needs only Python and pip.
 """
 
 from __future__ import annotations
@@ -15,36 +17,71 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CONSTRAINTS = ROOT / "constraints.txt"
 OURS = "tidewheel"
+EDITABLE_BUILDS = "editables"
+"""What hatchling asks for when it makes an editable installation."""
 
 
-def report(constraints: Path) -> dict[str, Any]:
-    """Return pip's report of what it would install for the pins, with the hashes that the index states.
+@dataclass(frozen=True)
+class Target:
+    """An environment that a lock is for.
+
+    Args:
+        file: the lock, in the root of the repository.
+        extras: of Tidewheel, that are installed.
+        more: requirements beside Tidewheel's own.
+        index: an index to look in as well; "" for none.
+    """
+
+    file: str
+    extras: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    index: str = ""
+
+
+_LAUNCHER = ("boto3", "google-api-python-client==2.149.0")
+TARGETS = {
+    "dev": Target("requirements.lock", ("dev",)),
+    "cpu": Target("requirements-cpu.lock", ("tokenizers", "classify", "web"), _LAUNCHER,
+                  "https://download.pytorch.org/whl/cpu"),
+    "cuda": Target("requirements-cuda.lock", ("tokenizers", "quantized"), _LAUNCHER),
+}
+
+
+def report(target: Target) -> dict[str, Any]:
+    """Return pip's report of what it would install for a target, with the hash of each file.
 
     Raises:
-        subprocess.CalledProcessError: pip finds a version missing; it says so itself.
+        subprocess.CalledProcessError: pip finds no version; it says so itself.
     """
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps",
-                           "--quiet", "--report", "-", "-r", str(constraints)], check=True, stdout=subprocess.PIPE)
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    ours = f"{ROOT}[{','.join(target.extras)}]"
+    index = ["--extra-index-url", target.index] if target.index else []
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet",
+                           "--report", "-", "-c", str(ROOT / "constraints.txt"), *index,
+                           ours, *target.more, *build, EDITABLE_BUILDS], check=True, stdout=subprocess.PIPE)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def lock(found: dict[str, Any]) -> str:
-    """Return the text of requirements.lock for a report of pip's.
+def lock(found: dict[str, Any], index: str = "") -> str:
+    """Return the text of a lock for a report of pip's.
 
     Raises:
         ValueError: a file has no SHA-256.
     """
-    lines = ["# Made by `python -m tests.security.dependencies lock` from constraints.txt."]
+    lines = ["# Made by `python -m tests.security.dependencies lock`, for one Python, platform and index."]
+    lines += [f"--extra-index-url {index}"] if index else []
     entries = []
     for item in found["install"]:
         name, version = item["metadata"]["name"], item["metadata"]["version"]
+        if "dir_info" in item["download_info"]:  # this checkout
+            continue
         digest = item["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256")
         if not digest:
             raise ValueError(f"the index states no SHA-256 for {name} {version}")
@@ -72,15 +109,17 @@ def sbom() -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Write what is asked for."""
-    if arguments[:1] == ["lock"]:
-        path = Path(*arguments[1:2] or [ROOT / "requirements.lock"])
-        text = lock(report(CONSTRAINTS))
-    elif arguments[:1] == ["sbom"]:
-        path = Path(*arguments[1:2] or [ROOT / "sbom.json"])
-        text = json.dumps(sbom(), indent=1) + "\n"
-    else:
-        print(__doc__)
-        return 2
+    match arguments:
+        case ["lock", *rest] if len(rest) < 2 and set(rest) <= set(TARGETS):
+            target = TARGETS[rest[0] if rest else "dev"]
+            path = ROOT / target.file
+            text = lock(report(target), target.index)
+        case ["sbom", *rest] if len(rest) < 2:
+            path = Path(*rest or [ROOT / "sbom.json"])
+            text = json.dumps(sbom(), indent=1) + "\n"
+        case _:
+            print(__doc__)
+            return 2
     path.write_text(text)
     print(f"wrote {path}")
     return 0

@@ -20,12 +20,3 @@ def test_the_bill_of_materials_names_every_package():
     assert {"ray", "torch", "pyarrow", "pydantic"} <= names
     assert "tidewheel" not in names
     assert all(component["purl"].startswith("pkg:pypi/") for component in document["components"])
-
-
-def test_a_lock_has_a_hash_for_each_package():
-    item = {"metadata": {"name": "Ray", "version": "2.60.0"},
-            "download_info": {"archive_info": {"hashes": {"sha256": "ab" * 32}}}}
-    assert f"ray==2.60.0 \\\n    --hash=sha256:{'ab' * 32}\n" in dependencies.lock({"install": [item]})
-    item["download_info"] = {}
-    with pytest.raises(ValueError, match="no SHA-256"):
-        dependencies.lock({"install": [item]})

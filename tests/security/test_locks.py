@@ -1,0 +1,117 @@
+"""A lock of hashes is made of pip's report, and what installs takes nothing else once there is one.
+
+`make -n` shows what would run, so nothing here needs a network or a container engine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.security import dependencies
+from tests.security.dependencies import ROOT, TARGETS
+
+
+def item(name: str, digest: str = "ab" * 32) -> dict[str, Any]:
+    return {"metadata": {"name": name, "version": "2.60.0"},
+            "download_info": {"archive_info": {"hashes": {"sha256": digest} if digest else {}}}}
+
+
+def test_a_lock_has_a_hash_for_each_package_and_not_this_checkout():
+    ours = {"metadata": {"name": "tidewheel", "version": "0.1.0"}, "download_info": {"dir_info": {}}}
+    text = dependencies.lock({"install": [item("Ray"), ours]}, "https://example.org/simple")
+    assert text.splitlines()[1:] == ["--extra-index-url https://example.org/simple", "ray==2.60.0 \\",
+                                     f"    --hash=sha256:{'ab' * 32}"]
+    with pytest.raises(ValueError, match="no SHA-256"):
+        dependencies.lock({"install": [item("ray", "")]})
+
+
+def test_a_lock_is_of_what_is_installed_with_what_builds_it(monkeypatch):
+    """A list of pins would lack what a platform needs beside them, such as the CUDA libraries of torch."""
+    given: list[str] = []
+
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        given.extend(command)
+        return subprocess.CompletedProcess(command, 0, '{"install": []}')
+
+    monkeypatch.setattr(dependencies.subprocess, "run", pip)
+    dependencies.report(TARGETS["cpu"])
+    assert {f"{ROOT}[tokenizers,classify,web]", "boto3", "editables", TARGETS["cpu"].index} <= set(given)
+    assert any(word.startswith("hatchling==") for word in given)
+    assert "--no-deps" not in given
+    assert "-r" not in given
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    shutil.copy2(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def would_run(folder: Path) -> list[str]:
+    """The commands of `make install`; the make that runs these tests has no say in them."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(["make", "-n", "install", f"PYTHON={sys.executable}"], cwd=folder, env=environment,
+                          capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_make_install_without_a_lock_takes_the_pinned_versions(checkout: Path):
+    environment, packages = [line for line in would_run(checkout) if " -m pip " in line or " -m venv " in line]
+    assert "--clear" not in environment
+    assert packages.endswith('install -c constraints.txt -e ".[dev]"')
+
+
+def test_make_install_with_a_lock_takes_nothing_whose_hash_is_not_in_it(checkout: Path):
+    (checkout / "requirements.lock").touch()
+    lines = [line for line in would_run(checkout) if " -m pip " in line or " -m venv " in line]
+    environment, packages, ours, check = lines
+    assert " --clear " in environment  # pip does not hash what is there already
+    assert packages.endswith(" install --require-hashes --no-deps -r requirements.lock")
+    assert ours.endswith(" install --no-deps --no-build-isolation -e .")  # else pip would fetch what builds it
+    assert " check || " in check  # that nothing is missing from the lock
+
+
+def test_a_lock_that_has_changed_is_installed_and_one_that_has_not_is_not(checkout: Path):
+    (checkout / "requirements.lock").touch()
+    stamp = checkout / ".venv/.installed"
+    stamp.parent.mkdir()
+    stamp.touch()
+    for name in ("pyproject.toml", "constraints.txt", "requirements.lock"):
+        os.utime(checkout / name, (1, 1))
+    assert not any(" -m pip " in line for line in would_run(checkout))
+    later = stamp.stat().st_mtime + 1
+    os.utime(checkout / "requirements.lock", (later, later))
+    assert any(" --require-hashes " in line for line in would_run(checkout))
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_an_image_is_built_from_its_lock_when_there_is_one(target: str):
+    text = (ROOT / "cluster/Dockerfile").read_text()
+    stage = re.search(rf"^FROM build AS build-{target}$(.*?)^FROM ", text, re.MULTILINE | re.DOTALL)
+    assert stage is not None
+    lines = re.sub(r"\\\n\s*", "", stage.group(1)).splitlines()
+    lock = TARGETS[target].file
+    assert f"COPY constraints.txt {lock[:-1]}[k] ./" in lines  # a pattern, so that the file may be absent
+    packages, ours = [line for line in lines if line.startswith("RUN ")]
+    choice = re.compile(rf"RUN if \[ -e {lock} \]; then (.*); else (.*); fi")
+    with_lock = [match.group(1) for match in map(choice.fullmatch, (packages, ours)) if match]
+    assert with_lock == [f"pip install --require-hashes --no-deps -r {lock}",
+                         "pip install --no-deps --no-build-isolation . && pip check"]
+    assert f'".[{",".join(TARGETS[target].extras)}]" {" ".join(TARGETS[target].more)}; fi' in ours
+    assert TARGETS[target].index in packages
+    assert f"!{lock}" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_the_list_of_arguments_is_checked(capsys):
+    assert dependencies.main(["lock", "nowhere"]) == 2
+    assert "requirements.lock" in capsys.readouterr().out
