@@ -52,11 +52,16 @@ class Bar:
     _shown: float = field(default=0.0, repr=False)
     _began: float = field(default_factory=lambda: time.monotonic(), repr=False)
     _before: float | None = field(default=None, repr=False)
-    """What was done already when the bar began: it says nothing about the pace."""
+    """What was done already when the pace began: it says nothing about the pace."""
+    _pace_began: float = field(default_factory=lambda: time.monotonic(), repr=False)
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         """`amount` more is done."""
         self.update(self.done + amount, note=note)
+
+    def begin_pace(self, done: float) -> None:
+        """Measure the pace from now on, with `done` done: what came before was preparation."""
+        self._before, self._pace_began = done, time.monotonic()
 
     def update(self, done: float, *, total: float | None = None, note: str | None = None) -> None:
         """`done` of the total is done; `note` is shown behind the bar."""
@@ -83,7 +88,7 @@ class Bar:
         here = self.done - (self._before or 0)
         if not self.total or here <= 0 or self.done >= self.total:
             return ""
-        return f"{duration((self._shown - self._began) / here * (self.total - self.done))} left"
+        return f"{duration((self._shown - self._pace_began) / here * (self.total - self.done))} left"
 
 
 def duration(seconds: float) -> str:

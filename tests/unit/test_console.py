@@ -134,6 +134,21 @@ def test_a_log_says_how_long_the_rest_takes(log, monkeypatch):
         "pack: 600000/1000000 units  4 min left"]
 
 
+def test_the_time_left_is_that_of_steps_and_not_of_what_came_before(log, monkeypatch):
+    """Workers took three minutes to start on a busy machine, and five steps later "27.4 h left" was told."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with training_bar(1000) as on_progress:
+        on_progress({"step": 0, "state": "starting"})
+        now[0] += 200
+        on_progress({"step": 400, "loss": 7.0})  # a run that goes on
+        now[0] += 60
+        on_progress({"step": 460, "loss": 6.0})
+    told = log.getvalue().splitlines()
+    assert told[1:3] == ["training: 400/1000 steps  loss 7.000", "training: 460/1000 steps  loss 6.000, 9 min left"]
+    assert told[-1].endswith(", 260.0 s")  # the whole time
+
+
 @pytest.mark.parametrize(("seconds", "told"), [(7.4, "7 s"), (99, "99 s"), (600, "10 min"), (9000, "2.5 h")])
 def test_durations(seconds, told):
     assert module.duration(seconds) == told

@@ -46,8 +46,10 @@ def training_bar(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields the `on_progress(progress)` that `fit` takes; `progress` has step and, once known, loss,
     tokens_per_second and world_size."""
     with bars() as group, group.bar("training", steps, unit="steps") as bar:
+        is_under_way = False
 
         def on_progress(progress: dict[str, Any]) -> None:
+            nonlocal is_under_way
             parts = []
             if (loss := progress.get("loss")) is not None:
                 parts.append(f"loss {loss:.3f}")
@@ -57,6 +59,9 @@ def training_bar(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
                 parts.append(f"{workers} worker{'s' if workers > 1 else ''}")
             for event in progress.get("events", ()):
                 console.print(f"  · {describe(event)}", markup=False)
+            if loss is not None and not is_under_way:  # starting workers takes longer than many steps
+                is_under_way = True
+                bar.begin_pace(progress["step"])
             bar.update(progress.get("step") or 0, note=", ".join(parts) or progress.get("state", ""))
 
         yield on_progress
