@@ -5,10 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import hashlib
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import yaml
 
+from tests.security import dependencies
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers import read_records
 from tidewheel.errors import TidewheelError
-from tidewheel.storage import store
+from tidewheel.storage import LocalStore, store
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,100 @@ def yaml_aliases(folder: Path) -> str:
     raise AssertionError("the recipe was taken")
 
 
+def endpoint_password(folder: Path) -> str:
+    """A password in the address of the object store, which messages and logs would show."""
+    from tidewheel.errors import StorageError
+
+    before = os.environ.get("AWS_ENDPOINT_URL")
+    os.environ["AWS_ENDPOINT_URL"] = "http://user:pLaNtEd@127.0.0.1:9"
+    said = ""
+    try:
+        store("s3://bucket").read("key")
+    except StorageError as error:
+        said = str(error)
+    finally:
+        os.environ.pop("AWS_ENDPOINT_URL")
+        if before is not None:
+            os.environ["AWS_ENDPOINT_URL"] = before
+    assert "holds a user or a password" in said, said
+    assert "pLaNtEd" not in said
+    return "refused, and not shown"
+
+
+#: Files that the tester saw in an upload.
+UPLOADED = (".git-credentials", ".npmrc", ".pypirc", ".kube/config", ".docker/config.json", ".envrc", "prod.env",
+            "service-account-1.json", "signing.p12", "signing.pfx", "tls.pem", ".ray/auth_token", ".huggingface/token",
+            ".pgpass", "terraform.tfstate", "secrets.yaml", ".vault-token", "rclone.conf", "ignored.txt")
+
+
+def upload_of_secrets(folder: Path) -> str:
+    """A working folder with secrets in files that usually hold them, in ignored files and in code."""
+    from tidewheel.cluster.upload import survey
+
+    key = "AKIA" + "Q" * 16  # in parts, so that no scan takes this file for what it tests
+    files = {**dict.fromkeys(UPLOADED, "secret"), ".gitignore": "ignored.txt", "settings.py": f"KEY = '{key}'",
+             "train.py": "pass"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    found = survey(str(folder))
+    assert set(found.files) == {"train.py", ".gitignore"}, found.files
+    assert key not in found.left_out()
+    return f"{len(files) - len(found.files)} of {len(files)} files stay here, those that may hold secrets are named"
+
+
+def other_bytes(folder: Path) -> str:
+    """An index serves a package with the pinned name and version, and other bytes."""
+    wheel = folder / "pinned-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as package:
+        package.writestr("pinned.py", "")
+        package.writestr("pinned-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: pinned\nVersion: 1.0\n")
+        package.writestr("pinned-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        package.writestr("pinned-1.0.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    packages = {"install": [{"metadata": {"name": "pinned", "version": "1.0"},
+                             "download_info": {"archive_info": {"hashes": {"sha256": digest}}}}]}
+    (folder / "requirements.lock").write_text(dependencies.lock(packages))
+    install = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "install", "--no-index",
+               "--find-links", str(folder), "--target", str(folder / "there"), "--require-hashes", "--no-deps",
+               "-r", str(folder / "requirements.lock")]
+    subprocess.run([*install, "--dry-run"], check=True, capture_output=True)
+    with zipfile.ZipFile(wheel, "a") as package:
+        package.writestr("planted.py", "")
+    done = subprocess.run(install, check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr, done.stderr
+    assert not (folder / "there").exists()
+    return "refused: the hash is not that of requirements.lock"
+
+
+def shard_after_check(folder: Path) -> str:
+    """Someone replaces a cached shard between the check of its hash and the reading."""
+    from blake3 import blake3
+
+    from tidewheel.shards.cache import ShardFiles
+    from tidewheel.shards.manifest import ShardInfo
+
+    class Remote(LocalStore):
+        """A folder that counts as far away, so its shards are copied."""
+
+        def local_path(self, key: str) -> None:
+            return None
+
+    content = b"the shard's content" * 1000
+    (folder / "remote").mkdir()
+    remote = Remote(str(folder / "remote"))
+    remote.write("a.arrow", content)
+    shard = ShardInfo("a.arrow", rows=1, tokens=1, bytes=len(content), hash="blake3-" + blake3(content).hexdigest())
+    with ShardFiles(remote, folder / "cache").opened(shard) as (copy, readable):
+        copy.unlink()
+        copy.write_bytes(b"planted")
+        assert readable.read_bytes() == content
+    with ShardFiles(remote, folder / "cache").opened(shard) as (_, readable):
+        assert readable.read_bytes() == content
+    return "what is read is what was hashed; the planted file is made anew"
+
+
 def shard_cache(folder: Path) -> str:
     """Someone else makes the cache's folder before the run does."""
     from tidewheel.errors import StorageError
@@ -157,9 +258,19 @@ def run_token(folder: Path) -> str:
 
 
 def strangers(folder: Path) -> str:
-    """Strangers hold many connections to a memory-tier agent."""
+    """A stranger announces 256 MiB to a memory-tier agent; strangers hold many connections."""
     from tidewheel import strangers as limits
+    from tidewheel.checkpoint.memory.agent import Agent
 
+    agent = Agent("127.0.0.1", "secret", "attacked")
+    try:
+        with socket.create_connection(agent.address, timeout=15) as stranger:
+            stranger.sendall((256 << 20).to_bytes(4, "big"))
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):  # the agent's challenge, then the end; TimeoutError when it waits for more
+                    pass
+    finally:
+        agent.stop()
     closed: list[int] = []
     held = limits.Strangers(most=2)
     with held.one(lambda: closed.append(0)), held.one(lambda: closed.append(1)), held.one(lambda: closed.append(2)):
@@ -176,8 +287,12 @@ ATTACKS = (
     Attack("chat template: nested loops", "work is counted", 20, template_loops),
     Attack("chat template: doubling", "work is counted", 20, template_allocates),
     Attack("YAML alias bomb", "values that aliases stand for", 20, yaml_aliases),
+    Attack("password in AWS_ENDPOINT_URL", "refused before any request", 20, endpoint_password),
+    Attack("submit: secrets in the folder", "names, ignore files, contents", 20, upload_of_secrets),
+    Attack("package with other bytes", "make install, --require-hashes", 120, other_bytes),
     Attack("strangers at an agent", "hello size, time and number", 20, strangers),
     Attack("shard cache of another user", "owner and mode are checked", 20, shard_cache),
+    Attack("shard replaced after its check", "hash of the descriptor that is read", 20, shard_after_check),
     Attack("token of a private run", "own token, mode 0600", 20, run_token),
 )
 
