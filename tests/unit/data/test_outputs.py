@@ -80,6 +80,17 @@ def test_another_recipe_says_what_it_would_replace(folder):
     assert origin.read(store(folder / "out"))["recipe"]["steps"][0]["filter"]["gopher_quality"]["min_words"] == 9
 
 
+def test_a_step_more_is_told_by_its_name_and_not_by_its_settings(folder):
+    more = recipe()["steps"]
+    more.insert(1, {"dedup_exact": {}})
+    more.append({"write": {}})
+    with pytest.raises(ConfigError) as raised:
+        run(folder, steps=more)
+    assert str(raised.value).splitlines()[0].endswith(
+        '; steps was ["filter", "dedup_near", "tokenize", "pack"], now ["filter", "dedup_exact", "dedup_near", '
+        '"tokenize", "pack", "write"]')
+
+
 def test_the_command_asks_for_replace_also_in_a_dry_run(folder, capsys):
     for dry in ([], ["--dry-run"]):
         assert run_command(command(folder, 9, *dry)) == 2

@@ -64,6 +64,8 @@ def _settings(made: dict[str, Any], job: Job) -> str:
     if "recipe" not in made:
         return "its recipe is another one, and was not recorded"
     found = origin.differences(made["recipe"], origin.settings_of(job.config))
+    only_one_has = {step for name, before, now in found if name == "steps" for step in {*before} ^ {*now}}
+    found = [setting for setting in found if setting[0].partition(".")[0] not in only_one_has]
     told = [f"{name} was {_value(before)}, now {_value(now)}" for name, before, now in found[:SHOWN]]
     return "; ".join([*told, *([f"and {len(found) - SHOWN} settings more"] if len(found) > SHOWN else [])]
                      ) or "settings of this version that its own did not have"
