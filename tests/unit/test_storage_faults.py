@@ -275,10 +275,10 @@ def test_credentials_that_expire_are_told_and_renewed(source: str, name: str, tm
             def renew(key: str) -> None:
                 monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
         renew("FIRST")
-        OPERATIONS[name](S3Store(bucket, SHORT))
+        OPERATIONS[name](S3Store(bucket, PATIENT))
         server.fail(Faults(0.0, expired_key="FIRST"))
         with pytest.raises(StorageAwayError, match="the credentials have expired") as error:
-            OPERATIONS[name](S3Store(bucket, SHORT))
+            OPERATIONS[name](S3Store(bucket, PATIENT))
         assert "renew them" in error.value.mend
         before = server.fault_counts()["requests"]
         with ThreadPoolExecutor() as pool:
