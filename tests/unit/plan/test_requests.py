@@ -73,17 +73,17 @@ def test_an_hour_of_a_log(tmp_path: Path, clock: list[float]):
     assert 0.9 * bound < place.puts <= bound + 1
 
 
-def test_an_hour_of_a_nodes_ledger(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch):
+def test_twenty_minutes_of_a_nodes_ledger(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch):
     place = Objects(tmp_path / "run")
     monkeypatch.setattr(node_log.tempfile, "gettempdir", lambda: str(tmp_path))
     ranks = [NodeLog(place, "ledger.jsonl", generation=0, rank=rank) for rank in range(8)]
-    for turn in range(HOUR // 2):
+    for turn in range(HOUR // 3 // 2):
         clock[0] = 2.0 * turn
         for rank, log in enumerate(ranks):
             log.append({"rank": rank, "turn": turn, "end": 0.0})
             log.flush_soon()
             written(log)
-    bound = planned()["ledger.jsonl"] / (64 / 8) / 24  # of a node
+    bound = planned()["ledger.jsonl"] / (64 / 8) / 24 / 3  # of a node
     assert 0.9 * bound < place.puts <= bound + 1
 
 
