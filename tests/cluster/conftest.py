@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-LONGEST_FIRST = ("test_docs.py", "test_elastic.py", "test_jobs.py", "test_demo.py", "test_training.py",
-                 "test_left_out.py", "test_pipeline_kill.py", "test_two_drivers.py")
+LONGEST_FIRST = ("test_docs.py", "test_elastic.py", "test_jobs.py", "test_demo.py", "test_left_out.py",
+                 "test_pipeline_kill.py", "test_two_drivers.py")
 """The files that take a minute and more. A worker that begins one of them last leaves the other without work."""
 
 
