@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tidewheel.data.filters.own import Batch, Filter, Verdicts
     from tidewheel.errors import TidewheelError
     from tidewheel.workflow import filters
     from tidewheel.workflow.pipeline import Pipeline
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from tidewheel.workflow.workflow import Workflow
 
 _HOMES = {
+    "Batch": "tidewheel.data.filters.own",
+    "Filter": "tidewheel.data.filters.own",
+    "Verdicts": "tidewheel.data.filters.own",
     "Call": "tidewheel.workflow.steps",
     "Evaluate": "tidewheel.workflow.steps",
     "Export": "tidewheel.workflow.steps",
@@ -44,7 +48,8 @@ _HOMES = {
     "TidewheelError": "tidewheel.errors",
 }
 
-__all__ = ["Call", "Evaluate", "Export", "Pipeline", "TidewheelError", "Tokenizer", "Train", "Workflow", "filters"]
+__all__ = ["Batch", "Call", "Evaluate", "Export", "Filter", "Pipeline", "TidewheelError", "Tokenizer", "Train",
+           "Verdicts", "Workflow", "filters"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tidewheel.config import Config
+from tidewheel.config import Config, build
+from tidewheel.data.filters import own
 from tidewheel.data.filters.c4 import C4
 from tidewheel.data.filters.classifier import Classifier
 from tidewheel.data.filters.fineweb import FineWeb
@@ -46,14 +47,27 @@ class FilterStep(Config):
     """A quality classifier in fastText's format."""
     pii: Pii | None = None
     """E-mail and public IPv4 addresses are replaced by placeholders."""
+    own: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Filters of your own, by `module:name`, with their settings; they apply last, in order of their names. In a step
+    each may stand beside the others, `my_filters:Shouting: {max_upper: 0.3}`; `python: my_filters:short` names a plain
+    function."""
     annotate: bool = False
     """Drop and edit nothing: write each document's statistics, and the reason for which it would have been dropped,
     to `annotations/<stage>/*.parquet`, so that thresholds can be chosen."""
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_names(cls, values: Any) -> Any:
-        return _bare(values)
+    def _own_names(cls, values: Any) -> Any:
+        values = _bare(values)
+        if not isinstance(values, dict):
+            return values
+        named = {name: {} if given is None else given for name, given in values.items() if own.is_own(str(name))}
+        if "python" in values:
+            named[values["python"]] = {}
+        if not named:
+            return values
+        others = {name: given for name, given in values.items() if name != "python" and name not in named}
+        return {**others, "own": {**others.get("own", {}), **named}}
 
     @model_validator(mode="after")
     def _some(self) -> FilterStep:
@@ -63,13 +77,21 @@ class FilterStep(Config):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The filters there are, in the order they apply."""
-        return tuple(name for name in cls.model_fields if name != "annotate")
+        """The filters of the package, in the order they apply."""
+        return tuple(name for name in cls.model_fields if name not in ("annotate", "own"))
 
     def rules(self) -> tuple[tuple[str, Config], ...]:
         """(name, settings) of the filters asked for, in the order they apply."""
         found = ((name, getattr(self, name)) for name in self.names())
-        return tuple((name, settings) for name, settings in found if settings is not None)
+        given = [(name, settings) for name, settings in found if settings is not None]
+        return (*given, *((name, build(own.find(name), self.own[name], where=name)) for name in sorted(self.own)))
+
+    def decisive(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, with the source of filters of the user's own."""
+        values = super().decisive()
+        if self.own:
+            values["own"] = {name: own.identity(rule) for name, rule in self.rules() if isinstance(rule, own.Filter)}
+        return values
 
 
 class DedupUrlStep(Config):
@@ -333,5 +355,8 @@ def _bare(values: Any) -> Any:
 def editing_parts(step: Step) -> list[str]:
     """What of a step may change the text of a document that it keeps."""
     if step.filter is not None:
-        return [] if step.filter.annotate else [name for name, _ in step.filter.rules() if name in EDITING_FILTERS]
+        if step.filter.annotate:
+            return []
+        return [name for name, rule in step.filter.rules()
+                if name in EDITING_FILTERS or (isinstance(rule, own.Filter) and rule.edits)]
     return [step.kind] if step.kind == "dedup_lines" or getattr(step.settings, "action", None) == "cut" else []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidewheel.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Filter:
@@ -12,6 +14,31 @@ class Filter:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+def named(given: Any) -> tuple[str, dict[str, Any]]:
+    """Return a filter's name and settings: one of this module, or of the user's own.
+
+    Raises:
+        ConfigError: it cannot be found by a name.
+    """
+    from tidewheel.data.filters import own
+
+    if isinstance(given, Filter):
+        return given.name, dict(given.settings)
+    if isinstance(given, own.Filter):
+        return _importable(own.name_of(given)), given.decisive()
+    if callable(given) and hasattr(given, "__qualname__") and not isinstance(given, type):
+        return _importable(f"{given.__module__}:{given.__qualname__}"), {}
+    raise ConfigError(f"{given!r} is no filter", where="Pipeline.filter",
+                      mend="give one of tw.filters, a tw.Filter with its settings, or a function of one document")
+
+
+def _importable(name: str) -> str:
+    if name.startswith("__main__:") or "<" in name or "." in name.partition(":")[2]:
+        raise ConfigError(f"workers cannot import {name}", where="Pipeline.filter",
+                          mend="define the filter at the top of a module of its own, and import it from there")
+    return name
 
 
 def urls(**settings: Any) -> Filter:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
-from tidewheel.workflow.filters import Filter
+from tidewheel.workflow.filters import Filter, named
 from tidewheel.workflow.steps import REFERENCE, Tokenizer
 
 if TYPE_CHECKING:
     from tidewheel.data.config import PipelineConfig
+    from tidewheel.data.filters import own
     from tidewheel.data.pipeline import PipelineSummary
 
 
@@ -38,10 +40,19 @@ class Pipeline:
         """Read documents from files that match `paths` (with *, **, ?); `fields` name their keys (text=, id=, ...)."""
         return replace(self, source=(("paths", list(paths)), *fields.items()))
 
-    def filter(self, *filters: Filter, annotate: bool = False) -> Pipeline:
-        """Drop or edit documents by rules on each alone, in the recipe's order of filters. With `annotate` nothing is
-        dropped or edited: statistics and would-be reasons go to `annotations/`."""
-        values: dict[str, Any] = {each.name: dict(each.settings) for each in filters}
+    def filter(self, *filters: Filter | own.Filter | Callable[[Mapping[str, Any]], bool | str],
+               annotate: bool = False) -> Pipeline:
+        """Drop or edit documents by rules on each alone, in the recipe's order of filters.
+
+        Args:
+            filters: of `tw.filters`, `tw.Filter` objects of your own, or functions that take a document (a mapping
+                with id, text, source and meta) and return True, False or the reason to drop it.
+            annotate: drop and edit nothing; statistics and would-be reasons go to `annotations/`.
+
+        Raises:
+            ConfigError: a filter of your own is not at the top of a module, where workers can find it.
+        """
+        values: dict[str, Any] = dict(map(named, filters))
         return self._with("filter", {**values, "annotate": True} if annotate else values)
 
     def dedup_url(self, **settings: Any) -> Pipeline:

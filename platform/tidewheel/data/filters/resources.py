@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tidewheel.config import Config
+from tidewheel.data.filters import own
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Store, content_hash, join, split
 
@@ -77,11 +78,15 @@ def find(paths: Iterable[str], input: str) -> dict[str, str]:
 
 def bound(settings: Config, references: Mapping[str, str]) -> dict[str, Any]:
     """Settings as JSON values for workers: paths are references."""
+    if isinstance(settings, own.Filter):
+        return own.bound(settings)
     return (settings.with_files(references.__getitem__) if isinstance(settings, FileConfig) else settings).canonical()
 
 
 def identity(settings: Config, references: Mapping[str, str]) -> dict[str, Any]:
     """Settings as JSON values for unit keys: in place of a path stands the content's hash."""
+    if isinstance(settings, own.Filter):
+        return own.identity(settings)
     if isinstance(settings, FileConfig):
         hashed = settings.with_files(lambda path: references[path].partition("@")[0])
         return {**hashed.decisive(), **settings.versions()}

@@ -13,7 +13,19 @@ import pyarrow.compute as pc
 
 from tidewheel.config import Config
 from tidewheel.data import text
-from tidewheel.data.filters import c4, classifier, fineweb, language, pii, quality, refinedweb, repetition, urls, words
+from tidewheel.data.filters import (
+    c4,
+    classifier,
+    fineweb,
+    language,
+    own,
+    pii,
+    quality,
+    refinedweb,
+    repetition,
+    urls,
+    words,
+)
 from tidewheel.data.stages import histograms
 from tidewheel.data.text import textpass
 from tidewheel.versions import Version
@@ -74,6 +86,8 @@ _FILTERS: dict[str, Rule] = {
                 detail=("pii_emails", "pii_addresses")),
 }
 NAMES = tuple(_FILTERS)
+OWN = Version("own_filters")
+"""How filters of the user's own are applied; their source is in the keys beside this."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +133,29 @@ class Judged:
 
 def settings_of(kind: str, values: dict[str, Any]) -> Config:
     """The settings of a filter from its JSON form."""
-    return _FILTERS[kind].settings.model_validate(values)
+    return own.received(kind, values) if own.is_own(kind) else _FILTERS[kind].settings.model_validate(values)
+
+
+def _rule(kind: str, settings: Config | None = None) -> Rule | None:
+    """Return how the filter `kind` is applied; None if there is none of this name."""
+    if not own.is_own(kind):
+        return _FILTERS.get(kind)
+    found = type(settings) if isinstance(settings, own.Filter) else own.find(kind)
+
+    def apply(table: pa.Table, given: own.Filter) -> tuple[Any, ...]:
+        return own.judged(kind, given, table)
+
+    return Rule(found, apply, OWN, edits=found.edits, by_document=True)
 
 
 def versions(kinds: Iterable[str]) -> tuple[Version, ...]:
     """Return the versions of these filters, for the keys of units that apply them."""
-    return tuple(_FILTERS[kind].version for kind in kinds)
+    return tuple(OWN if own.is_own(kind) else _FILTERS[kind].version for kind in kinds)
 
 
 def changes(kinds: Sequence[str]) -> bool:
     """Whether one of the filters may change documents, not only drop them."""
-    return any(_FILTERS[kind].changes for kind in kinds)
+    return any(rule.changes for kind in kinds if (rule := _rule(kind)) is not None)
 
 
 def judge(rules: Sequence[tuple[str, Config]], table: pa.Table) -> Judged:
@@ -143,7 +169,7 @@ def judge(rules: Sequence[tuple[str, Config]], table: pa.Table) -> Judged:
     measured: textpass.Measured | None = None  # of the texts as they are now
     asked: dict[str, Any] = {}
     for place, (kind, settings) in enumerate(rules):
-        rule = _FILTERS.get(kind)
+        rule = _rule(kind, settings)
         if rule is None or not isinstance(settings, rule.settings):
             raise ValueError(f"no such filter: {kind}; there are {', '.join(_FILTERS)}")
         if rule.measures and (measured is None or asked[rule.measures] not in (True, settings)):
@@ -174,7 +200,7 @@ def _asked(rules: Sequence[tuple[str, Config]]) -> dict[str, Any]:
     """What `textpass.measure` is to find for these filters: each for the first filter that asks."""
     found: dict[str, Any] = {}
     for kind, settings in rules:
-        rule = _FILTERS.get(kind)
+        rule = _rule(kind, settings)
         if rule is not None and rule.measures:
             found.setdefault(rule.measures, settings if rule.measures in ("c4", "fineweb") else True)
     return found

@@ -1,0 +1,170 @@
+"""Filters of the user's own: found by name, judged as the package's are, keyed by their source."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import tidewheel as tw
+from tests.plain_execution import without_ray
+from tidewheel.config import build
+from tidewheel.data import pipeline
+from tidewheel.data.config import PipelineConfig, Step
+from tidewheel.data.filters import own
+from tidewheel.data.stages import filters
+from tidewheel.data.stages.outcomes import groups
+from tidewheel.errors import ConfigError, InputError
+
+MODULE = '''
+"""Filters of a user."""
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tidewheel as tw
+
+class Shouting(tw.Filter):
+    """Drop documents in capitals."""
+    max_upper: float = 0.3
+
+    def limits(self):
+        return {"upper": (None, self.max_upper)}
+
+    def apply(self, batch):
+        upper = pc.count_substring_regex(batch.texts, "[A-Z]").to_numpy() / np.maximum(
+            pc.utf8_length(batch.texts).to_numpy(), 1)
+        return tw.Verdicts(["shouting" if value > self.max_upper else "" for value in upper], {"upper": upper})
+
+class Trim(tw.Filter):
+    """Cut off what is behind a bar."""
+    edits = "trimmed"
+
+    def apply(self, batch):
+        return tw.Verdicts([""] * len(batch), texts=[text.as_py().partition("|")[0] for text in batch.texts])
+
+def short(document):
+    return len(document["text"]) > 5 or "too_short"
+
+def from_web(document):
+    return document["meta"].get("url", "").startswith("http")
+
+def broken(document):
+    return document["txt"]
+
+def odd(document):
+    return 1
+
+class Wrong(tw.Filter):
+    def apply(self, batch):
+        return tw.Verdicts(["", ""])
+
+nothing = 5
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The name of a module in the working folder; each test has one of its own, as Python keeps what it imported."""
+    name = f"mine_{abs(hash(request.node.nodeid))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def table(*texts: str) -> pa.Table:
+    count = len(texts)
+    return pa.table({"id": [f"d{number}" for number in range(count)], "text": pa.array(texts, pa.large_string()),
+                     "source": ["s"] * count, "meta": ['{"url": "http://x"}'] * count})
+
+
+def rules(*filters_of_step: object) -> list:
+    step = build(Step, {"filter": dict(filters_of_step) if filters_of_step else {}}).filter
+    assert step is not None
+    return list(step.rules())
+
+
+def test_a_class_and_functions_beside_the_packages_own(module: str):
+    lenient = {"min_sentences": 0, "min_words_per_line": 0, "terminal_punctuation": False}
+    found = rules(("c4", lenient), (f"{module}:Shouting", None), (f"{module}:Trim", {}),
+                  ("python", f"{module}:short"))
+    assert [name for name, _ in found] == ["c4", f"{module}:Shouting", f"{module}:Trim", f"{module}:short"]
+    judged = filters.judge(found, table("LOUD WORDS ARE LOUD", "quiet words that stay | cut", "ab|cdefgh",
+                                        "all is well"))
+    assert judged.reasons.tolist() == ["shouting", "", "too_short", ""]
+    assert judged.texts.to_pylist()[1] == "quiet words that stay "
+    assert judged.statistics["upper"][1] == 0
+    assert judged.histograms["upper"]["threshold"] == 0.3
+    assert [edit.reason for edit in judged.edits] == ["trimmed"]
+    assert filters.changes([f"{module}:Trim"])
+    assert not filters.changes([f"{module}:Shouting", f"{module}:short"])
+
+
+def test_a_function_sees_the_document(module: str):
+    judged = filters.judge(rules(("python", f"{module}:from_web")), table("a"))
+    assert judged.reasons.tolist() == [""]
+    off = filters.judge(rules(("python", f"{module}:from_web")), table("a").set_column(3, "meta", [["{}"]]))
+    assert off.reasons.tolist() == ["from_web"]
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    ("broken", "KeyError: 'txt'"), ("odd", "returned int for document d0"), ("Wrong", "reasons are 2, for 1 documents"),
+])
+def test_a_filter_that_fails_is_told_with_its_place(module: str, name: str, told: str):
+    with pytest.raises(InputError, match=told) as raised:
+        filters.judge(rules((f"{module}:{name}", {})), table("a"))
+    assert f"{module}:{name}" in raised.value.what
+    if name == "broken":
+        assert f"{module}.py:" in str(raised.value.where)
+
+
+@pytest.mark.parametrize(("name", "settings", "told"), [
+    ("{}:Shoutin", {}, "'Shoutin' is not there"), ("{}:nothing", {}, "is no tw.Filter and no function"),
+    ("no_such_module_at_all:x", {}, "there is no module 'no_such_module_at_all'"),
+    ("{}:Shouting", {"max_uper": 1}, "did you mean 'max_upper'"), ("{}:short", {"a": 1}, "a"),
+])
+def test_mistakes_are_told_before_anything_runs(module: str, name: str, settings: dict, told: str):
+    with pytest.raises(ConfigError, match=told):
+        rules((name.format(module), settings))
+
+
+def recipe(module: str, **settings: object) -> PipelineConfig:
+    return build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]}, "steps": [
+        {"filter": {f"{module}:Shouting": settings}}]})
+
+
+def test_keys_follow_the_source_and_the_settings(module: str, tmp_path: Path):
+    plain = recipe(module).recipe_hash()
+    assert recipe(module, max_upper=0.3).recipe_hash() == plain
+    assert recipe(module, max_upper=0.4).recipe_hash() != plain
+    assert build(PipelineConfig, recipe(module).canonical()).recipe_hash() == plain
+    (tmp_path / f"{module}.py").write_text(MODULE + "# changed\n")
+    own.source_hash.cache_clear()
+    assert recipe(module).recipe_hash() != plain
+
+
+def test_a_worker_with_another_source_refuses(module: str):
+    ((name, rule),) = rules((f"{module}:Shouting", {"max_upper": 0.4}))
+    sent = own.bound(rule)
+    ((_, [(_, arrived)]),) = groups([[False, [[name, sent]]]])
+    assert arrived == rule
+    with pytest.raises(ConfigError, match="another one on this node"):
+        own.received(name, {**sent, own.CODE: {**sent[own.CODE], "hash": "blake3-0"}})
+
+
+def test_a_pipeline_and_the_sdk(module: str, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "LOUD WORDS"}\n{"text": "quiet words"}\n')
+    with without_ray():
+        summary = pipeline.run(recipe(module), input=str(tmp_path), output=str(tmp_path / "out"))
+    assert summary.documents == 1
+    mine = __import__(module)
+    made = tw.Pipeline("pipeline").set(partitions=1).read("*.jsonl")
+    assert made.filter(mine.Shouting()).recipe_hash() == recipe(module).recipe_hash()
+    assert made.filter(mine.Shouting(max_upper=0.4)).recipe_hash() == recipe(module, max_upper=0.4).recipe_hash()
+    assert [name for name, _ in made.filter(mine.short).config().step("filter").rules()] == [f"{module}:short"]
+    with pytest.raises(ConfigError, match="workers cannot import"):
+        made.filter(lambda document: True)
+    with pytest.raises(ConfigError, match="is no filter"):
+        made.filter(mine.Shouting)  # type: ignore[arg-type]
