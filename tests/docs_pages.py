@@ -4,7 +4,7 @@ What a fence says, and what is done with it:
 
 | fence | |
 |---|---|
-| ```sh | run by bash; behind a command, `# exit code 2` says that it is to end so |
+| ```sh | run by bash; behind a command `# exit code 2`: how it ends; `# the tests add: --limit 9`: options for tests |
 | ```python, ```yaml | written to the file that the first line names (`# mine.yaml`); Python without a name is run |
 | ```diff | applied to the checkout |
 | ```console | not run; the paragraph before says why, and only `OUTSIDE` is called there |
@@ -19,13 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TASKS = ("first_run", "bring_your_data", "inputs", "clean_text", "pretrain_on_a_cluster", "on_kubernetes",
-         "spot_training", "recover", "write_a_filter", "add_a_model")
+TASKS = ("first_run", "csv_to_model", "bring_your_data", "inputs", "clean_text", "pretrain_on_a_cluster",
+         "on_kubernetes", "spot_training", "recover", "write_a_filter", "add_a_model")
 #: Programs of blocks that are not run: what needs a cloud, an API server or a container engine.
 OUTSIDE = ("kubectl", "docker", "helm", "aws", "gcloud", "ray up")
 NOT_RUN = re.compile(r"[Nn]ot run by the tests, which have no [^:]+:$")
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _EXIT_CODE = re.compile(r"^(?P<command>[^#\n]*[^\s#])\s+# exit code (?P<code>\d+)\b.*$")
+_ADDED = re.compile(r"^(?P<command>[^#\n]*[^\s#])\s+# the tests add: (?P<options>--\S.*)$")
 _FILE = re.compile(r"^# ([\w./-]+\.\w+)\n")
 
 
@@ -66,7 +67,7 @@ def script(page: Path) -> str:
             continue
         parts.append(f"echo '--- {page.name}:{block.line}'")
         if block.language == "sh":
-            parts += map(_expecting, block.text.splitlines())
+            parts += (_expecting(_ADDED.sub(r"\g<command> \g<options>", line)) for line in block.text.splitlines())
         elif block.language == "diff":
             parts.append(_fed("git apply -C1 -", block.text))
         elif block.file:

@@ -30,7 +30,7 @@ SECONDS = 500
 #: `test_jobs.py`, `test_background.py` and `test_demo.py`; `make long` executes them.
 LONG = ("pretrain_on_a_cluster", "spot_training", "recover", "add_a_model")
 #: Pages that run many pipelines: on one cluster, as where RAY_ADDRESS is set. The others start a Ray for each command.
-ON_ONE_CLUSTER = ("bring_your_data", "clean_text")
+ON_ONE_CLUSTER = ("bring_your_data", "clean_text", "csv_to_model")
 
 
 @pytest.fixture(scope="module")
