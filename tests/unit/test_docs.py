@@ -25,6 +25,9 @@ ROOMS = ("tests", "docs", "jobs", "pipelines", "k8s", "cluster", "platform", "ti
 #: From where a page may name a file.
 ABOVE = ("", "platform", "platform/tidewheel", "docs", "k8s", "tests")
 _INDENTED = re.compile(r"(?:^(?: {4}.*)?\n)+", re.MULTILINE)
+#: A file of tests, a test in one, or `::name` alone.
+_TEST = re.compile(r"`(?=[t:])(((?:tests/[\w/]+/)?test_\w+\.py)?(?:::(\w+))?)`")
+TESTS = ROOT / "tests"
 _SPAN = re.compile(r"`([^`\n]+)`")
 
 
@@ -120,6 +123,37 @@ def test_files_that_are_named_are_there(name):
                 path.split("/")[0] not in ROOMS and Path(path).suffix not in (".py", ".md")):
             continue
         assert any((ROOT / above / path).exists() for above in ABOVE), f"{name}: `{span}`"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tests_that_are_named_are_there(name):
+    """`tests/unit/test_docs.py`, `test_docs.py` where one file has that name or the page has named it in full,
+    `test_docs.py::test_links_lead_somewhere`, `::test_links_lead_somewhere` of the file before."""
+    assert not missing_tests((ROOT / name).read_text())
+
+
+def missing_tests(text: str) -> list[str]:
+    """Return the tests that a page names and that do not exist."""
+    missing: list[str] = []
+    named: dict[str, Path] = {}
+    file = None
+    for span, path, function in _TEST.findall(text):
+        if path:
+            there = [named[path]] if path in named else [ROOT / path] if "/" in path else [*TESTS.rglob(path)]
+            file = there[0] if len(there) == 1 and there[0].exists() else None
+            if file is not None:
+                named[file.name] = file
+        if file is None or (function and not re.search(rf"^def {function}\(", file.read_text(), re.MULTILINE)):
+            missing.append(span)
+    return missing
+
+
+def test_a_test_that_is_not_there_is_found():
+    assert missing_tests("`tests/unit/test_docs.py`, `::test_links_lead_somewhere`, `tests/unit/train/test_stop.py`, "
+                         "`test_stop.py`, `test_docs.py::test_links_lead_somewhere`") == []
+    for wrong in ("tests/unit/test_nothing.py", "test_nothing.py", "test_layout.py::test_nothing", "test_stop.py",
+                  "tests/unit/test_docs.py::test_links"):
+        assert missing_tests(f"`{wrong}`") == [wrong]
 
 
 def configs() -> dict[str, type[Config]]:
