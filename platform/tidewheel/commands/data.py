@@ -84,6 +84,8 @@ def data_run(
                                fail_above=fail_above, verify=verify, may_replace=replace)
     _print_skipped(summary.skipped)
     print_table(summary.rows(), title="what each stage kept")
+    for line in summary.most_frequent_reasons():
+        print(line)
     if written := summary.sets():
         print_table(written, title="what was written")
     if settings.step("pack"):

@@ -101,6 +101,18 @@ class PipelineSummary:
             "units": f"{entry['units']}", "reused": f"{entry['units_reused']}", "seconds": f"{entry['seconds']:.1f}",
         } for entry in self.value["stages"]]
 
+    def most_frequent_reasons(self) -> list[str]:
+        """Return a line for each stage that drops documents for several reasons: the three most frequent ones."""
+        lines = []
+        for entry in self.value["stages"]:
+            counts = sorted(entry["dropped"].items(), key=lambda item: (-item[1], item[0]))
+            if len(counts) < 2:
+                continue
+            told = ", ".join(f"{reason} {count:,}" for reason, count in counts[:3])
+            rest = f" and {len(counts) - 3} other reasons" if len(counts) > 3 else ""
+            lines.append(f"{entry['name']} dropped most for {told}{rest}")
+        return lines
+
 
 @dataclass(frozen=True)
 class PlannedStage:

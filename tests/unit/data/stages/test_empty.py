@@ -73,3 +73,13 @@ def test_the_last_table_has_tokens_rows_utilisation_and_validation(tmp_path):
     assert training == {"set": "training", "documents": "1", "tokens": f"{done.tokens:,}",
                         "rows": f"{done.value['rows']:,}", "filled": f"{done.value['utilisation']:.1%}"}
     assert validation == {"set": "validation", "documents": "0", "tokens": "0", "rows": "0", "filled": "-"}
+
+
+def test_the_most_frequent_reasons_are_told_where_there_are_several():
+    """A newcomer saw "dropped 1,016" and had to look for the reasons in a file."""
+    dropped = {"too_few_words": 1262, "bullets": 1, "words_too_long": 10, "duplicate_lines": 10, "hashes": 1}
+    stages = [{"name": "filter", "dropped": dropped}, {"name": "dedup_exact", "dropped": {"exact_duplicate": 57}},
+              {"name": "pack", "dropped": {}}, {"name": "pii", "dropped": {"b": 1, "a": 1}}]
+    assert pipeline.PipelineSummary({"stages": stages}, "out").most_frequent_reasons() == [
+        "filter dropped most for too_few_words 1,262, duplicate_lines 10, words_too_long 10 and 2 other reasons",
+        "pii dropped most for a 1, b 1"]
