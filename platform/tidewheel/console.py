@@ -158,7 +158,7 @@ def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console 
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     cells = [[_cell(value) for value in row.values()] for row in rows]
     stream = to.file if to is not None else sys.stdout
     is_terminal = to.is_terminal if to is not None else sys.stdout.isatty()
@@ -173,7 +173,9 @@ def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console 
     for row in cells:
         table.add_row(*map(Text, row))  # what a document says is no markup
     target = Output(file=stream, highlight=False, force_terminal=is_terminal or None)
-    target.width = max(target.width if is_terminal else 0, least, cell_len(title))
+    target.width = max(target.width if is_terminal else 0, least)
+    if title:  # a table's own title folds at the width of the table
+        target.print(Text(title, style="table.title"), soft_wrap=True)
     target.print(table)
 
 

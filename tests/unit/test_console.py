@@ -154,6 +154,16 @@ def test_durations(seconds, told):
     assert module.duration(seconds) == told
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_title_that_is_wider_than_its_table_stays_in_one_piece(terminal):
+    """The path of a checkpoint was cut in the middle."""
+    sink = io.StringIO()
+    title = "step 8 of /somewhere/runs/articles/checkpoints/step_00000008"
+    print_table([{"set": "validation", "loss": 3.9}], title=title,
+                to=Console(file=sink, width=40, force_terminal=terminal, color_system=None))
+    assert title in sink.getvalue()
+
+
 WIDE = {"format": "jsonl", "files": "16", "MB": "3.2", "such as": "corpus/part-00000.jsonl",
         "first record": "words " * 40}
 
