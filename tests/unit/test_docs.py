@@ -11,7 +11,7 @@ from typing import Any
 import cyclopts
 import pytest
 
-from tests.docs_pages import DOCS, NOT_RUN, OUTSIDE, ROOT, TASKS, blocks, commands
+from tests.docs_pages import DOCS, NOT_RUN, OUTSIDE, ROOT, TASKS, blocks, commands, script
 from tidewheel.cli import app
 from tidewheel.cluster.jobs import command_of
 from tidewheel.config import Config, _configs_in
@@ -216,6 +216,15 @@ def test_what_a_task_page_does_not_run_is_outside_and_says_so(page):
         if block.file:
             assert Path(block.file).name in said, f"{page}:{block.line}: {block.file} is not used"
         assert block.language != "text" or block.text.strip(), f"{page}:{block.line}: empty"
+
+
+@pytest.mark.parametrize("page", TASKS)
+def test_what_the_tests_add_is_part_of_the_command(page):
+    """Else a test would run what it says it shortens."""
+    for block in blocks(DOCS / f"{page}.md"):
+        for line in block.text.splitlines() if block.language == "sh" else ():
+            _, said, options = line.partition("# the tests add: ")
+            assert not said or re.search(rf"^[^#]* {re.escape(options)}$", script(DOCS / f"{page}.md"), re.MULTILINE), line
 
 
 def test_the_pages_show_what_a_newcomer_needs():
