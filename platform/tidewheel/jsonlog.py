@@ -137,9 +137,10 @@ class JsonLog:
             threading.Thread(target=self._keep_trying, name=f"end of log {self._key}", daemon=True).start()
 
     def _keep_trying(self) -> None:
+        self._try()
         while self.unwritten():
-            self._try()
             time.sleep(FLUSH_SECONDS)
+            self._try()
 
     def _append(self, line: bytes) -> None:
         with self._lock:

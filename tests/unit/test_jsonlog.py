@@ -382,3 +382,27 @@ def test_lines_of_a_writer_that_is_gone_are_appended_and_read_once(place: Store)
     second.append({"step": 3})
     second.flush()
     assert [line["step"] for line in jsonlog.read(place, "m.jsonl")] == [1, 2, 3]
+
+
+def test_the_thread_of_the_last_lines_ends_as_soon_as_they_are_written(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    place, failures = store(tmp_path / "log"), [StorageError("away", where="log", mend="wait")]
+    log = JsonLog(place, "m.jsonl")
+    write = log._sink.write
+
+    def fails_once(lines: list[bytes]) -> None:
+        if failures:
+            raise failures.pop()
+        write(lines)
+
+    monkeypatch.setattr(log._sink, "write", fails_once)
+    monkeypatch.setattr(jsonlog, "FLUSH_SECONDS", 600.0)
+    monkeypatch.setattr(jsonlog, "RETRY_SECONDS", 600.0)
+    log.append({"step": 1})
+    failures.append(StorageError("away", where="log", mend="wait"))
+    log.close()
+    for thread in threading.enumerate():
+        if thread.name == "end of log m.jsonl":
+            thread.join(60)
+            assert not thread.is_alive()
+    assert jsonlog.read(place, "m.jsonl") == [{"step": 1}]
