@@ -22,7 +22,7 @@ demo: $(STAMP)  ## raw text to a trained model, with a node killed on the way (A
 test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -n 3 --dist loadfile --durations=15 tests/unit tests/k8s tests/security
+	$(PYTEST) -n 3 --dist loadfile --durations=15 -m "not long" tests/unit tests/k8s tests/security
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
 
 long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each
