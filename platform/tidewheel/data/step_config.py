@@ -63,6 +63,9 @@ class FilterStep(Config):
             return values
         named = {name: {} if given is None else given for name, given in values.items() if own.is_own(str(name))}
         if "python" in values:
+            if not isinstance(values["python"], str):
+                raise ValueError("python: name one function, as in `python: my_filters:short`; give others as "
+                                 "`my_filters:other: {}` beside it")
             named[values["python"]] = {}
         if not named:
             return values

@@ -130,6 +130,11 @@ def test_mistakes_are_told_before_anything_runs(module: str, name: str, settings
         rules((name.format(module), settings))
 
 
+def test_several_functions_under_one_key_are_refused():
+    with pytest.raises(ConfigError, match="name one function"):
+        rules(("python", ["a:b", "a:c"]))
+
+
 def recipe(module: str, **settings: object) -> PipelineConfig:
     return build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]}, "steps": [
         {"filter": {f"{module}:Shouting": settings}}]})
