@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Rooms in the order in which data flows; a room imports only rooms to its left (and itself). The tuple is one level.
 LEVELS = [
     ("errors", "printable"), ("time_limit",), ("daemon", "disk_errors", "private_folders"), ("storage",),
-    ("s3_problems",), ("s3_requests",), ("s3", "hub"), ("config", "conditional_create", "provenance"),
+    ("s3_problems",), ("s3_requests",), ("s3", "hub"), ("config", "conditional_create", "provenance"), ("parts",),
     ("jsonlog", "console", "placement", "autoscaler", "lease", "commit_protocol"),
     ("commit_log", "stopping"), ("ownership",),
     ("shards",),

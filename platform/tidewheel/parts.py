@@ -1,0 +1,300 @@
+"""Parts: what a recipe or a run is made of, found by name. Whoever needs another one writes it outside this package.
+
+A part is a typed configuration class with the function that it configures. YAML, `--set` and the SDK name it in the
+same three ways:
+
+- the name of a built-in part, which is the name of its module: `gopher_quality`;
+- `module:Class`, code of the user's own, found from the working folder as `python -m` finds it. `--working-dir` takes
+  it along to a cluster;
+- the name of an entry point of an installed package, in the group of the part's kind: `tidewheel.filters`.
+
+What other code must know about a part is said by the part itself, in class variables and methods of its kind's base
+class. Keys of finished work hold the declared version of a built-in part, and the hash of the source of any other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pydantic
+from pydantic_core import PydanticCustomError, core_schema
+
+from tidewheel.config import Config
+from tidewheel.errors import ConfigError
+from tidewheel.storage import content_hash
+from tidewheel.versions import Version
+
+P = TypeVar("P", bound="Part")
+CODE = "code"
+"""Key under which `Part.decisive` holds the hash of a part's source."""
+_names: dict[type[Part], str] = {}
+"""Names of classes that were made of functions."""
+
+
+class Part(Config):
+    """Base of every part: its fields are its settings."""
+
+    VERSION: ClassVar[Version | None] = None
+    """What its output is promised for, in `tests/golden`; only of parts in this package whose output keys depend on."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, as JSON values."""
+        return super().decisive()
+
+    def decisive(self) -> dict[str, Any]:
+        """Return `settings` with the part's name as `kind`, and for a part outside this package its source's hash."""
+        name = name_of(type(self))
+        code = {CODE: source_hash(type(self))} if is_own(name) else {}
+        return {"kind": name, **code, **self.settings()}
+
+
+@dataclass(frozen=True)
+class Kind(Generic[P]):
+    """One kind of part.
+
+    Args:
+        noun: what one is called in messages: "filter".
+        base: the class that parts of this kind inherit from.
+        package: the package whose modules are the built-in parts; its sub-packages are not.
+        group: group of entry points in which installed packages offer theirs.
+        wrap: makes a part's class of a plain function; None where a part cannot be a function.
+    """
+
+    noun: str
+    base: type[P]
+    package: str
+    group: str
+    wrap: Callable[[Callable[..., Any]], type[P]] | None = None
+
+    @property
+    def must_be(self) -> str:
+        """What a name has to stand for, for messages."""
+        shown = f"a class that inherits from tw.{self.base.__name__}"
+        return f"{shown}, or a function" if self.wrap else shown
+
+    def built_in(self) -> tuple[str, ...]:
+        """Return the names of the parts in this package, sorted, without importing them."""
+        return _modules(self.package)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the built-in parts and of those of installed packages, sorted."""
+        return tuple(sorted({*self.built_in(), *_entry_points(self.group)}))
+
+    def find(self, name: str) -> type[P]:
+        """Return the class of the part `name`.
+
+        Raises:
+            ConfigError: nothing has this name, or what has it is no such part.
+        """
+        if is_own(name):
+            return self._checked(name, *_load(name, self.noun, os.getcwd()))
+        if name in self.built_in():
+            module = importlib.import_module(f"{self.package}.{name}")
+            return next(value for value in vars(module).values()
+                        if self._is_part(value) and value.__module__ == module.__name__)
+        if (target := _entry_points(self.group).get(name)) is not None:
+            return self._checked(name, *_load(target, self.noun, os.getcwd()))
+        near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.names())}"
+        raise ConfigError(f"there is no {self.noun} {name!r}; {hint}", where=name,
+                          mend=f"name one of these, or your own as module:name, {self.must_be}")
+
+    def build(self, name: str, settings: Mapping[str, Any] | None = None) -> P:
+        """Return the part `name` with `settings`.
+
+        Raises:
+            ConfigError: there is no such part.
+            pydantic.ValidationError: a setting is wrong; an unknown one is told with the nearest known.
+        """
+        found, given = self.find(name), dict(settings or {})
+        for key in given:
+            if key not in found.model_fields:
+                near = difflib.get_close_matches(str(key), found.model_fields, n=1, cutoff=0.5)
+                known = ", ".join(found.model_fields) or "none"
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {known}"
+                raise PydanticCustomError("unknown_setting", f"{self.noun} {name} has no setting {key!r}, {hint}")
+        return found.model_validate(given)
+
+    def _is_part(self, value: Any) -> bool:
+        return isinstance(value, type) and issubclass(value, self.base) and value is not self.base
+
+    def _checked(self, name: str, value: Any, target: str, where: str) -> type[P]:
+        if self._is_part(value):
+            found: type[P] = value
+            return found
+        if self.wrap is not None and callable(value) and not isinstance(value, type):
+            return _wrapped(self.wrap, value, target)
+        what = "is not there" if value is None else f"is no {self.noun}"
+        raise ConfigError(f"{target.partition(':')[2]!r} {what} in {where}", where=name, mend=f"name {self.must_be}")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Annotation of a configuration's field that holds one part: `optimizer: Annotated[Optimizer, Chosen(...)]`.
+
+    The field takes the part itself, its name, or its settings with the name under `kind`.
+
+    Args:
+        kind: of the part.
+        default: name of the part that settings without `kind` are for.
+    """
+
+    kind: Kind[Any]
+    default: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        """Tell pydantic how the field is read and written."""
+        written = core_schema.plain_serializer_function_ser_schema(as_json, when_used="always")
+        return core_schema.no_info_before_validator_function(
+            self._choose, core_schema.is_instance_schema(self.kind.base), serialization=written)
+
+    def _choose(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.kind.build(value)
+        if isinstance(value, Mapping):
+            settings = {key: setting for key, setting in value.items() if key != "kind"}
+            return self.kind.build(str(value.get("kind", self.default)), settings)
+        return value
+
+
+def as_json(part: Part) -> dict[str, Any]:
+    """Return all settings of a part with its name as `kind`, as JSON values."""
+    return {"kind": name_of(type(part)), **part.canonical()}
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is `module:name`, of code outside this package."""
+    return ":" in name
+
+
+def name_of(part: type[Part]) -> str:
+    """Return the name by which any process finds a part: that of a built-in one, or `module:name`."""
+    package, _, module = part.__module__.rpartition(".")
+    if part in _names:
+        return _names[part]
+    return module if package.partition(".")[0] == __package__ else f"{part.__module__}:{part.__qualname__}"
+
+
+def importable(name: str, where: str) -> str:
+    """Return `name`, if other processes can import what it names.
+
+    Raises:
+        ConfigError: it is defined in a script, or inside a function.
+    """
+    if name.startswith("__main__:") or "<" in name or "." in name.partition(":")[2]:
+        raise ConfigError(f"workers cannot import {name}", where=where,
+                          mend="define it at the top of a module of its own, and import it from there")
+    return name
+
+
+def source_hash(part: type[Part]) -> str:
+    """Return the hash of the source that a part may follow from: its module, or all of the package it is in."""
+    return _source_hash(name_of(part).partition(":")[0])
+
+
+@dataclass(frozen=True)
+class Code:
+    """Where the source of a part outside this package is, and what it must be.
+
+    Args:
+        name: `module:name` of the part.
+        root: folder from which its module is found.
+        hash: of its source.
+    """
+
+    name: str
+    root: str
+    hash: str
+
+    @classmethod
+    def of(cls, part: type[Part]) -> Code | None:
+        """Return the code of a part; None for a built-in one, which comes with the package."""
+        name = name_of(part)
+        return cls(name, _root(name), source_hash(part)) if is_own(name) else None
+
+    def arrive(self) -> None:
+        """Make the module importable in this process.
+
+        Raises:
+            ConfigError: it is not on this node, or has another source here.
+        """
+        if self.root not in sys.path and Path(self.root).is_dir():
+            sys.path.append(self.root)
+        module = self.name.partition(":")[0]
+        _module(module, self.name, "part", os.getcwd())
+        if _source_hash(module) != self.hash:
+            raise ConfigError(f"the source of {self.name} is another one on this node than where the run began",
+                              where=self.name, mend="bring every node to the same version, or submit with "
+                              "--working-dir, and run again")
+
+
+@cache
+def _modules(package: str) -> tuple[str, ...]:
+    found = importlib.import_module(package)
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(found.__path__) if not module.ispkg))
+
+
+@cache
+def _entry_points(group: str) -> dict[str, str]:
+    """Return {name: "module:Class"} of a group."""
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
+
+
+def _wrapped(wrap: Callable[[Callable[..., Any]], type[P]], function: Callable[..., Any], name: str) -> type[P]:
+    made = next((part for part, known in _names.items()
+                 if known == name and getattr(part, "function", None) is function), None)
+    if made is None:
+        made = wrap(function)
+        _names[made] = name
+    return made  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=256)
+def _load(name: str, noun: str, folder: str) -> tuple[Any, str, str]:
+    """Return what `module:name` names (None if nothing), the name again, and the file of the module."""
+    module_name, _, attribute = name.partition(":")
+    module = _module(module_name, name, noun, folder)
+    return getattr(module, attribute, None), name, str(module.__file__)
+
+
+def _module(module_name: str, name: str, noun: str, folder: str) -> ModuleType:
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that nothing there can stand in for an installed package
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"the module of the {noun} needs {error.name!r}, which is not installed", where=name,
+                              mend=f"pip install it, on every node; the {noun} is in {module_name}") from None
+        raise ConfigError(f"there is no module {module_name!r} in {folder} or among the installed packages",
+                          where=name, mend="run from the folder that holds it; on a cluster, submit with "
+                          "--working-dir") from None
+
+
+@lru_cache(maxsize=256)
+def _source_hash(module_name: str) -> str:
+    module = sys.modules[module_name]
+    top = sys.modules[module.__name__.partition(".")[0]]
+    folders = list(getattr(top, "__path__", ()))
+    files = sorted(path for folder in folders for path in Path(folder).rglob("*.py")) if folders else [
+        Path(str(module.__file__))]
+    parts = [f"{path.name if not folders else path.relative_to(folders[0])}\n".encode() + path.read_bytes()
+             for path in files]
+    return content_hash(b"\0".join(parts))
+
+
+def _root(name: str) -> str:
+    top = sys.modules[name.partition(":")[0].partition(".")[0]]
+    return str(Path(str(top.__file__)).resolve().parents[1 if hasattr(top, "__path__") else 0])
