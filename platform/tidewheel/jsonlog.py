@@ -87,6 +87,12 @@ class JsonLog:
         with self._lock:
             return [line.decode() for line in (*self._sending, *self._waiting)]
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all lines have been written out."""
+        with self._lock:
+            return not self._sending and not self._waiting
+
     def restore(self, lines: Sequence[str]) -> None:
         """Append the `unwritten` lines of another writer, which may have written some of them since."""
         for line in lines:
@@ -259,14 +265,18 @@ class _Segments:
         return max((int(ordinal) for ordinal in taken), default=-1) + 1
 
 
-def read(store: Store, key: str) -> list[dict[str, Any]]:
-    """All records of a log, oldest first; [] when there is no log."""
+def read(store: Store, key: str, *, with_dropped: bool = False) -> list[dict[str, Any]]:
+    """All records of a log, oldest first; [] when there is no log.
+
+    Args:
+        with_dropped: also return the notes of dropped lines (`DROPPED`), which only `EVENTS` shows by itself.
+    """
     if store.local_path(key) is not None:
         raw = store.read(key) if store.exists(key) else b""
     else:
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:  # a request each: latency is what counts
             raw = b"".join(pool.map(lambda entry: store.read(entry.key), store.list(key)))
-    return list(_records(dict.fromkeys(raw.split(b"\n")), key))
+    return list(_records(dict.fromkeys(raw.split(b"\n")), with_dropped or key == EVENTS))
 
 
 def newest_first(store: Store, key: str) -> Iterator[dict[str, Any]]:
@@ -277,11 +287,11 @@ def newest_first(store: Store, key: str) -> Iterator[dict[str, Any]]:
     if store.local_path(key) is not None:
         if store.exists(key):
             with store.open(key) as stream:
-                yield from _records(_backwards(stream), key)
+                yield from _records(_backwards(stream), key == EVENTS)
         return
     for names in (lambda: store.list_named(key, "g"), lambda: _named_by_the_clock(store, key)):
         for content in _contents(store, [entry.key for entry in reversed(names())]):
-            yield from _records(reversed(content.split(b"\n")), key)
+            yield from _records(reversed(content.split(b"\n")), key == EVENTS)
 
 
 def _named_by_the_clock(store: Store, key: str) -> Sequence[Any]:
@@ -311,13 +321,13 @@ def _backwards(stream: BinaryIO) -> Iterator[bytes]:
     yield head
 
 
-def _records(lines: Iterable[bytes], key: str) -> Iterator[dict[str, Any]]:
+def _records(lines: Iterable[bytes], with_dropped: bool) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:  # empty, or torn by a kill; the audit of a run notices a record that is missing
             continue
-        if isinstance(record, dict) and (record.get("kind") != DROPPED or key == EVENTS):
+        if isinstance(record, dict) and (record.get("kind") != DROPPED or with_dropped):
             yield record
 
 

@@ -31,6 +31,7 @@ from tidewheel.shards.manifest import Manifest, write_manifest
 from tidewheel.storage import store
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.logs.read import RunLogs, Wanted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -185,6 +186,15 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     assert summary.parts["detection"] > 0
     assert summary.parts["restart"] > 0
     assert [one.workers for one in summary.generations][-4:] == [2, 1, 2, 1]
+
+    said = RunLogs(store(config.run_uri)).new(Wanted())
+    generations = {event["detail"]["generation"] for event in (before[-1], lost, grown, left)}
+    ranks = {generation: {line.rank for line in said if line.generation == generation and "joins" in line.text}
+             for generation in generations}
+    assert ranks == {event["detail"]["generation"]: set(range(event["detail"]["world_size"]))
+                     for event in (before[-1], lost, grown, left)}
+    copies = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("tidewheel-elastic-*.log")
+    assert any("rank=1" in path.read_text() for path in copies)
 
     assert [event["detail"]["tier"] for event in (lost, grown)] == ["memory", "memory"]
     assert fit(config).steps == config.steps  # a run that is over does nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from tidewheel.storage import Stamp, Store
 from tidewheel.time_limit import TimeLimit, bounded
 from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.runtime import Saves
+
+logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 T = TypeVar("T")
@@ -100,6 +103,7 @@ class CheckpointManager:
         """
         began = time.monotonic()
         peers, flat = self.peers, flatten(state)
+        logger.debug("begins to save step %d", step)
         try:
             frozen = json.loads(json.dumps(extra))
         except (TypeError, ValueError) as error:
@@ -364,6 +368,7 @@ class CheckpointManager:
                                   mend="start again; the checkpoint was intact when it was verified") from error
 
     def _event(self, kind: str, **detail: Any) -> None:
+        logger.debug("%s %s", kind, detail)
         if self._on_event is not None and self.peers.rank == 0:
             self._on_event(kind, detail)
 

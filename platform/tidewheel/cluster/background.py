@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -29,6 +30,8 @@ from typing import Any
 from tidewheel.cluster.groups import Group
 from tidewheel.cluster.local import LOOPBACK, free_port, keeper_environment
 from tidewheel.errors import ClusterError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 90.0
 ANSWER_SECONDS = 120.0
@@ -137,6 +140,7 @@ def up(groups: Sequence[Group], *, name: str = DEFAULT_NAME, head_cpus: float = 
         for group in groups:
             add(state, group, object_store_mb=object_store_mb)
         _write(state)
+        logger.info("cluster %s is up at %s", name, state.address)
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             os.kill(keeper.pid, signal.SIGTERM)

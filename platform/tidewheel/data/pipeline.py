@@ -7,6 +7,7 @@ partitions of the documents' ids, the tokenizer, and pack. A unit that is publis
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ from tidewheel.lease import Held, holding
 from tidewheel.shards.manifest import GROWING
 from tidewheel.shards.manifest import KEY as MANIFEST
 from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
+
+logger = logging.getLogger(__name__)
 
 LEASES = "leases"
 OnProgress = Callable[[str, int, int, str], None]
@@ -223,6 +226,7 @@ class _Completed:
 
 def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None = None) -> _Completed:
     """Complete every stage."""
+    logger.info("pipeline %s: %s to %s", job.config.name, job.input, job.output)
     ingested = ingest.run(job, runner)
     _read_lines(job.config, ledger, ingested)
     done, parts = partition.run(job, runner, ingested.units)
@@ -246,6 +250,7 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
             done, parts, found = decontaminate.run(job, runner, parts, fail_above)
             ledger.more["contamination"], evaluation_sets = found, found["sets"]
         ledger.parts(stage, done)
+        logger.info("stage %s has ended with %d units", stage, len(done.units))
     left = sum(part.count for part in parts)
     if not left:
         raise empty.nothing_left(ledger.stages, ledger.quarantine, job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tidewheel.console import console, print_table
 from tidewheel.data.config import PipelineConfig
 from tidewheel.demo.recipes import recipe
 from tidewheel.train.config import TrainConfig
+
+logger = logging.getLogger(__name__)
 
 BUCKET = "tidewheel-demo"
 NODES = 2
@@ -36,6 +39,7 @@ def run_demo(*, output: str, storage: str = "folder", steps: int | None = None, 
                      f"data.uri={root}/data/shards", f"data.validation={root}/data/validation"]
         overrides += [f"steps={steps}"] if steps is not None else []
         training = load(TrainConfig, recipe("jobs/configs/demo.yaml"), overrides)
+        logger.info("the demo writes to %s", root)
         _corpus(f"{root}/raw")
         _on_cluster(pipeline, training, root, disturb)
         ok = _result(training.run_uri, f"{root}/data")

@@ -84,6 +84,7 @@ class Coordinator:
         self._news: deque[dict[str, Any]] = deque(maxlen=200)
         self._snapshot, self._failed, self._pace = Snapshot(), -2, Pace()
         self._known, self._cut = set[str](), set[str]()
+        self._losses: set[str] = set()
         self.event("driver_start", {"first_generation": first, "epoch": epoch})
         resizer = Resizer(sizes, join_wait_seconds=elastic.join_wait_seconds,
                           interval_seconds=elastic.resize_interval_seconds, patience_seconds=elastic.hold_seconds)
@@ -172,6 +173,10 @@ class Coordinator:
         """Workers that were cut off and whose processes must end."""
         return set(self._cut)
 
+    def nodes_with_losses(self) -> set[str]:
+        """Nodes on which worker processes ended before the run was over: they may not have written all they said."""
+        return set(self._losses)
+
     def avoided(self) -> set[str]:
         """Nodes on which no worker shall be started: too slow, or to blame for failures."""
         return self._decide(lambda: self._membership.nodes_out(time.monotonic()))
@@ -238,6 +243,7 @@ class Coordinator:
 
     def fence(self, worker: str) -> None:
         self._cut.add(worker)
+        self._note_loss(worker)
         cut = self._membership.workers.get(worker)
         if self._agents is not None and cut is not None and not any(
                 other.node == cut.node for other in self._membership.workers.values() if other is not cut):
@@ -325,7 +331,13 @@ class Coordinator:
 
     def closed(self, name: str) -> None:
         self._waiting.pop(name, None)
+        self._note_loss(name)
         self._membership.lost(name, "its process has ended, or is cut off", time.monotonic())
+
+    def _note_loss(self, name: str) -> None:
+        worker = self._membership.workers.get(name)
+        if worker is not None and self._membership.phase is not Phase.OVER:
+            self._losses.add(worker.node)
 
     def tick(self) -> None:
         now = time.monotonic()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+logger = logging.getLogger(__name__)
 QUIET_SECONDS = 60.0
 """An error of the same kind at the same place is told again after this long, with how often it came."""
 Tell = Callable[[str, dict[str, Any]], None]
@@ -47,9 +48,9 @@ class Supervisor:
             return
         self._told[kind] = now
         detail = {"where": where, "error": f"{type(error).__name__}: {error}"[:300], "times": self._since.pop(kind)}
-        traceback.print_exception(error, limit=-8, file=sys.stderr)
+        logger.error("%s\n%s", where, "".join(traceback.format_exception(error, limit=-8)).rstrip())
         try:
             self._tell("control_error", detail)
         except Exception as second:  # the same cause, more likely than not; the first is in the process's log
             self.errors["events"] += 1
-            print(f"the event cannot be recorded: {second}", file=sys.stderr, flush=True)
+            logger.error("the event cannot be recorded: %s", second)

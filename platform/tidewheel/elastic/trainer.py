@@ -6,6 +6,9 @@ Both continue a run that was interrupted, and answer at once for one that is ove
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import socket
 import sys
 import threading
 import time
@@ -31,8 +34,11 @@ from tidewheel.train.record import TrainResult
 if TYPE_CHECKING:
     from tidewheel.elastic.coordinator import Snapshot
 
+logger = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
 PROGRESS_SECONDS = 0.3
+LOGS_SECONDS = 20.0
+"""For the tasks that fetch the last words of killed workers."""
 TAKEN_SECONDS = 10.0  # a killed driver's name is free again once Ray has seen that it is gone
 
 
@@ -95,6 +101,33 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
             except TidewheelError as error:
                 lost = _lost(coordinator)
                 raise error if lost is None else lost from error
+            finally:
+                _fetch_logs(config.run_uri, coordinator)
+
+
+def _fetch_logs(run_uri: str, coordinator: Any) -> None:
+    """Have nodes on which workers were killed write what these said last to the run's logs/."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from tidewheel.elastic import nodes
+
+    try:
+        left: list[str] = ray.get(coordinator.nodes_with_losses.remote(), timeout=10)
+        remote: Any = ray.remote(pass_on_logs).options(num_cpus=0, max_retries=0)
+        tasks = [remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
+            run_uri) for node in nodes.alive() if node.node_id in left]
+        if tasks:
+            ray.wait(tasks, num_returns=len(tasks), timeout=LOGS_SECONDS)
+    except ray.exceptions.RayError as error:  # how the run ended is what counts
+        logger.warning("the last words of killed workers were not fetched: %s", error)
+
+
+def pass_on_logs(run_uri: str) -> int:
+    """Write to the run's logs/ what killed workers of this node have left; return how many."""
+    from tidewheel.train.logs.worker_log import pass_on_abandoned
+
+    return pass_on_abandoned(storage.store(run_uri))
 
 
 def _owning(run: storage.Store, take_over: bool) -> contextlib.AbstractContextManager[Record]:
@@ -134,6 +167,7 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, tak
         OwnershipError: another driver trains the run, or has taken it over.
     """
     from tidewheel.checkpoint.manager import CheckpointManager
+    from tidewheel.train.logs.worker_log import logging_worker
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Runtime
 
@@ -154,7 +188,8 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, tak
         manager = CheckpointManager.of(place.child(CHECKPOINTS), config.checkpoint,
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)
         try:
-            return train(config, Runtime(checkpoints=manager, control=control, generation=generation))
+            with logging_worker(config.logs, place, run=config.run.id, node=socket.gethostname(), capture=False):
+                return train(config, Runtime(checkpoints=manager, control=control, generation=generation))
         finally:
             renewal.close()
             control.log.flush()
@@ -184,6 +219,7 @@ class LocalControl:
         raise self._stop.stopped(f"saved at step {step}")
 
     def event(self, kind: str, **detail: Any) -> None:
+        logger.info("event %s %s", kind, json.dumps(detail, default=str))
         record = {"time": time.time(), "kind": kind, "detail": detail}
         self.log.append(record)
         if self._on_progress is not None and kind == "setting_changed":

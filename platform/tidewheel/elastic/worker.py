@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import logging
 import os
 import queue
-import sys
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidewheel.elastic.channel import Client, Message
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from tidewheel.elastic.process_group import GenerationGroup
     from tidewheel.train.config import TrainConfig
     from tidewheel.train.record import TrainResult
+
+logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25
 EXIT_CODE = 71
@@ -138,8 +143,24 @@ def notice() -> None:
 
 
 def _end() -> None:
-    print("this worker ends: it was told to, was cut off, or the coordinator is gone", file=sys.stderr, flush=True)
+    _exit("it was told to, was cut off, or the coordinator is gone")
+
+
+def _exit(why: str) -> None:
+    """End the process at once, whatever its threads do."""
+    from tidewheel.train.logs import worker_log
+
+    logger.warning("this worker ends: %s", why)
+    worker_log.last_words()
     os._exit(EXIT_CODE)
+
+
+def ray_log_folder() -> Path | None:
+    """Return the folder in which Ray keeps the output of this process; None where it is not a file."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return Path(os.readlink("/proc/self/fd/2")).parent
+    return None
 
 
 class RunControl:
@@ -166,6 +187,7 @@ class RunControl:
         raise MadeWay(step)
 
     def event(self, kind: str, **detail: Any) -> None:
+        logger.info("event %s %s", kind, json.dumps(detail, default=str))
         self._member.send({"say": "event", "kind": kind, "detail": {"rank": self._rank, **detail},
                            "time": time.time()})
 
@@ -196,18 +218,29 @@ def run_worker(settings: dict[str, Any]) -> Any:
     place: dict[str, Any] = ray.get(answer)
     gpus = context.get_accelerator_ids().get("GPU", [])
     return take_part(config, place, name=context.get_actor_id(), node=context.get_node_id(),
-                     spot=is_spot(context.get_node_labels()), device=",".join(map(str, gpus)))
+                     spot=is_spot(context.get_node_labels()), device=",".join(map(str, gpus)), beside=ray_log_folder())
 
 
 def take_part(config: TrainConfig, place: dict[str, Any], *, name: str, node: str,
-              spot: bool = False, device: str = "") -> TrainResult | None:
+              spot: bool = False, device: str = "", beside: Path | None = None) -> TrainResult | None:
     """Be one of the run's workers until it is over; its result.
 
     Args:
         place: what `Coordinator.place` says.
         name: of this process, unique; node: id of its machine; spot: that may be taken away at any time.
         device: its GPUs, as the node numbers them; "" on CPU.
+        beside: Ray's log folder, for a copy of what is logged.
     """
+    from tidewheel import storage
+    from tidewheel.train.logs.worker_log import logging_worker
+
+    with logging_worker(config.logs, storage.store(config.run_uri), run=config.run.id, node=node[:12], capture=True,
+                        beside=beside):
+        return _take_part(config, place, name=name, node=node, spot=spot, device=device)
+
+
+def _take_part(config: TrainConfig, place: dict[str, Any], *, name: str, node: str, spot: bool,
+               device: str) -> TrainResult | None:
     from tidewheel import storage
     from tidewheel.elastic.warm import warm_up
     from tidewheel.train.record import read_result
@@ -269,6 +302,7 @@ def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
     from tidewheel.train.runtime import MadeWay, Runtime
 
     rank, world_size, generation = order["rank"], order["world_size"], order["generation"]
+    logger.info("joins generation %d as rank %d of %d", generation, rank, world_size)
     limit = TimeLimit(what="the generation's work")
     group.also_break(lambda: limit.end("its ranks have parted"))
     try:
@@ -281,6 +315,7 @@ def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
     except MadeWay as left:
         return Report(How.MADE_WAY, str(left)), None
     except Exception as error:
+        logger.info("generation %d ends here", generation, exc_info=error)
         return report(error, broken=group.broken, stepped=generation > 0 or control.stepped), error
     return Report(How.FINISHED), None
 
@@ -329,8 +364,7 @@ def _problem(config: TrainConfig) -> str:
 
 def _end_after(member: Member, said: Report) -> None:
     member.left(replace(said, how=said.how if said.how is How.FATAL else How.FAILED))
-    print(f"this worker ends: {said.text}", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODE)
+    _exit(said.text)
 
 
 def _sinks(config: TrainConfig, rank: int) -> list[Any]:

@@ -7,6 +7,7 @@ All of it is a kustomization, written to a temporary folder beside nothing else,
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
@@ -21,6 +22,8 @@ from tidewheel.kubernetes import kustomize
 from tidewheel.kubernetes.clusters import clusters, wanted
 from tidewheel.kubernetes.documents import write
 from tidewheel.kubernetes.problem import Manifest
+
+logger = logging.getLogger(__name__)
 
 JOBS = {"train": "train.yaml", "pipeline": "pipeline.yaml", "workflow": ""}
 """Jobs, and the file under which each finds its configuration in /etc/tidewheel."""
@@ -69,6 +72,7 @@ def render(request: Request) -> list[Manifest]:
         folder = Path(name).resolve()
         _write(folder, request, sizes=[])
         sizes = _sizes(kustomize.build(folder), request)
+        logger.debug("%d worker groups", len(sizes))
         if sizes:
             _write(folder, request, sizes=sizes)
         return kustomize.build(folder)

@@ -7,6 +7,7 @@ weights are renamed and never permuted.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder
 from tidewheel.storage import Store
+
+logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2_000_000_000
@@ -145,6 +148,7 @@ def write(place: Store, config: ModelConfig, vocabulary_size: int, read: Callabl
         key = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {their_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
         place.write(key, safetensors.torch.save(tensors, {"format": "pt"}))
+        logger.info("wrote %s with %d tensors", place.at(key), len(tensors))
         where |= {their_name(name): key for name in names}
     total = sum(sizes.values())
     if len(files) > 1:
@@ -174,6 +178,7 @@ def read_weights(place: Store, config: ModelConfig, vocabulary_size: int) -> Ite
     shapes = parameter_shapes(config, vocabulary_size)
     ours = {their_name(name): name for name in shapes}
     for key in _weight_files(place):
+        logger.info("reads weights from %s", place.at(key))
         for theirs, tensor in _tensors(place, key):
             if theirs.endswith("rotary_emb.inv_freq") or (theirs == "lm_head.weight" and config.tie_embeddings):
                 continue  # computed from the configuration; a copy of the embedding

@@ -7,6 +7,7 @@ are computed again.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import SCHEDULES
+
+logger = logging.getLogger(__name__)
 
 Data = Literal["ddp", "zero1", "zero2", "zero3"]
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -73,6 +76,7 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
         ConfigError: not one layout is legal on so many GPUs.
     """
     found = [(layout, memory(job, layout)) for layout in layouts(job, cluster)]
+    logger.debug("%d legal layouts on %d GPUs", len(found), cluster.gpus)
     if not found:
         raise ConfigError(_none_legal(job, cluster), where=f"{cluster.gpus} GPUs",
                           mend="choose another number of GPUs, or change batch.virtual_ranks or global_sequences")

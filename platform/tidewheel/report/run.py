@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import time
@@ -34,6 +35,8 @@ from tidewheel.report.page import (
 from tidewheel.report.pipeline import add_sections, pipeline_cards
 from tidewheel.report.training_plots import CATEGORIES, clock_figure, loss_figure, time_bar, worker_names
 from tidewheel.storage import Store
+
+logger = logging.getLogger(__name__)
 
 SECRET = re.compile(r"secret|passw|credential|api_?key|access_?key|authori[sz]ation|(^|_)token$", re.I)
 MAX_EVENTS = 200
@@ -77,6 +80,7 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     Raises:
         StorageError: there is no run.json, or a file is damaged.
     """
+    logger.debug("writes the report of %s", run_uri)
     read = _read(storage.store(run_uri), pipeline_uri)
     audit, audit_error = _audit(run_uri)
     page = Page(f"Run {read.run.get('id') or run_uri.rstrip('/').rpartition('/')[2]}", _status(read),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import time
 import uuid
@@ -16,6 +17,8 @@ from tidewheel.errors import ShardError
 from tidewheel.private_folders import create_locked, open_file, private_folder, remove_unlocked, user_folder
 from tidewheel.shards.manifest import REBUILD, ShardInfo
 from tidewheel.storage import CHUNK_BYTES, Store
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 64 << 30
 """Room for copies; those used least recently go first."""
@@ -102,6 +105,7 @@ class ShardFiles:
             if size != shard.bytes or "blake3-" + digest.hexdigest() != shard.hash:
                 raise ShardError(f"the shard's content ({size} bytes) is not what its manifest says ({shard.bytes} "
                                  f"bytes, {shard.hash})", where=where, mend=REBUILD)
+            logger.debug("copied the shard %s, %d bytes", where, size)
             return descriptor
         except BaseException as error:
             if descriptor is not None:

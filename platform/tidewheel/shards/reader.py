@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from tidewheel.shards.cache import CACHE_BYTES, ShardFiles
 from tidewheel.shards.format import shard_schema
 from tidewheel.shards.integrity import Integrity, fingerprint, problem_of
 from tidewheel.shards.manifest import PACKED, REBUILD, Manifest, ShardInfo, read_manifest
+
+logger = logging.getLogger(__name__)
 
 OnDamage = Callable[[str, str], None]
 OPEN_SHARDS = 1024
@@ -163,6 +166,7 @@ class ShardSet:
 
     def _read_again(self, indices: list[int], error: ShardError) -> None:
         """Something is wrong with one of these shards: throw what is at hand away and get it from its origin."""
+        logger.info("reading again: %s", error)
         with self._lock:
             for index in indices:
                 self._open.pop(index, None)

@@ -16,6 +16,7 @@ from tidewheel.shards.config import MixtureConfig
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
+from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
 from tidewheel.train.optim.config import OptimizerConfig, ScheduleConfig
@@ -248,6 +249,8 @@ class TrainConfig(Config):
     """Where its figures go."""
     profile: ProfileConfig = ProfileConfig()
     """Which steps are traced."""
+    logs: LogsConfig = LogsConfig()
+    """What workers log."""
     elastic: ElasticConfig = ElasticConfig()
     """Number of workers."""
 
@@ -283,7 +286,7 @@ class TrainConfig(Config):
         often it saves."""
         values = self.decisive()
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
-                      "profile"):
+                      "profile", "logs"):
             values.pop(group, None)
         for group, names in (("model", ("attention",)), ("loss", ("chunk_tokens",)),
                              ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):

@@ -7,6 +7,7 @@ itself, so whoever runs it answers a lost worker by calling it again with the wo
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from tidewheel.train.growth import Growth
 from tidewheel.train.guards import policy
 from tidewheel.train.guards.hang import Watch
 from tidewheel.train.guards.policy import Guard, Verdict
+from tidewheel.train.logs.line import HERE
 from tidewheel.train.memory.host import keep_freed_memory
 from tidewheel.train.metrics import weights_and_biases
 from tidewheel.train.metrics.reporter import Reporter
@@ -52,6 +54,8 @@ from tidewheel.train.save_schedule import SaveSchedule
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
 from tidewheel.train.timeline import Category, Timeline, ledger
 
+logger = logging.getLogger(__name__)
+
 
 def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
     """Run the steps of `config` that no checkpoint has yet; a run that is over does nothing.
@@ -63,6 +67,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
         MadeWay: the cluster asked for the ranks to be changed, and everything is saved.
     """
     began, place, patience = time.time(), storage.store(config.run_uri), Patience.of(config, runtime)
+    HERE.begin(runtime.generation, runtime.rank)
     finished = patience(lambda: checks.finished(config))
     if finished is not None:
         return finished
@@ -196,6 +201,7 @@ class Loop:
         recorded = self.patience(self.record.last_step) if self.runtime.rank == 0 else 0
         progress.recorded = self.collectives.from_first(recorded)
         self.metrics.open(step=progress.step, recorded=progress.recorded)
+        logger.info("goes on after step %d of %d", progress.step, self.config.steps)
         kind = "start" if self.runtime.generation == 0 and extra is None else "resume"
         self._event(kind, step=progress.step, world_size=self.runtime.world_size, generation=self.runtime.generation,
                     redo=max(0, progress.recorded - progress.step),
@@ -248,6 +254,7 @@ class Loop:
         began = time.time()
         while self.progress.step < self.config.steps:
             step = self.progress.step + 1
+            HERE.step = step
             self.watch.mark(step, "data")
             waited = self._wait_for_data(step)
             began += waited

@@ -8,6 +8,7 @@ No Ray here: `launch` runs one step and returns its artifact, in a thread of our
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from tidewheel.lease import BEAT_SECONDS, Leases
 from tidewheel.workflow.graph import Node
 from tidewheel.workflow.kinds import KINDS
 from tidewheel.workflow.records import Record, Records, message
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 FOREIGN_SECONDS = 2.0  # between looks at a step that another driver is running
@@ -142,6 +145,7 @@ class Schedule:
                 self._leases.release(node.id)
                 self._look_again[node.name] = time.monotonic() + FOREIGN_SECONDS
                 continue
+            logger.info("step %s starts at %s", node.name, node.place)
             self._say(f"{node.name}: started" + (f" with up to {share} workers" if share else ""))
             self._running[node.name] = pool.submit(self._step, node, share)
 
@@ -198,6 +202,7 @@ class Schedule:
                 self._say(f"{name}: published after {record.seconds:.1f} s, {record.place}")
             else:
                 self._failed[name] = error
+                logger.info("step %s failed", name, exc_info=error)
                 self._records.tried(node, "failed", error)
                 self._say(f"{name}: failed: {message(error).splitlines()[0]}")
                 if beside := [self._nodes[other] for other in self._running

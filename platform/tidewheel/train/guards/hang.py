@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +25,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tidewheel.train.guards.config import GuardsConfig
+from tidewheel.train.logs import worker_log
+
+logger = logging.getLogger(__name__)
 
 BEATS = 12
 """Beats in the time limit; a survey takes two and a half of them."""
@@ -199,7 +202,8 @@ class Watch:
     def _end(self) -> None:
         """The main thread has some time to end by itself. If it cannot, the process must: somebody waits for it."""
         if not self._closed.wait(8 * self._beat_seconds):
-            print(f"rank {self._rank} ends: {self._finding}", file=sys.stderr, flush=True)
+            logger.critical("rank %d ends: %s", self._rank, self._finding)
+            worker_log.last_words()
             os._exit(EXIT_CODE)
 
 

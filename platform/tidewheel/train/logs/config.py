@@ -1,0 +1,19 @@
+"""Settings of a run's logs. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tidewheel.config import Config
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+"""Names of `logging`'s levels in lower case, the least important first."""
+
+
+class LogsConfig(Config):
+    """What workers log. The run's logs/ holds the lines of all workers; `tidewheel logs RUN` shows them."""
+
+    level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    """Records below this level are not written. What a worker prints is always written, with level info."""
+    format: Literal["text", "json"] = "text"
+    """Format of the lines in Ray's log folder. The run's logs/ holds JSON lines in any case."""

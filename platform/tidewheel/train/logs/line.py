@@ -1,0 +1,115 @@
+"""One line of a worker's log: when and where it was said, and how it is shown. Secrets are removed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from tidewheel.errors import without_credentials
+from tidewheel.secret_patterns import KEYS
+
+PRINTED = "output"
+"""Logger of lines that were printed to standard output or standard error."""
+HIDDEN = "[hidden]"
+"""What stands in the place of a secret."""
+_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|AUTH_?KEY", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+_PATTERNS = [re.compile(pattern) for pattern in KEYS.values()]
+
+
+@dataclass
+class Position:
+    """Where this process is in its run. The training loop keeps it up to date."""
+
+    run: str = ""
+    generation: int = 0
+    rank: int = 0
+    step: int = 0
+
+    def begin(self, generation: int, rank: int) -> None:
+        """A generation begins, in which this process has a rank."""
+        self.generation, self.rank, self.step = generation, rank, 0
+
+
+HERE = Position()
+"""Of this process."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a worker's log."""
+
+    time: float
+    """Unix time at which it was logged; for printed lines, at which it was read from the process's output."""
+    level: str
+    run: str
+    generation: int
+    rank: int
+    step: int
+    logger: str
+    """Name of the logger, `PRINTED` for what was printed."""
+    text: str
+    process: str
+    """Name of the worker process in the run's logs/."""
+    at: int
+    """Offset of the line in the process's output; (process, at) is unique."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the line as JSON values."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """Return the line as text, each of its parts behind time, level, run, generation, rank and step."""
+        head = (f"{shown_time(self.time)} {self.level.upper():<8} {self.run} generation={self.generation} "
+                f"rank={self.rank} step={self.step} {self.logger}: ")
+        return "\n".join(head + part for part in self.text.split("\n"))
+
+    def shown(self, style: str) -> str:
+        """Return the line as "text" or as one line of "json"."""
+        return self.as_text() if style == "text" else json.dumps(self.as_json(), separators=(",", ":"))
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> LogLine:
+        """Return the line that `as_json` described.
+
+        Raises:
+            KeyError, TypeError, ValueError: it did not.
+        """
+        return cls(float(values["time"]), str(values["level"]), str(values["run"]), int(values["generation"]),
+                   int(values["rank"]), int(values["step"]), str(values["logger"]), str(values["text"]),
+                   str(values["process"]), int(values["at"]))
+
+
+def shown_time(seconds: float) -> str:
+    """Return a Unix time as 2026-11-23T02:25:47.123Z."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class Redactor:
+    """Removes secrets from texts.
+
+    A secret is the value of an environment variable whose name says so (AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...), what
+    looks like a key (`secret_patterns`), and the user and password in a URI.
+
+    Args:
+        environment: of the process.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        known = os.environ if environment is None else environment
+        values = {value for name, value in known.items()
+                  if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET}
+        self._values = sorted(values, key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        """Return the text with `HIDDEN` in the place of each secret."""
+        for value in self._values:
+            text = text.replace(value, HIDDEN)
+        for pattern in _PATTERNS:
+            text = pattern.sub(HIDDEN, text)
+        return without_credentials(text)

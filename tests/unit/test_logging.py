@@ -1,0 +1,44 @@
+"""How the package logs: the standard library's `logging`, one logger a module, in every package."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import tidewheel
+
+PACKAGE = Path(tidewheel.__file__).parent
+PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+#: What people read on their terminal is printed: commands, what they show, and programs with a `main` of their own.
+TALKS_TO_PEOPLE = ("commands/", "cli.py", "console.py", "demo/", "plan/tables.py", "kubernetes/vendor.py",
+                   "data/text/kernel_build.py", "cluster/doctor/", "cluster/s3_faults.py", "cluster/s3_server.py",
+                   "cluster/jobs.py")
+#: The driver tells its user why it waits for the owner of what it is to write.
+WAITS = ("elastic/trainer.py", "data/pipeline.py")
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", [name for name in PACKAGES if name != "commands"])
+def test_every_package_logs(name: str):
+    sources = "\n".join(path.read_text() for path in (PACKAGE / name).rglob("*.py"))
+    assert "logger = logging.getLogger(__name__)" in sources
+    assert re.search(r"logger\.(debug|info|warning|error|critical)\(", sources)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_has_one_logger_of_its_name_and_prints_nothing(path: Path):
+    inside = str(path.relative_to(PACKAGE))
+    text = path.read_text()
+    made = re.findall(r"^logger = logging\.getLogger\((.*)\)$", text, re.MULTILINE)
+    assert made in ([], ["__name__"])
+    if inside.startswith(TALKS_TO_PEOPLE):
+        return
+    prints = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
+              and isinstance(node.func, ast.Name) and node.func.id == "print"]
+    assert len(prints) <= (inside in WAITS), f"{inside}:{prints} prints; use the module's logger"
