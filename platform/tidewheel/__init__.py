@@ -28,6 +28,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tidewheel.data.filters.own import Batch, Filter, Verdicts
     from tidewheel.errors import TidewheelError
+    from tidewheel.train import optimizers, schedules
+    from tidewheel.train.optim.base import Optimizer
+    from tidewheel.train.optim.schedule import Schedule
     from tidewheel.workflow import filters
     from tidewheel.workflow.pipeline import Pipeline
     from tidewheel.workflow.steps import Call, Evaluate, Export, Tokenizer
@@ -45,17 +48,24 @@ _HOMES = {
     "Pipeline": "tidewheel.workflow.pipeline",
     "Train": "tidewheel.workflow.training",
     "Workflow": "tidewheel.workflow.workflow",
+    "Optimizer": "tidewheel.train.optim.base",
+    "Schedule": "tidewheel.train.optim.schedule",
     "TidewheelError": "tidewheel.errors",
 }
+_MODULES = {
+    "filters": "tidewheel.workflow.filters",
+    "optimizers": "tidewheel.train.optimizers",
+    "schedules": "tidewheel.train.schedules",
+}
 
-__all__ = ["Batch", "Call", "Evaluate", "Export", "Filter", "Pipeline", "TidewheelError", "Tokenizer", "Train",
-           "Verdicts", "Workflow", "filters"]
+__all__ = ["Batch", "Call", "Evaluate", "Export", "Filter", "Optimizer", "Pipeline", "Schedule", "TidewheelError",
+           "Tokenizer", "Train", "Verdicts", "Workflow", "filters", "optimizers", "schedules"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import tidewheel` stays fast."""
-    if name == "filters":
-        return importlib.import_module("tidewheel.workflow.filters")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tidewheel' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -44,19 +44,24 @@ class Config(pydantic.BaseModel):
             value = getattr(self, name)
             if name not in dumped:  # it says how others came about, and decides nothing by itself
                 continue
-            if field.is_required() or value != field.get_default(call_default_factory=True):
-                values[name] = _decisive(value, dumped[name])
+            default = field.get_default(call_default_factory=True)
+            if field.is_required() or value != default:
+                values[name] = _decisive(value, dumped[name], default)
         return values
+
+    def decisive_beside(self, default: object) -> dict[str, Any]:
+        """Return `decisive` of the value of a field with this default."""
+        return self.decisive()
 
     def recipe_hash(self) -> str:
         """Return the hash of `decisive`: equal for equal recipes, however they were written."""
         return recipe_hash(self.decisive())
 
 
-def _decisive(value: Any, dumped: Any) -> Any:
+def _decisive(value: Any, dumped: Any, default: Any = None) -> Any:
     """Return `dumped`, the JSON form of `value`, with `decisive` in place of each configuration inside it."""
     if isinstance(value, Config):
-        return value.decisive()
+        return value.decisive_beside(default)
     if isinstance(value, Mapping):
         return {name: _decisive(inner, dumped[name]) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -70,8 +75,19 @@ def recipe_hash(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def load(cls: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
-    """Read `path`, apply `overrides` ("a.b=value", the value in YAML), validate as `cls`.
+Setting = str | int | float | bool | None | Sequence["Setting"] | Mapping[str, "Setting"]
+"""A value of a setting, or settings by name, as YAML has them."""
+
+
+def load(cls: type[C], path: str | Path, overrides: Sequence[str] = (),
+         settings: Mapping[str, Setting] | None = None) -> C:
+    """Read a configuration file.
+
+    Args:
+        cls: what it must be.
+        path: of a YAML file.
+        overrides: "a.b=value", the value in YAML.
+        settings: take the place of those in the file, before `overrides` do; see `merged`.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or a key or value in it is wrong.
@@ -97,7 +113,43 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
     if not isinstance(values, dict):
         raise ConfigError(f"expected keys and values, found {type(values).__name__}", where=where,
                           mend="start from one of the examples in pipelines/ or jobs/configs/")
-    return build(cls, values, overrides, where=where)
+    return build(cls, merged(cls, values, settings or {}), overrides, where=where)
+
+
+def merged(cls: type[Config], values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return `values` of `cls` with `settings` in the place of their like, group by group.
+
+    A group of another `kind` takes the place of the one in `values` as a whole: settings of one part are none of
+    another.
+    """
+    found = dict(values)
+    for name, setting in settings.items():
+        default = _default_kind(cls, name)
+        before = found.get(name)
+        if default is not None and isinstance(before, str):
+            before = {"kind": before}
+        if isinstance(setting, Mapping) and isinstance(before, Mapping) and (
+                default is None or setting.get("kind", before.get("kind", default)) == before.get("kind", default)):
+            found[name] = _merged(before, setting)
+        else:
+            found[name] = setting
+    return found
+
+
+def _merged(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    found = dict(values)
+    for name, setting in settings.items():
+        before = found.get(name)
+        both = isinstance(setting, Mapping) and isinstance(before, Mapping)
+        found[name] = _merged(before, setting) if both else setting  # type: ignore[arg-type]
+    return found
+
+
+def _default_kind(cls: type[Config], name: str) -> str | None:
+    """Return the kind of a field that holds a part, when none is given; None for any other field."""
+    field = cls.model_fields.get(name)
+    defaults = [getattr(annotation, "default", None) for annotation in (field.metadata if field else ())]
+    return next((default for default in defaults if isinstance(default, str)), None)
 
 
 def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "settings") -> C:

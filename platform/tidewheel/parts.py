@@ -59,6 +59,13 @@ class Part(Config):
         code = {CODE: source_hash(type(self))} if is_own(name) else {}
         return {"kind": name, **code, **self.settings()}
 
+    def decisive_beside(self, default: object) -> dict[str, Any]:
+        """Return `decisive` without the `kind` that goes without saying, because the field's default is of it."""
+        values = self.decisive()
+        if type(default) is type(self):
+            del values["kind"]
+        return values
+
 
 @dataclass(frozen=True)
 class Kind(Generic[P]):

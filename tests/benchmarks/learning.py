@@ -45,7 +45,7 @@ def main() -> None:
     if not (SHARED / "corpus").is_dir():
         raise SystemExit(f"no documents in {SHARED}/corpus")
     corpus, output = pipeline(), str(Path(given.output).resolve())
-    run = tw.Train(str(CONFIG), data=corpus, steps=given.steps, elastic__cpus_per_worker=given.cpus)
+    run = tw.Train(str(CONFIG), data=corpus, steps=given.steps, elastic={"cpus_per_worker": given.cpus})
     began = time.monotonic()
     with session(None) as address:
         made = tw.Workflow("learning", corpus, run).run(output, input=str(SHARED / "corpus"), address=address)

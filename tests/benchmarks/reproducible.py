@@ -35,7 +35,6 @@ from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer
-from tidewheel.train.optim.schedule import learning_rate
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch, StepResult, train_step
@@ -80,8 +79,8 @@ class Trainer:
         config = self.config
         total = config.batch.global_sequences // config.batch.micro_sequences
         micros = [micro_batch(config, self.length, number, micro) for micro in self.model.share.of(total)]
-        self.optimizer.set_learning_rate(learning_rate(number, self.steps, config.optimizer.learning_rate,
-                                                       config.schedule))
+        rate = config.schedule.learning_rate(number, self.steps, config.optimizer.learning_rate)
+        self.optimizer.set_learning_rate(rate)
         return train_step(self.model, self.optimizer, micros, self.collectives, precision=config.precision,
                           virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm)
 

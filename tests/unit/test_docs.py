@@ -16,6 +16,7 @@ from tidewheel.cli import app
 from tidewheel.cluster.jobs import command_of
 from tidewheel.config import Config, _configs_in
 from tidewheel.data.config import PipelineConfig
+from tidewheel.parts import Part
 from tidewheel.train.config import TrainConfig
 
 PAGES = sorted([*DOCS.glob("*.md"), *(ROOT / name for name in (
@@ -167,6 +168,16 @@ def configs() -> dict[str, type[Config]]:
     return groups
 
 
+def known_fields(kind: type[Config]) -> dict[str, Any]:
+    """Annotations of a group's settings; of a part those of every built-in one, and its name's."""
+    found = {name: field.annotation for name, field in kind.model_fields.items()}
+    if issubclass(kind, Part):
+        found["kind"] = str
+        for other in kind.__subclasses__():
+            found |= known_fields(other)
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_that_are_named_are_there(name):
     groups = configs()
@@ -176,8 +187,9 @@ def test_settings_that_are_named_are_there(name):
             continue
         kind: Any = groups[found.group(1)]
         for part in found.group(2)[1:].split("."):
-            assert part in kind.model_fields, f"{name}: `{span}`: {kind.__name__} has no {part}"
-            inner = _configs_in(kind.model_fields[part].annotation)
+            fields = known_fields(kind)
+            assert part in fields, f"{name}: `{span}`: {kind.__name__} has no {part}"
+            inner = _configs_in(fields[part])
             if not inner:
                 break
             kind = inner[0]

@@ -26,8 +26,8 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import Score, ValidationSet
 from tidewheel.train.runtime import Runtime
 
-ONE_PROCESS = ("parallel", "compile", "compile_cache", "memory", "elastic")
-"""Settings of a run that one process has no use for."""
+ONE_PROCESS = ("parallel", "compile", "compile_cache", "memory", "elastic", "optimizer", "schedule")
+"""Settings of a run that one process which evaluates has no use for."""
 
 LOOK_BACK = 100_000
 """Records among which the newest evaluation is looked for; without one the newest checkpoint is evaluated."""

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tidewheel import storage
@@ -94,8 +95,10 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
                 if change.told:
                     coordinator.event.remote("setting_changed", _told_change(change))
             trainer = ElasticTrainer(
-                worker, {"config": config.canonical(), "coordinator": name}, elastic=config.elastic, sizes=sizes,
-                coordinator=coordinator, name=config.run.id, storage_path=str(bookkeeping))
+                worker, {"config": config.canonical(), "coordinator": name,
+                         "code": [asdict(code) for code in config.own_parts().values()]},
+                elastic=config.elastic, sizes=sizes, coordinator=coordinator, name=config.run.id,
+                storage_path=str(bookkeeping))
             try:
                 return trainer.run()
             except TidewheelError as error:

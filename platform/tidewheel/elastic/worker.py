@@ -201,7 +201,8 @@ def run_worker(settings: dict[str, Any]) -> Any:
     """`train_loop_per_worker`; returns the run's `TrainResult`.
 
     Args:
-        settings: "config" (`TrainConfig` as JSON values) and "coordinator" (the actor's name).
+        settings: "config" (`TrainConfig` as JSON values), "code" (of its parts outside the package, `parts.Code`)
+            and "coordinator" (the actor's name).
 
     Raises:
         RestartNeeded: Ray Train shall restart its group of workers.
@@ -209,8 +210,11 @@ def run_worker(settings: dict[str, Any]) -> Any:
     """
     import ray
 
+    from tidewheel.parts import Code
     from tidewheel.train.config import TrainConfig
 
+    for code in settings.get("code", ()):
+        Code(**code).arrive()
     config = TrainConfig.model_validate(settings["config"])
     coordinator = ray.get_actor(settings["coordinator"], namespace=NAMESPACE)
     context = ray.get_runtime_context()

@@ -13,9 +13,6 @@ from tidewheel.train.parallel.stages import stages
 
 KEEP_PARAMETERS = 100_000_000
 """As in `train.parallel.model`, which needs torch: `data: auto` is zero2 below, zero3 above."""
-OPTIMIZER_BYTES = {"adamw": 8.0, "lion": 4.0, "adamw8bit": 2 + 8 / 256, "muon": 4.0, "adafactor": 0.0}
-"""State per parameter. adamw8bit: an fp32 scale for each block of 256, twice; muon: one momentum for the blocks'
-matrices, the rest as adamw; adafactor: a number per row and column, less than a thousandth."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,9 @@ class Job:
     @property
     def optimizer_bytes(self) -> float:
         """Optimizer state per parameter, with the fp32 master weights beside bf16 parameters."""
-        kind, masters = self.config.optimizer.kind, 4 if self.weight_bytes == 2 else 0
-        state = OPTIMIZER_BYTES[kind]
-        if kind == "muon":
-            others = self.parameters - self.model.num_layers * self.block_matrices
-            state += 4.0 * others / self.parameters
-        return state + masters
+        masters = 4 if self.weight_bytes == 2 else 0
+        state = self.config.optimizer.state_bytes(self.parameters, self.model.num_layers * self.block_matrices)
+        return state / self.parameters + masters
 
     @property
     def checkpoint_bytes(self) -> float:

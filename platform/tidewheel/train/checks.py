@@ -93,7 +93,7 @@ def _lasts(config: TrainConfig, source: Source) -> None:
         f"{sizes.steps(source.end):,} steps")
 
 
-IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards")
+IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
 """What the shards have in common with any others that would do; named when the shards are not the same."""
 
@@ -104,7 +104,8 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
             "ramp": config.batch.canonical()["ramp"] or None, "virtual_ranks": config.batch.virtual_ranks,
             "data_seed": config.data.seed, "shards": source.hash,
             "sequence_length": source.manifest.sequence_length, "vocabulary_size": source.manifest.vocabulary_size,
-            "tokenizer": source.manifest.tokenizer.get("hash")}
+            "tokenizer": source.manifest.tokenizer.get("hash"),
+            "code": {name: code.hash for name, code in config.own_parts().items()} or None}
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:

@@ -11,15 +11,16 @@ from pydantic import Field
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
 from tidewheel.models.config import LossConfig, ModelConfig
+from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
+from tidewheel.train import optimizers, schedules
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
-from tidewheel.train.optim.config import OptimizerConfig, ScheduleConfig
 from tidewheel.train.parallel.config import ParallelConfig
 
 
@@ -212,10 +213,10 @@ class TrainConfig(Config):
     """What it trains."""
     loss: LossConfig = LossConfig()
     """What it minimises."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """How it learns."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Learning rate over time."""
+    optimizer: optimizers.ChosenOptimizer = optimizers.KIND.build(optimizers.DEFAULT)
+    """How it learns: settings of the optimizer whose name is in `kind`."""
+    schedule: schedules.ChosenSchedule = schedules.KIND.build(schedules.DEFAULT)
+    """Learning rate over time: settings of the schedule whose name is in `kind`."""
     batch: BatchConfig = BatchConfig()
     """How much each step sees."""
     parallel: ParallelConfig = ParallelConfig()
@@ -263,9 +264,11 @@ class TrainConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if self.optimizer.kind == "adamw8bit" and self.parallel.offload:
-            raise ValueError("parallel.offload keeps optimizer state in host memory, where adamw8bit cannot be; "
-                             "nearest that is legal: optimizer.kind adamw")
+        if self.parallel.offload and self.optimizer.NOT_OFFLOADABLE:
+            others = optimizers.where(lambda each: not each.NOT_OFFLOADABLE)
+            raise ValueError(f"parallel.offload keeps optimizer state in host memory, but optimizer.kind "
+                             f"{name_of(type(self.optimizer))} {self.optimizer.NOT_OFFLOADABLE}; nearest that is "
+                             f"legal: optimizer.kind {others}")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
             raise ValueError(f"parameters bf16 with precision {self.precision}: nearest that is legal: precision bf16")
         if self.evaluation.separate and self.checkpoint.keep_best:
@@ -280,6 +283,12 @@ class TrainConfig(Config):
             raise ValueError(f"model.attention varlen takes 16-bit precision and whole rows, but {why}; nearest that "
                              "is legal: flex")
         return self
+
+    def own_parts(self) -> dict[str, Code]:
+        """Return where the source of each part outside this package is, by the field that holds the part."""
+        parts = {name: getattr(self, name) for name in type(self).model_fields}
+        codes = {name: Code.of(type(part)) for name, part in parts.items() if isinstance(part, Part)}
+        return {name: code for name, code in codes.items() if code is not None}
 
     def recipe_hash(self) -> str:
         """Return the hash of what decides the result: not where the run writes, nor the cluster and layout, nor how

@@ -20,6 +20,7 @@ import torch
 
 from tidewheel import storage
 from tidewheel.errors import ConfigError
+from tidewheel.parts import as_json
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, SourceReader
@@ -39,8 +40,7 @@ from tidewheel.train.memory.host import keep_freed_memory
 from tidewheel.train.metrics import weights_and_biases
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.optim.build import build_optimizer, training_state
-from tidewheel.train.optim.optimizer import Optimizer
-from tidewheel.train.optim.schedule import learning_rate
+from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.outage import Patience
 from tidewheel.train.parallel import ParallelModel, legal
 from tidewheel.train.parallel.caches import check_current
@@ -116,7 +116,7 @@ class Loop:
     source: Source
     validation: list[ValidationSet]
     model: ParallelModel
-    optimizer: Optimizer
+    optimizer: ModelOptimizer
     reader: BatchReader
     digest: BatchDigest
     metrics: Reporter
@@ -168,7 +168,7 @@ class Loop:
             guard=Guard(config.guards, device, scaled=config.precision == "fp16"), watch=watch, patience=patience,
             growth=Growth(config, source, collectives, record, runtime.control, patience),
             constant={"recipe_hash": config.recipe_hash(), "identity": checks.identity(config, source),
-                      "seed": config.seed, "schedule": {**config.schedule.canonical(), "steps": config.steps}})
+                      "seed": config.seed, "schedule": {**as_json(config.schedule), "steps": config.steps}})
         if runtime.rank == 0:
             patience(lambda: record.write_run(config, source, validation, parameters=model.num_parameters,
                                               vocabulary_size=vocabulary))
@@ -299,7 +299,7 @@ class Loop:
         if config.schedule.unit == "tokens":
             length, sizes = self.source.manifest.sequence_length, self.positions.sizes
             done, total = sizes.total(step) * length, sizes.total(config.steps) * length
-        self.optimizer.set_learning_rate(learning_rate(done, total, config.optimizer.learning_rate, config.schedule))
+        self.optimizer.set_learning_rate(config.schedule.learning_rate(done, total, config.optimizer.learning_rate))
         asked = self._ask(step) if self.runtime.rank == 0 else 0
         result = train_step(self.model, self.optimizer, batch.micro_batches, self.collectives, asked=asked,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,

@@ -102,6 +102,7 @@ class RunRecord:
             sets["validation"] = named.get("", named)
         self.store.write_json("run.json", {
             "id": config.run.id, "started": time.time(), "config": without_secrets(config.canonical()),
+            "code": {name: code.hash for name, code in config.own_parts().items()},
             "recipe_hash": config.recipe_hash(), "data": sets, "parameters": parameters,
             "vocabulary_size": vocabulary_size, "versions": versions(PACKAGES), "commit": git_commit()})
 

@@ -18,6 +18,8 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.record import PACKAGES
 
 RUN = "run.json"
+CODE = ".code"
+"""End of the dotted name under which the hash of a part's source is compared."""
 REFUSED: dict[str, str] = {
     "model": "the weights have another shape, or mean something else",
     "optimizer.kind": "the optimizer's state is that of another one",
@@ -54,6 +56,11 @@ class Change:
     """Why the run cannot go on with it; "" when it can."""
 
     @property
+    def of_code(self) -> bool:
+        """Whether it is the source of a user's own part."""
+        return self.key.endswith(CODE)
+
+    @property
     def told(self) -> bool:
         """Whether people should hear of it."""
         return not _below(self.key, SILENT)
@@ -78,7 +85,8 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
     refused = [change for change in changes if change.refused]
     if refused:
         told = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}" for change in refused)
-        back = " ".join(f"--set {change.key}={change.before}" for change in refused)
+        back = " ".join(f"--set {change.key}={change.before}" for change in refused if not change.of_code)
+        back = back or "the source that the run began with"
         raise ConfigError(f"this run cannot go on with other settings ({told})", where=config.run_uri,
                           mend=f"restore them ({back}), or start a new run with another run.id; "
                           f"model.init_from={config.run_uri} lets it begin with these weights")
@@ -89,13 +97,17 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Return all settings by their dotted names, without the user and password of any URI."""
-    return _flat(without_secrets(config.canonical()))
+    """Return all settings by their dotted names, without the user and password of any URI.
+
+    The hash of the source of a user's own part is beside the part's settings: "optimizer.code".
+    """
+    hashes = {name: code.hash for name, code in config.own_parts().items()}
+    return {**_flat(without_secrets(config.canonical())), **_sources(hashes)}
 
 
 def last_settings(run: Mapping[str, Any], epoch: int | None = None) -> dict[str, Any]:
     """Return the settings of the newest start in the content of run.json, or of the start of `epoch`."""
-    settings = _flat(run["config"])
+    settings = {**_flat(run["config"]), **_sources(run.get("code", {}))}
     for start in run.get("starts", ()):
         if epoch is None or start["epoch"] <= epoch:
             settings |= start["changed"]
@@ -115,6 +127,8 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any], *, reproducible: 
             continue
         reason = "" if _below(key, FREE_PARTS_OF_MODEL) else next(
             (why for name, why in reasons.items() if _below(key, (name,))), "")
+        if key.endswith(CODE):
+            reason = "its source is another one"
         found.append(Change(key, before[key], now[key], reason))
     return found
 
@@ -129,6 +143,10 @@ def _changed_code(run: Mapping[str, Any]) -> dict[str, Any]:
     newer = {name: version for name, version in versions(PACKAGES).items() if packages.get(name) != version}
     here = git_commit()
     return {**({"versions": newer} if newer else {}), **({"commit": here} if here != commit else {})}
+
+
+def _sources(hashes: Mapping[str, str]) -> dict[str, Any]:
+    return {f"{name}{CODE}": value for name, value in hashes.items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

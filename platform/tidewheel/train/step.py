@@ -9,7 +9,7 @@ import torch
 
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.guards.policy import Guard, Verdict
-from tidewheel.train.optim.optimizer import Optimizer
+from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.precision import LossScale, Precision, precision_context
 from tidewheel.train.reproducible import norm as reproducible_norm
@@ -57,7 +57,7 @@ class StepResult:
         return cls(loss, norm, int(tokens), int(targets), int(asked), verdict)
 
 
-def train_step(model: ParallelModel, optimizer: Optimizer, micro_batches: Sequence[MicroBatch],
+def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
                precision: Precision = "fp32", loss_scale: LossScale | None = None, asked: int = 0,
                guard: Guard | None = None, before_update: Callable[[], None] = lambda: None) -> StepResult:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from tidewheel import storage
-from tidewheel.config import build, load
+from tidewheel.config import Config, Setting, build, load, merged
 from tidewheel.errors import ConfigError
+from tidewheel.parts import Part, as_json, importable, is_own, name_of
 from tidewheel.workflow.pipeline import Pipeline
 from tidewheel.workflow.steps import REFERENCE
 
 if TYPE_CHECKING:
-    from tidewheel.train.config import TrainConfig
-    from tidewheel.train.loop import TrainResult
+    from tidewheel.models.config import LossConfig, ModelConfig
+    from tidewheel.train.batch_config import BatchConfig
+    from tidewheel.train.checkpoint_config import CheckpointConfig
+    from tidewheel.train.config import DataConfig, ElasticConfig, EvaluationConfig, RunConfig, TrainConfig
+    from tidewheel.train.guards.config import GuardsConfig
+    from tidewheel.train.logs.config import LogsConfig
+    from tidewheel.train.memory.config import MemoryConfig
+    from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
+    from tidewheel.train.optim.base import Optimizer
+    from tidewheel.train.optim.schedule import Schedule
+    from tidewheel.train.parallel.config import ParallelConfig
+    from tidewheel.train.record import TrainResult
+
+Settings = Mapping[str, Setting]
+"""Settings of a group by name; those that are not given stay as the configuration has them."""
 
 
 class Train:
@@ -26,12 +42,35 @@ class Train:
         init_from: the `Train` whose last checkpoint it starts from.
         overlap: in a workflow, start when the first wave of `data` is packed, not when all of it is; the pipeline must
             say how many waves there are, pack(waves=...).
-        overrides: settings by dotted name, with "__" for the dot: Train(..., optimizer__learning_rate=1e-3).
+        reading: settings of the group `data`.
+        optimizer: settings that take the place of those in `config`, {"learning_rate": 2e-4}; or an object,
+            tw.optimizers.AdamW(learning_rate=2e-4), which takes the place of the group. Likewise all other groups of
+            `TrainConfig`.
+        steps: and all other settings that are no groups: their value.
+
+    Raises:
+        ConfigError: there is no such argument, or the data is none that a training can read.
     """
 
-    def __init__(self, config: str | dict[str, Any],
+    def __init__(self, config: str | Settings,
                  data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
-                 overlap: bool = False, **overrides: Any) -> None:
+                 overlap: bool = False, run: Settings | RunConfig | None = None,
+                 reading: Settings | DataConfig | None = None, model: Settings | ModelConfig | None = None,
+                 loss: Settings | LossConfig | None = None, optimizer: str | Settings | Optimizer | None = None,
+                 schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
+                 parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
+                 precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
+                 parameters: Literal["fp32", "bf16"] | None = None, reproducible: bool | None = None,
+                 compile: bool | None = None, compile_cache: str | None = None,
+                 memory: Settings | MemoryConfig | None = None,
+                 evaluation: Settings | EvaluationConfig | None = None,
+                 checkpoint: Settings | CheckpointConfig | None = None, guards: Settings | GuardsConfig | None = None,
+                 metrics: Settings | MetricsConfig | None = None, logs: Settings | LogsConfig | None = None,
+                 profile: Settings | ProfileConfig | None = None,
+                 elastic: Settings | ElasticConfig | None = None, **unknown: Never) -> None:
+        if unknown:
+            raise ConfigError(_no_argument(next(iter(unknown))), where="Train(...)",
+                              mend="settings are nested: Train(..., optimizer={\"learning_rate\": 2e-4})")
         self.config, self.data, self.init_from, self.overlap = config, data, init_from, overlap
         for each in data.values() if isinstance(data, Mapping) else [data]:
             if isinstance(each, Pipeline) and not each.config().step("pack"):
@@ -40,14 +79,21 @@ class Train:
         if overlap and not (isinstance(data, Pipeline) and data.config().step("pack").waves):
             raise ConfigError("overlap needs a pipeline whose shards are read in waves", where="Train(...)",
                               mend="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")
-        self.overrides = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+        given: dict[str, Any] = {
+            "run": run, "data": reading, "model": model, "loss": loss, "optimizer": optimizer, "schedule": schedule,
+            "batch": batch, "parallel": parallel, "steps": steps, "seed": seed, "precision": precision,
+            "parameters": parameters, "reproducible": reproducible, "compile": compile, "compile_cache": compile_cache,
+            "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards, "metrics": metrics,
+            "logs": logs, "profile": profile, "elastic": elastic}
+        self.settings: dict[str, Setting] = {
+            name: _written(value, name) for name, value in given.items() if value is not None}
 
     def resolve(self, data_uri: str | None = None, run_uri: str | None = None) -> TrainConfig:
         """The validated configuration, reading what a pipeline wrote to `data_uri`, writing runs below `run_uri`."""
         from tidewheel.train.config import TrainConfig
 
         source = data_uri or (storage.absolute(self.data) if isinstance(self.data, str) else None)
-        overrides = list(self.overrides)
+        overrides: list[str] = []
         if source:
             overrides += [f"data.uri={storage.join(source, 'shards')}",
                           f"data.validation={storage.join(source, 'validation')}"]
@@ -59,8 +105,8 @@ class Train:
         if run_uri:
             overrides.append(f"run.uri={run_uri}")
         if isinstance(self.config, str):
-            return load(TrainConfig, self.config, overrides)
-        return build(TrainConfig, self.config, overrides, where="Train(...)")
+            return load(TrainConfig, self.config, overrides, self.settings)
+        return build(TrainConfig, merged(TrainConfig, self.config, self.settings), overrides, where="Train(...)")
 
     @property
     def name(self) -> str:
@@ -92,3 +138,28 @@ class Train:
         config = self.resolve(data_uri, run_uri)
         with training_bar(config.steps) as on_progress, leaving(config.run_uri), session(address):
             return fit(config, on_progress=on_progress)
+
+
+def _written(value: Any, name: str) -> Setting:
+    """Return a setting as JSON values; an object names its kind, so that it takes the place of the group."""
+    if isinstance(value, Part):
+        kind = name_of(type(value))
+        if is_own(kind):
+            importable(kind, where=f"Train({name}=...)")
+        return as_json(value)
+    written: Setting = value.canonical() if isinstance(value, Config) else value
+    return written
+
+
+def _no_argument(name: str) -> str:
+    """Say that `Train` has no argument `name`, and which one is meant."""
+    known = [known for known in inspect.signature(Train).parameters if known not in ("config", "unknown")]
+    group, _, setting = name.partition("__")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if setting and group in known:
+        hint = f"did you mean {group}={{{setting!r}: ...}}?"
+    elif near:
+        hint = f"did you mean {near[0]!r}?"
+    else:
+        hint = f"there are {', '.join(known)}"
+    return f"there is no argument {name!r}, {hint}"

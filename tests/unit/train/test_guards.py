@@ -17,7 +17,7 @@ from tidewheel.train.guards import policy
 from tidewheel.train.guards.config import GuardsConfig
 from tidewheel.train.guards.detect import DEVIATION, LEAST, Detector
 from tidewheel.train.guards.policy import Guard
-from tidewheel.train.optim.optimizer import Optimizer
+from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.positions import Positions
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_a_withheld_step_leaves_no_trace(fused: bool):
     """Neither in the weights nor in the moments nor in the count of steps; fused AdamW is told on the device."""
     weights = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
     optimizers = [torch.optim.AdamW([weight], fused=fused) for weight in weights]
-    guarded = Optimizer([("w", weights[0])], optimizers[:1])
+    guarded = ModelOptimizer([("w", weights[0])], optimizers[:1])
     assert guarded.skips_on_device == fused
     for withheld in (0.0, 1.0, 0.0):
         for weight in weights:

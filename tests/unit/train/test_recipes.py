@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.config import load
+from tidewheel.config import build, load
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 
@@ -20,3 +20,13 @@ def test_it_loads_and_fits_its_cluster(path):
     sizes = legal.sizes(config)
     assert {config.elastic.min_workers, config.elastic.max_workers} <= set(sizes)
     legal.check_data(config, LLAMA3_VOCABULARY, min(config.model.max_sequence_length, 8192))
+
+
+@pytest.mark.parametrize(("settings", "recipe"), [
+    ({}, "ce1867ba3369f316"),
+    ({"optimizer": {"learning_rate": 1e-4, "clip_norm": 0.5}, "schedule": {"kind": "wsd", "warmup_steps": 5}},
+     "98c629bd0f09ba13"),
+    ({"optimizer": {"kind": "muon"}}, "02e99d01f0928259"),
+])
+def test_a_recipe_keeps_its_hash(settings, recipe):
+    assert build(TrainConfig, settings).recipe_hash() == recipe

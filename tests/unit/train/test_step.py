@@ -5,11 +5,10 @@ import torch
 
 from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import next_tokens
-from tidewheel.train import parallel
+from tidewheel.train import optimizers, parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
-from tidewheel.train.optim.config import OptimizerConfig
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch, StepResult, train_step
 
@@ -35,7 +34,7 @@ def micro(parts: list[torch.Tensor], begin: int, end: int, virtual_rank: int) ->
                       int((targets >= 0).sum()))
 
 
-def fresh(config: OptimizerConfig = OptimizerConfig()):  # noqa: B008
+def fresh(config: optimizers.AdamW = optimizers.AdamW()):  # noqa: B008
     model = parallel.build(TrainConfig(model=MODEL), VOCABULARY, Runtime())
     parallel.init_weights(model, 3)
     return model, build_optimizer(model, config), Collectives(Runtime())

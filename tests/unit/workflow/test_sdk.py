@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pipelines.sft_chat import conversations
 from tidewheel.config import load
 from tidewheel.data.config import PipelineConfig
 from tidewheel.errors import ConfigError, TidewheelError
+from tidewheel.train.config import TrainConfig
 from tidewheel.workflow.workflow import Workflow
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +55,48 @@ def test_training_reads_a_uri():
     config = tw.Train({"steps": 3}, data="s3://bucket/clean").resolve()
     assert config.data.uri == "s3://bucket/clean/shards"
     assert config.data.validation == "s3://bucket/clean/validation"
+
+
+def test_settings_of_a_training_are_nested(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("optimizer: {learning_rate: 1.0e-3, betas: [0.8, 0.9]}\nschedule: wsd\nsteps: 5\n"
+                      "elastic: {resources_per_worker: {a.b: 1}}\n")
+
+    def resolved(**settings):
+        return tw.Train(str(recipe), **settings).resolve()
+
+    assert resolved(optimizer={"learning_rate": 2e-4}).optimizer == tw.optimizers.AdamW(
+        learning_rate=2e-4, betas=(0.8, 0.9)), "what is not given stays as the file has it"
+    assert resolved(optimizer={"kind": "adamw", "weight_decay": 0.2}).optimizer.learning_rate == 1e-3
+    assert resolved(optimizer={"kind": "lion"}).optimizer == tw.optimizers.Lion(), "no settings of another one"
+    assert resolved(optimizer=tw.optimizers.Muon(momentum=0.9)).optimizer == tw.optimizers.Muon(momentum=0.9)
+    assert resolved(optimizer="lion", schedule={"warmup_steps": 3}).schedule == tw.schedules.WSD(warmup_steps=3)
+    assert resolved(elastic={"resources_per_worker": {"c.d": 2}}).elastic.needs == {"CPU": 1.0, "a.b": 1, "c.d": 2}
+    again = tw.Train({"steps": 5}, reading={"seed": 7}, steps=6, reproducible=True).resolve()
+    assert (again.data.seed, again.steps, again.reproducible) == (7, 6, True)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"optimizer__learning_rate": 1e-3}, r"did you mean optimizer=\{'learning_rate': ...\}"),
+    ({"optimiser": {}}, "did you mean 'optimizer'"),
+    ({"optimizer": {"learning_rat": 1}}, "has no setting 'learning_rat', did you mean 'learning_rate'"),
+])
+def test_a_setting_of_a_training_that_is_not_there_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tw.Train({}, **settings).resolve()
+
+
+def test_a_training_takes_every_setting_there_is():
+    arguments = set(inspect.signature(tw.Train).parameters) - {"config", "init_from", "overlap", "unknown"}
+    assert arguments - {"reading"} == set(TrainConfig.model_fields)
+
+
+def test_a_part_that_workers_cannot_import_is_refused():
+    class Mine(tw.optimizers.AdamW):
+        """Defined inside a function."""
+
+    with pytest.raises(ConfigError, match="workers cannot import"):
+        tw.Train({}, optimizer=Mine())
 
 
 def test_training_reads_a_mixture():

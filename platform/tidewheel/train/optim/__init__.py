@@ -1,1 +1,1 @@
-"""Optimizers by configuration, and the learning rate over the run."""
+"""What optimizers and schedules are, and the optimizer of a whole model; the built-in ones are parts beside this."""

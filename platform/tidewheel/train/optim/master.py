@@ -7,22 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from tidewheel.train.optim.config import OptimizerConfig
-from tidewheel.train.optim.optimizer import Named, Optimizer
+from tidewheel.train.optim.base import Named, Optimizer
+from tidewheel.train.optim.model_optimizer import ModelOptimizer
 
 
-class Masters:
-    """fp32 copies of the parameters under the same names, placed like them."""
-
-    def __init__(self, named: Iterable[Named]) -> None:
-        self._held = [(name, nn.Parameter(parameter.detach().float())) for name, parameter in named]
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(name, copy)."""
-        return self._held
-
-
-class MasterWeights(Optimizer):
+class MasterWeights(ModelOptimizer):
     """An optimizer that keeps and updates fp32 copies, and rounds the parameters from them after each update.
 
     Mixed precision of https://arxiv.org/abs/1710.03740 as ZeRO counts it (https://arxiv.org/abs/1910.02054, section
@@ -30,13 +19,10 @@ class MasterWeights(Optimizer):
     an fp32 copy of the gradients as well.
     """
 
-    def __init__(self, named: Iterable[Named], config: OptimizerConfig) -> None:
-        from tidewheel.train.optim.build import build_parts
-
+    def __init__(self, named: Iterable[Named], config: Optimizer) -> None:
         self._parameters = list(named)
-        self._masters = Masters(self._parameters).named_parameters()
-        parts, stored = build_parts(self._masters, config)
-        super().__init__(self._masters, parts, stored)
+        self._masters = [(name, nn.Parameter(parameter.detach().float())) for name, parameter in self._parameters]
+        super().__init__(self._masters, config.build_all(self._masters), config.stored)
 
     def started(self) -> None:
         with torch.no_grad():

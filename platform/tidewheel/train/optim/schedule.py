@@ -1,37 +1,79 @@
-"""Learning rate as a function of how much of the run is done."""
+"""What a schedule is: a part that gives the learning rate as a function of how much of the run is done.
+
+    class Steps(tw.Schedule):
+        "Halve the learning rate every `every` steps."
+        every: int = 1000
+
+        def factor(self, done, total, start):
+            return 0.5 ** ((done - start) // self.every)
+"""
 
 from __future__ import annotations
 
-import math
+from typing import Literal
 
-from tidewheel.train.optim.config import ScheduleConfig
+import pydantic
+from pydantic import Field
 
-
-def learning_rate(done: int, total: int, peak: float, config: ScheduleConfig) -> float:
-    """Learning rate of the step that ends at `done`.
-
-    Args:
-        done: steps or tokens (`config.unit`), those of this step included; 1 <= done <= total.
-        total: of the whole run.
-        peak: reached at the end of the warm-up, which is linear and takes at most half of the run.
-
-    Returns:
-        peak x a factor that falls from 1 to `final_fraction` along the form of the decay.
-    """
-    warmup = min(config.warmup, total // 2)
-    if done <= warmup:
-        return peak * done / warmup
-    return peak * (config.final_fraction + (1.0 - config.final_fraction) * _left(done, total, warmup, config))
+from tidewheel.parts import Part
 
 
-def _left(done: int, total: int, warmup: int, config: ScheduleConfig) -> float:
-    """1 after the warm-up, 0 at the end of the run (constant: always 1)."""
-    start = warmup if config.kind != "wsd" else max(warmup, total - config.decay_fraction * total)
-    share = max(0.0, done - start) / (total - start)
-    if config.kind == "constant":
-        return 1.0
-    if config.kind == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * share))
-    if config.kind == "wsd" and config.decay_form == "1-sqrt":
-        return 1.0 - math.sqrt(share)
-    return 1.0 - share
+class Schedule(Part):
+    """Base of every schedule: a linear warm-up, then what `factor` says."""
+
+    unit: Literal["steps", "tokens"] = "steps"
+    """What the learning rate is a function of. Tokens count sequences x their length, padding included; the two differ
+    only while the batch grows (batch.ramp)."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Steps of linear warm-up; at most half of the run."""
+    warmup_tokens: int = Field(default=0, ge=0)
+    """The same with unit tokens."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_unit(self) -> Schedule:
+        other = "warmup_tokens" if self.unit == "steps" else "warmup_steps"
+        if other in self.model_fields_set and getattr(self, other):
+            raise ValueError(f"{other} is given, but unit is {self.unit}: give warmup_{self.unit}, or change the unit")
+        return self
+
+    @property
+    def warmup(self) -> int:
+        """Return the length of the warm-up in `unit`."""
+        return self.warmup_steps if self.unit == "steps" else self.warmup_tokens
+
+    def factor(self, done: int, total: int, start: int) -> float:
+        """Return the share of the peak learning rate after the warm-up.
+
+        Args:
+            done: steps or tokens (`unit`) at the end of the step, start < done <= total.
+            total: of the whole run.
+            start: where the warm-up ended.
+        """
+        raise NotImplementedError
+
+    def learning_rate(self, done: int, total: int, peak: float) -> float:
+        """Return the learning rate of the step that ends at `done`.
+
+        Args:
+            done: steps or tokens (`unit`), those of this step included; 1 <= done <= total.
+            total: of the whole run.
+            peak: reached at the end of the warm-up, which is linear and takes at most half of the run.
+        """
+        start = min(self.warmup, total // 2)
+        if done <= start:
+            return peak * done / start
+        return peak * self.factor(done, total, start)
+
+
+class Decay(Schedule):
+    """Base of schedules that end at a stated share of the peak."""
+
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Share of the peak learning rate that is left at the last step."""
+
+    def left(self, done: int, total: int, start: int) -> float:
+        """Return how much of the decay is left: 1 at `start`, 0 at `total`; see `factor`."""
+        raise NotImplementedError
+
+    def factor(self, done: int, total: int, start: int) -> float:
+        return self.final_fraction + (1.0 - self.final_fraction) * self.left(done, total, start)

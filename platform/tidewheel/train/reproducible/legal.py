@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tidewheel.parts import name_of
+from tidewheel.train import optimizers
+
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
     from tidewheel.train.parallel.config import ParallelConfig
-
-OPTIMIZERS = {
-    "adamw8bit": "keeps its moments in blocks, whose bounds follow the shards",
-    "adafactor": "takes means over rows and columns, which it adds up over workers",
-    "muon": "gathers matrices in products whose order follows the layout",
-}
-"""Why an optimizer's update depends on the number of workers. AdamW and Lion are element-wise."""
 
 
 def reason_against(config: TrainConfig) -> str | None:
     """Why this configuration's result would depend on the number of workers, or None."""
     if not config.reproducible:
         return None
-    if (why := OPTIMIZERS.get(config.optimizer.kind)) is not None:
-        return (f"reproducible, but optimizer.kind {config.optimizer.kind} {why}; nearest that is legal: adamw")
+    if config.optimizer.NOT_REPRODUCIBLE:
+        others = optimizers.where(lambda each: not each.NOT_REPRODUCIBLE)
+        return (f"reproducible, but optimizer.kind {name_of(type(config.optimizer))} "
+                f"{config.optimizer.NOT_REPRODUCIBLE}; nearest that is legal: {others}")
     if config.precision == "fp8":
         return "reproducible, but nobody has shown it of torchao's fp8 layers; nearest that is legal: precision bf16"
     return _pipeline(config.parallel)

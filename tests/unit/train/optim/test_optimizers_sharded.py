@@ -15,8 +15,8 @@ from tests.unit.train.optim.test_optimizers import KINDS, Weights, made
 from tidewheel import storage
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.errors import ConfigError
+from tidewheel.train import optimizers
 from tidewheel.train.optim.build import build_optimizer, training_state
-from tidewheel.train.optim.config import OptimizerConfig
 
 RANKS, STEPS = 4, 3
 LAYOUTS = {"rows": ((RANKS,), ("shard",)), "replicas": ((2, 2), ("replicate", "shard")),
@@ -64,7 +64,7 @@ def a_rank(folder: str) -> None:
     runs = {}
     for kind, layout in CASES:
         spread = Spread(layout)
-        optimizer = build_optimizer(spread, OptimizerConfig(kind=kind))
+        optimizer = build_optimizer(spread, optimizers.KIND.build(kind))
         spread.take(optimizer, range(STEPS - 1))
         runs[f"{kind} {layout}"] = (kind, spread, optimizer)
     manager(folder).save(1, {name: training_state(spread, optimizer) for name, (_, spread, optimizer) in runs.items()},
@@ -75,7 +75,7 @@ def a_rank(folder: str) -> None:
         found[name] = [apart(spread, kind)]
     for kind, layout in CASES:
         other = Spread("rows")
-        runs[f"{kind} {layout}"] = (kind, other, build_optimizer(other, OptimizerConfig(kind=kind)))
+        runs[f"{kind} {layout}"] = (kind, other, build_optimizer(other, optimizers.KIND.build(kind)))
     manager(folder).load_latest({name: training_state(spread, optimizer)
                                  for name, (_, spread, optimizer) in runs.items()})
     for name, (kind, spread, optimizer) in runs.items():
@@ -83,7 +83,7 @@ def a_rank(folder: str) -> None:
         spread.take(optimizer, range(STEPS - 1, STEPS))
         found[name].append(apart(spread, kind))
     with pytest.raises(ConfigError, match="cut into columns of 128"):
-        build_optimizer(Spread("tensor and rows"), OptimizerConfig(kind="adamw8bit"))
+        build_optimizer(Spread("tensor and rows"), optimizers.KIND.build("adamw8bit"))
     if torch.distributed.get_rank() == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import on_ranks
 from tidewheel.config import build
 from tidewheel.models.decoder import next_tokens
-from tidewheel.train import parallel
+from tidewheel.train import optimizers, parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
@@ -120,7 +120,7 @@ def train(case: Case) -> dict[str, Any]:
     optimizer.started()
     steps = []
     for step in range(STEPS):
-        optimizer.set_learning_rate(3e-3 if config.optimizer.kind == "adamw" else 1e-4)
+        optimizer.set_learning_rate(3e-3 if isinstance(config.optimizer, optimizers.AdamW) else 1e-4)
         result = train_step(model, optimizer, micro_batches(model, config, step), Collectives(runtime), clip_norm=0.5,
                             virtual_ranks=config.batch.virtual_ranks, precision=config.precision)
         assert result.gradient_norm > 0.5, "clipping is active: a norm in other last bits would show"

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.train.optim.build import build_parts
-from tidewheel.train.optim.config import OptimizerConfig
+from tidewheel.train import optimizers
 
 SIZE = 1003
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -26,7 +25,7 @@ def test_any_cut_gives_the_same_bits(device, kind, cuts, seed):
     def updated(bounds: list[int]) -> torch.Tensor:
         parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
         named = [(f"blocks.{number}", torch.nn.Parameter(weight[part].clone())) for number, part in enumerate(parts)]
-        [optimizer], _ = build_parts(named, OptimizerConfig(kind=kind))
+        [optimizer] = optimizers.KIND.build(kind).build_all(named)
         for gradient in gradients:
             for (_, parameter), part in zip(named, parts):
                 parameter.grad = gradient[part].clone()

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-Named = tuple[str, torch.Tensor]
+from tidewheel.errors import ConfigError
+from tidewheel.train.optim.base import COUNT, Named
 
 Stored = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 """From the name and value of a state tensor to the plain tensors that a checkpoint holds of it."""
@@ -17,7 +18,7 @@ def as_it_is(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: value}
 
 
-class Optimizer:
+class ModelOptimizer:
     """Torch optimizers that share out a model's parameters; all state is there before the first step.
 
     Args:
@@ -29,7 +30,9 @@ class Optimizer:
     def __init__(self, named: Iterable[Named], parts: Sequence[torch.optim.Optimizer],
                  stored: Stored = as_it_is) -> None:
         self.parts = list(parts)
-        self._named, self._stored = list(named), stored
+        self.named = list(named)
+        self._stored = stored
+        self._keys = {name: set(self._state(parameter)) for name, parameter in self.named}
 
     @property
     def learning_rate(self) -> float:
@@ -63,17 +66,21 @@ class Optimizer:
         return all(group.get("fused") for part in self.parts for group in part.param_groups)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state for a checkpoint: {"name.exp_avg": tensor placed like the parameter, ..., "step": updates done}.
+        """Return the state for a checkpoint: {"name.exp_avg": tensor placed like the parameter, ..., "step": updates
+        done}. They share memory with the state: fill them, then call `restored`.
 
-        They share memory with the state: fill them, then call `restored`.
+        Raises:
+            ConfigError: an update has made state that was not there before the first one.
         """
         found: dict[str, torch.Tensor] = {}
         counts = self._counts()
         if counts:
-            found["step"] = counts[0]
-        for name, parameter in self._named:
-            for key, value in self._state(parameter).items():
-                if key != "step":
+            found[COUNT] = counts[0]
+        for name, parameter in self.named:
+            state = self._state(parameter)
+            _as_declared(name, state, self._keys[name])
+            for key, value in state.items():
+                if key != COUNT:
                     found |= self._stored(f"{name}.{key}", value)
         return found
 
@@ -88,8 +95,17 @@ class Optimizer:
 
     def _counts(self) -> list[torch.Tensor]:
         """The counter of updates of each parameter that has one; they are equal."""
-        held = [self._state(parameter) for _, parameter in self._named]
-        return [state["step"] for state in held if "step" in state]
+        held = [self._state(parameter) for _, parameter in self.named]
+        return [state[COUNT] for state in held if COUNT in state]
 
     def _state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        return next(part.state[parameter] for part in self.parts if parameter in part.state)
+        return next((part.state[parameter] for part in self.parts if parameter in part.state), {})
+
+
+def _as_declared(name: str, state: dict[str, torch.Tensor], declared: set[str]) -> None:
+    """Raise ConfigError unless the state of the parameter `name` is the tensors that were there before any update."""
+    wrong = sorted(key for key, value in state.items() if key not in declared or not isinstance(value, torch.Tensor))
+    if wrong:
+        raise ConfigError(f"the optimizer keeps {', '.join(wrong)} of {name}, which a checkpoint would not hold",
+                          where="optimizer.kind", mend="name in STATE the tensors that it keeps for each parameter; "
+                          "they are there, zero, before the first update, and stay tensors")

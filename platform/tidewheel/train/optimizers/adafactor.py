@@ -1,0 +1,32 @@
+"""Adafactor: second moments of rows and columns only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from tidewheel.train.optim.base import Named, Optimizer, groups
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Adafactor(Optimizer):
+    """Adafactor (https://arxiv.org/abs/1804.04235): `torch.optim.Adafactor`, with a decay schedule of its own."""
+
+    NOT_REPRODUCIBLE = "takes means over rows and columns, which it adds up over workers"
+
+    learning_rate: float = Field(default=1e-2, gt=0)
+    """Peak learning rate, relative to each matrix's size (section 9 of https://arxiv.org/abs/1804.04235)."""
+
+    def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
+        from tidewheel.train.optimizers.rules import adafactor
+
+        optimizer = adafactor.Adafactor(groups(named, self.weight_decay), lr=self.learning_rate)
+        optimizer.prepare()
+        return [optimizer]
+
+    def state_bytes(self, parameters: int, block_matrices: int) -> float:
+        return 0.0  # a number for each row and column: less than a thousandth

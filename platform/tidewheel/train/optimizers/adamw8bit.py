@@ -1,0 +1,35 @@
+"""AdamW with its two moments in 8 bits, from torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tidewheel.train.optim.base import Named, groups
+from tidewheel.train.optimizers.adamw import AdamW
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AdamW8bit(AdamW):
+    """AdamW with its moments in 8 bits (https://arxiv.org/abs/2110.02861)."""
+
+    NOT_REPRODUCIBLE = "keeps its moments in blocks, whose bounds follow the shards"
+    NOT_OFFLOADABLE = "quantises its moments on the device that trains"
+
+    def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
+        from tidewheel.train.optimizers.rules import adamw8bit
+
+        optimizer = adamw8bit.AdamW8bit(groups(named, self.weight_decay), lr=self.learning_rate, betas=self.betas,
+                                        eps=self.epsilon)
+        optimizer.prepare()
+        return [optimizer]
+
+    def state_bytes(self, parameters: int, block_matrices: int) -> float:
+        return parameters * (2 + 8 / 256)  # two codes, and two fp32 scales for a block of 256
+
+    def stored(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        from tidewheel.train.optimizers.rules import adamw8bit
+
+        return adamw8bit.stored(name, value)

@@ -1,0 +1,42 @@
+"""Muon for the blocks' matrices, AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from tidewheel.train.optim.base import Named, allocate, groups
+from tidewheel.train.optimizers.adamw import AdamW
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Muon(AdamW):
+    """Muon for the blocks' matrices (https://arxiv.org/abs/2502.16982), AdamW for embedding, output and norms."""
+
+    NOT_REPRODUCIBLE = "gathers matrices in products whose order follows the layout"
+
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak learning rate, on AdamW's scale (`match_rms_adamw`): one serves both."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the matrices' momentum, which is Nesterov's."""
+
+    def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
+        from tidewheel.train.optimizers.rules import muon
+
+        hidden = [(name, parameter) for name, parameter in named if name.startswith("blocks.") and parameter.ndim == 2]
+        chosen = {id(parameter) for _, parameter in hidden}
+        others = [(name, parameter) for name, parameter in named if id(parameter) not in chosen]
+        found = super().build_all(others)
+        if hidden:
+            # with the step scaled so that its size is AdamW's (section 2.2 of the paper)
+            rule = muon.Muon(groups(hidden, self.weight_decay), lr=self.learning_rate, momentum=self.momentum,
+                             adjust_lr_fn="match_rms_adamw")
+            found.insert(0, allocate(rule, ("momentum_buffer",)))
+        return found
+
+    def state_bytes(self, parameters: int, block_matrices: int) -> float:
+        return 4.0 * block_matrices + super().state_bytes(parameters - block_matrices, 0)

@@ -1,0 +1,12 @@
+"""The peak learning rate to the end."""
+
+from __future__ import annotations
+
+from tidewheel.train.optim.schedule import Schedule
+
+
+class Constant(Schedule):
+    """Stay at the peak after the warm-up."""
+
+    def factor(self, done: int, total: int, start: int) -> float:
+        return 1.0

@@ -1,0 +1,24 @@
+"""Warm-up, stable, decay."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from tidewheel.train.optim.schedule import Decay
+
+
+class WSD(Decay):
+    """Stay at the peak until the last part of the run, then decay (https://arxiv.org/abs/2404.06395)."""
+
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of the run in which it decays; 0.1 to 0.2 is usual (https://arxiv.org/abs/2405.18392)."""
+    decay_form: Literal["linear", "1-sqrt"] = "1-sqrt"
+    """How it decays; 1-sqrt does best in https://arxiv.org/abs/2405.18392."""
+
+    def left(self, done: int, total: int, start: int) -> float:
+        decays_from = max(start, total - self.decay_fraction * total)
+        share = max(0.0, done - decays_from) / (total - decays_from)
+        return 1.0 - (math.sqrt(share) if self.decay_form == "1-sqrt" else share)

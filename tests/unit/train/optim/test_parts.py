@@ -1,0 +1,203 @@
+"""Optimizers and schedules are parts: no other module names a built-in one, and a user's own needs no change here."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pydantic
+import pytest
+import torch
+
+import tidewheel
+from tests.unit.train.optim.test_optimizers import Weights
+from tidewheel import parts
+from tidewheel.config import build
+from tidewheel.errors import ConfigError
+from tidewheel.parts import Kind, Part
+from tidewheel.plan.layout import Job
+from tidewheel.train import optimizers, schedules
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.starts import settings_of
+
+PACKAGE = Path(tidewheel.__file__).parent
+KINDS = [optimizers.KIND, schedules.KIND]
+EVERYDAY = {"constant", "linear"}
+"""Names of schedules that are words of other things as well."""
+
+OWN = '''
+import torch
+import tidewheel as tw
+
+
+class Momentum(tw.Optimizer):
+    STATE = ("momentum_buffer",)
+    NOT_REPRODUCIBLE = ""
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+
+    def build(self, groups):
+        return torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, foreach=True)
+
+
+class Forgetful(tw.Optimizer):
+    "Does not say what it keeps."
+
+    def build(self, groups):
+        return torch.optim.SGD(groups, lr=self.learning_rate, momentum=0.9)
+
+
+class Halves(tw.Schedule):
+    every: int = 10
+
+    def factor(self, done, total, start):
+        return 0.5 ** ((done - start) // self.every)
+'''
+
+
+def strings(tree: ast.Module) -> set[str]:
+    """Every text in a file that is no documentation."""
+    documentation = {id(node.value) for node in ast.walk(tree)
+                     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return {node.value for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {str(node.module) for node in nodes} | {f"{node.module}.{alias.name}" for node in nodes
+                                                  for alias in node.names}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.noun)
+def test_no_module_outside_a_part_names_it(kind: Kind[Part]):
+    folder = PACKAGE.joinpath(*kind.package.split(".")[1:])
+    modules = [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(folder)]
+    assert modules
+    for path in modules:
+        text = path.read_text()
+        suspects = [name for name in kind.built_in() if name in text]
+        if not suspects:
+            continue
+        tree = ast.parse(text)
+        texts, imports = strings(tree), imported(tree)
+        for name in suspects:
+            assert f"{kind.package}.{name}" not in imports, f"{path} imports {name}"
+            assert name in EVERYDAY or name not in texts, f"{path} names {name}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.noun)
+def test_a_part_in_the_package_is_offered_by_it(kind: Kind[Part]):
+    offered = {value for value in vars(sys.modules[kind.package]).values()
+               if isinstance(value, type) and issubclass(value, kind.base) and value is not kind.base}
+    assert {parts.name_of(part) for part in offered} == set(kind.built_in())
+
+
+def test_configuration_does_not_import_torch():
+    code = "import sys, tidewheel.train.config; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PACKAGE.parent)})
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's own in the working folder."""
+    name = f"own_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def config(**values: object) -> TrainConfig:
+    return build(TrainConfig, values)
+
+
+def test_three_ways_to_give_one(own: str):
+    named = config(optimizer=f"{own}:Momentum", schedule={"kind": f"{own}:Halves", "every": 3, "warmup_steps": 0})
+    assert type(named.optimizer).__name__ == "Momentum"
+    assert [named.schedule.learning_rate(step, 6, 1.0) for step in range(1, 7)] == [1, 1, 0.5, 0.5, 0.5, 0.25]
+    assert config(optimizer={"kind": "lion", "learning_rate": 1e-4}) == TrainConfig(
+        optimizer=optimizers.Lion(learning_rate=1e-4))
+    assert build(TrainConfig, named.canonical()) == named, "what is written down is read as the same"
+    assert build(TrainConfig, {}, ["optimizer.kind=lion"]).optimizer == optimizers.Lion()
+
+
+def test_the_recipe_holds_the_source_of_an_own_one(own: str):
+    with_own = config(optimizer=f"{own}:Momentum")
+    assert with_own.decisive()["optimizer"]["code"] == parts.source_hash(type(with_own.optimizer))
+    assert config(optimizer={"learning_rate": 1e-4}).decisive() == {"optimizer": {"learning_rate": 1e-4}}, (
+        "the default's name goes without saying: recipes made before parts keep their hash")
+    assert config().recipe_hash() == config(optimizer="adamw", schedule="cosine").recipe_hash()
+
+
+def test_what_others_must_know_is_asked_of_the_part(own: str):
+    momentum = config(optimizer=f"{own}:Momentum", reproducible=True)
+    assert Job(momentum, 128, 16).optimizer_bytes == 4
+    with pytest.raises(ConfigError, match=r"does not say that it updates each element by itself.*legal: adamw, lion"):
+        config(optimizer=f"{own}:Forgetful", reproducible=True)
+    with pytest.raises(ConfigError, match=r"adamw8bit quantises .*nearest that is legal: optimizer.kind adafactor, ad"):
+        config(optimizer="adamw8bit", parallel={"data": "zero3", "offload": True})
+
+
+def test_an_own_optimizer_saves_and_restores(own: str):
+    rule = config(optimizer=f"{own}:Momentum").optimizer
+    weights = Weights()
+    optimizer = build_optimizer(weights, rule)
+    weights.take(optimizer, range(3))
+    saved = {name: tensor.clone() for name, tensor in training_state(weights, optimizer)["optimizer"].items()}
+    assert set(saved) == {f"{name}.momentum_buffer" for name in weights.held}
+    weights.take(optimizer, range(3, 4))
+    again = Weights()
+    restored = build_optimizer(again, rule)
+    for name, tensor in training_state(again, restored)["optimizer"].items():
+        tensor.copy_(saved[name])
+    restored.restored()
+    for name, tensor in training_state(again, restored)["optimizer"].items():
+        assert torch.equal(tensor, saved[name])
+
+
+def test_state_that_an_optimizer_does_not_name_is_found_before_it_is_lost(own: str):
+    weights = Weights()
+    optimizer = build_optimizer(weights, config(optimizer=f"{own}:Forgetful").optimizer)
+    training_state(weights, optimizer)
+    weights.take(optimizer, range(1))
+    with pytest.raises(ConfigError, match=r"keeps momentum_buffer of embedding\.weight"):
+        training_state(weights, optimizer)
+
+
+def test_an_optimizer_that_leaves_out_parameters_is_refused():
+    class Some(optimizers.AdamW):
+        def build_all(self, named):
+            return super().build_all(named[1:])
+
+    with pytest.raises(ConfigError, match=r"updates embedding\.weight 0 times"):
+        build_optimizer(Weights(), Some())
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"optimizer": {"learning_rat": 1}}, "optimizer adamw has no setting 'learning_rat', did you mean 'learning_rate'"),
+    ({"optimizer": {"kind": "lion", "momentum": 0.9}}, "optimizer lion has no setting 'momentum'"),
+    ({"optimizer": {"kind": "lyon"}}, "there is no optimizer 'lyon'; did you mean 'lion'"),
+    ({"optimizer": {"learning_rate": -1}}, "optimizer.learning_rate: Input should be greater than 0"),
+    ({"schedule": {"kind": "cosin"}}, "there is no schedule 'cosin'; did you mean 'cosine'"),
+    ({"optimizer": "no_such_module:Optimizer"}, "there is no module 'no_such_module'"),
+    ({"optimizer": "tests.unit.train.optim.test_parts:Path"}, "'Path' is no optimizer"),
+    ({"optimizer": 3}, "optimizer: Input should be an instance of Optimizer"),
+])
+def test_what_is_wrong_is_said_with_its_place(settings: dict[str, object], message: str):
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, settings)
+    assert message in str(error.value)
+
+
+def test_an_own_learning_rate_has_the_bounds_of_any(own: str):
+    with pytest.raises(pydantic.ValidationError, match="greater than 0"):
+        optimizers.KIND.build(f"{own}:Momentum", {"learning_rate": 0})
+
+
+def test_another_source_is_another_setting(own: str):
+    assert settings_of(config(optimizer=f"{own}:Momentum"))["optimizer.code"]
+    assert "optimizer.code" not in settings_of(config())
