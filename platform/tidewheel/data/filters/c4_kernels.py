@@ -231,10 +231,14 @@ def _copied(data, start, stop, out, o):
 
 
 @compiled
-def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_offsets, cited, keep, counts, out,
-              out_offsets):
+def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_offsets, cited, keep, counts,
+              keep_wordless, out, out_offsets):
     """The documents' text without the lines that go: bytes in out, out_offsets [n+1]. Of a document that is dropped,
-    all of it."""
+    all of it.
+
+    keep_wordless int64: whether a line without words stays. A last line of characters that the clean copy leaves out
+    is not among `lines`.
+    """
     o = 0
     out_offsets[0] = 0
     for d in range(len(counts)):
@@ -268,6 +272,11 @@ def kept_text(data, offsets, first, marks, text_offsets, scanned, lines, line_of
                         out[o] = data[a]
                         o += 1
                     a += max(size, 1)
+            if not same and i < end and keep_wordless:
+                if o > begun:
+                    out[o] = 10
+                    o += 1
+                o = _copied(data, i, end, out, o)
             a, b = _bare(out, begun, o, marks)
             if a > begun:
                 for k in range(a, b):

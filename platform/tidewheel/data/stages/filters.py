@@ -72,7 +72,7 @@ _FILTERS: dict[str, Rule] = {
                               Version("filter_gopher_repetition", uses=(textpass.VERSION,)), measures="repetition"),
     "gopher_quality": Rule(quality.GopherQuality, quality.gopher_quality,
                            Version("filter_gopher_quality", uses=(textpass.VERSION,)), measures="quality"),
-    "c4": Rule(c4.C4, c4.c4, Version("filter_c4", uses=(textpass.VERSION,)), edits="c4_lines",
+    "c4": Rule(c4.C4, c4.c4, Version("filter_c4", 2, uses=(textpass.VERSION,)), edits="c4_lines",
                detail=("c4_removed_lines",), measures="c4"),
     "fineweb": Rule(fineweb.FineWeb, fineweb.fineweb, Version("filter_fineweb", uses=(textpass.VERSION,)),
                     measures="fineweb"),

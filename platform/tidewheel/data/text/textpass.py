@@ -285,6 +285,7 @@ def _c4(part: Scan, data: np.ndarray, offsets: np.ndarray, settings: C4, counts:
     c4_kernels.judge(part.text, part.lines, part.line_offsets, part.counts, cited, other.text, other.lines,
                      other.line_offsets, other.counts, phrases(), options, keep, counts)
     kept, kept_offsets = np.empty(size + 1, np.uint8), np.empty(len(counts) + 1, np.int64)
+    keep_wordless = int(not settings.terminal_punctuation and settings.min_words_per_line <= 0)
     c4_kernels.kept_text(data, offsets, part.first, token_table.load(), part.text_offsets, part.counts, part.lines,
-                         part.line_offsets, cited, keep, counts, kept, kept_offsets)
+                         part.line_offsets, cited, keep, counts, keep_wordless, kept, kept_offsets)
     return pa.LargeStringArray.from_buffers(len(counts), pa.py_buffer(kept_offsets), pa.py_buffer(kept))

@@ -77,6 +77,16 @@ def test_matches_the_oracle(documents: list[str], config: C4):
         assert (reasons[place], statistics["c4_sentences"][place], edited[place].as_py()) == expected
 
 
+@needs_frozen
+@pytest.mark.parametrize("document", ["\n\u0300", "a\n\u0300", "a\r\n\u0300 \u0301\n\u0302", "\u0300\n\n\u0300 "])
+@pytest.mark.parametrize("config", [C4(terminal_punctuation=False, min_sentences=0, min_words_per_line=least)
+                                    for least in (0, 1)])
+def test_a_last_line_of_accents_alone_matches_the_oracle(document: str, config: C4):
+    """The clean copy of such a document ends with a newline: there is no row of its last line."""
+    reasons, statistics, edited = c4([document], config)
+    assert (reasons[0], statistics["c4_sentences"][0], edited[0].as_py()) == slow_c4(document, config)
+
+
 LINES = ["This line has some words.", "So does this one!", "Is it a line?", 'He said "so."', "It's the dogs'"]
 
 
