@@ -27,11 +27,11 @@ CHECKOUT = ("platform", "jobs", "pipelines", "cluster", "k8s", "docs", "tests", 
             "Makefile", "README.md", ".gitignore")
 SECONDS = 500
 #: Pages that train several runs, start clusters of their own or take a minute in another way. What they rely on is also
-#: held by the other pages, `test_elastic.py`, `test_jobs.py`, `test_background.py` and `test_demo.py`; `make long`
-#: executes them.
-LONG = ("csv_to_model", "pretrain_on_a_cluster", "spot_training", "recover", "add_a_model")
+#: held by the other pages, `tests/unit/data/readers`, `test_elastic.py`, `test_jobs.py`, `test_background.py` and
+#: `test_demo.py`; `make long` executes them.
+LONG = ("csv_to_model", "pretrain_on_a_cluster", "spot_training", "recover", "add_a_model", "bring_your_data")
 #: Pages that run many pipelines: on one cluster, as where RAY_ADDRESS is set. The others start a Ray for each command.
-ON_ONE_CLUSTER = ("bring_your_data", "clean_text", "csv_to_model")
+ON_ONE_CLUSTER = ("bring_your_data", "clean_text", "csv_to_model", "inputs", "write_a_filter")
 
 
 @pytest.fixture(scope="module")

@@ -48,34 +48,24 @@ def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[
         check=False)
 
 
-def test_prepare_data_then_train(cluster, place):
+def test_data_is_prepared_then_a_training_is_stopped_and_saves_first(cluster, place):
+    """By `ray job submit` and by `tidewheel submit`. `tidewheel job stop` is SIGTERM, as `ray job stop` is."""
     prepared = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
                       "--input", str(place / "raw"), "--output", str(place / "clean"))
     assert prepared.returncode == 0, prepared.stdout
     assert "shards:" in prepared.stdout  # the logs reach the one who submits
     assert (place / "clean/shards/manifest.json").is_file()
 
-    command = ["python", "-m", "jobs.train", "--config", "jobs/configs/demo.yaml",
-               "--set", f"data.uri={place}/clean/shards", "--set", f"data.validation={place}/clean/validation",
-               "--set", f"run.uri={place}/runs", "--set", "run.id=job", "--set", "checkpoint.every_steps=2",
-               "--set", "model={dim: 32, num_layers: 1, num_heads: 2, tie_embeddings: true}"]
-    trained = submit(cluster, *command, "--set", "steps=3")
-    assert trained.returncode == 0, trained.stdout
-    assert "3 steps" in trained.stdout
-
-
-def test_a_stopped_training_saves_first_and_goes_on_behind_the_save(cluster, place):
-    """`tidewheel job stop` is SIGTERM, as `ray job stop` is: no step is lost. Uses the shards of the test above."""
     run = place / "runs/stopped"
     command = ["train", "--config", "jobs/configs/demo.yaml", "--set", f"data.uri={place}/clean/shards",
                "--set", f"run.uri={place}/runs", "--set", "run.id=stopped", "--set", "checkpoint.every_steps=100000",
-               "--set", "model={dim: 32, num_layers: 1, num_heads: 2, tie_embeddings: true}", "--set",
-               "evaluation.sample_tokens=0"]
+               "--set", "model={dim: 32, num_layers: 1, num_heads: 2, tie_embeddings: true}",
+               "--set", "evaluation.sample_tokens=0", "--set", "steps=1000000"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {**cluster.client_environment, "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
                     "PYTHONPATH": str(ROOT / "platform")}
     tidewheel = [sys.executable, "-m", "tidewheel.cli"]
-    following = subprocess.Popen([*tidewheel, "submit", "--id", "to-stop", "--", *command, "--set", "steps=1000000"],
+    following = subprocess.Popen([*tidewheel, "submit", "--id", "to-stop", "--", *command],
                                  cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until = time.monotonic() + 120
     while not read(store(run), "batches.jsonl"):

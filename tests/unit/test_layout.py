@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import platform
 import re
 import sysconfig
@@ -42,6 +43,7 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, also inside functions; not those under TYPE_CHECKING."""
     found: set[str] = set()
