@@ -1,6 +1,7 @@
 """Pinned bytes and a bill of materials, from `constraints.txt` and what is installed.
 
     python -m tests.security.dependencies lock           # requirements.lock, which `make install` uses
+    python -m tests.security.dependencies lock ci        # .ci/requirements.lock, which .ci/run uses
     python -m tests.security.dependencies lock cpu       # requirements-cpu.lock, which cluster/Dockerfile uses; or cuda
     python -m tests.security.dependencies sbom [FILE]    # sbom.json: CycloneDX 1.6
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -47,6 +49,7 @@ class Target:
 _LAUNCHER = ("boto3", "google-api-python-client==2.149.0")
 TARGETS = {
     "dev": Target("requirements.lock", ("dev",)),
+    "ci": Target(".ci/requirements.lock", ("dev",)),
     "cpu": Target("requirements-cpu.lock", ("tokenizers", "classify", "web"), _LAUNCHER,
                   "https://download.pytorch.org/whl/cpu"),
     "cuda": Target("requirements-cuda.lock", ("tokenizers", "quantized"), _LAUNCHER),
@@ -69,13 +72,18 @@ def report(target: Target) -> dict[str, Any]:
     return found
 
 
+def tag() -> str:
+    """Return the Python and the platform that a lock made here is for, such as "cpython-311 linux-x86_64"."""
+    return f"{sys.implementation.cache_tag} {sys.platform}-{platform.machine()}"
+
+
 def lock(found: dict[str, Any], index: str = "") -> str:
     """Return the text of a lock for a report of pip's.
 
     Raises:
         ValueError: a file has no SHA-256.
     """
-    lines = ["# Made by `python -m tests.security.dependencies lock`, for one Python, platform and index."]
+    lines = ["# Made by `python -m tests.security.dependencies lock`, for one Python, platform and index.", f"# {tag()}"]
     lines += [f"--extra-index-url {index}"] if index else []
     entries = []
     for item in found["install"]:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def item(name: str, digest: str = "ab" * 32) -> dict[str, Any]:
 def test_a_lock_has_a_hash_for_each_package_and_not_this_checkout():
     ours = {"metadata": {"name": "tidewheel", "version": "0.1.0"}, "download_info": {"dir_info": {}}}
     text = dependencies.lock({"install": [item("Ray"), ours]}, "https://example.org/simple")
-    assert text.splitlines()[1:] == ["--extra-index-url https://example.org/simple", "ray==2.60.0 \\",
+    assert text.splitlines()[2:] == ["--extra-index-url https://example.org/simple", "ray==2.60.0 \\",
                                      f"    --hash=sha256:{'ab' * 32}"]
     with pytest.raises(ValueError, match="no SHA-256"):
         dependencies.lock({"install": [item("ray", "")]})
@@ -92,6 +93,43 @@ def test_a_lock_that_has_changed_is_installed_and_one_that_has_not_is_not(checko
     later = stamp.stat().st_mtime + 1
     os.utime(checkout / "requirements.lock", (later, later))
     assert any(" --require-hashes " in line for line in would_run(checkout))
+
+
+def pins(text: str) -> dict[str, str]:
+    """Return {name: version} of the lines `name==version`: names normalised, versions without a local tag."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;+]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def test_the_lock_of_continuous_integration_is_of_the_pinned_versions():
+    """`make lock` made it before someone changed constraints.txt? Then CI would test other versions than users get."""
+    text = (ROOT / TARGETS["ci"].file).read_text()
+    locked, pinned = pins(text), pins((ROOT / "constraints.txt").read_text())
+    assert {name: version for name, version in locked.items() if name in pinned} == {
+        name: version for name, version in pinned.items() if name in locked}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], *extras["dev"], *project["build-system"]["requires"]]
+    names = {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", line)[0]).lower() for line in wanted}
+    assert names - {dependencies.OURS} <= set(locked)
+    assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)) == len(locked)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_continuous_integration_installs_by_its_lock(tmp_path: Path, fits: bool):
+    """The real script, with a `make` that says what it was asked."""
+    (tmp_path / "bin").mkdir()
+    make = tmp_path / "bin/make"
+    make.write_text("#!/bin/sh\necho made: \"$@\"\n")
+    make.chmod(0o755)
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
+    (tmp_path / ".ci").mkdir()
+    shutil.copy2(ROOT / ".ci/run", tmp_path / ".ci/run")
+    (tmp_path / ".ci/requirements.lock").write_text(f"# {dependencies.tag() if fits else 'cpython-27 vax'}\n")
+    done = subprocess.run([tmp_path / ".ci/run"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+                          capture_output=True, text=True, check=True)
+    assert done.stdout == ("made: test LOCK=.ci/requirements.lock\n" if fits else "made: test\n")
+    assert ("without hashes" in done.stderr) is not fits
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
