@@ -83,7 +83,8 @@ def lock(found: dict[str, Any], index: str = "") -> str:
     Raises:
         ValueError: a file has no SHA-256.
     """
-    lines = ["# Made by `python -m tests.security.dependencies lock`, for one Python, platform and index.", f"# {tag()}"]
+    lines = ["# Made by `python -m tests.security.dependencies lock`, for one Python, platform and index."]
+    lines.append(f"# {tag()}")
     lines += [f"--extra-index-url {index}"] if index else []
     entries = []
     for item in found["install"]:
