@@ -117,7 +117,7 @@ def _fetch_logs(run_uri: str, coordinator: Any) -> None:
 
     try:
         left: list[str] = ray.get(coordinator.nodes_with_losses.remote(), timeout=10)
-        remote: Any = ray.remote(pass_on_logs).options(num_cpus=0, max_retries=0)
+        remote: Any = ray.remote(num_cpus=0, max_retries=0)(pass_on_logs)
         tasks = [remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
             run_uri) for node in nodes.alive() if node.node_id in left]
         if tasks:
