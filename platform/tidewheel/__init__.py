@@ -28,7 +28,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tidewheel.data.filters.own import Batch, Filter, Verdicts
     from tidewheel.errors import TidewheelError
-    from tidewheel.train import optimizers, schedules
+    from tidewheel.train import objectives, optimizers, schedules
+    from tidewheel.train.objective import Objective, Outputs, Sums
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
     from tidewheel.workflow import filters
@@ -48,18 +49,23 @@ _HOMES = {
     "Pipeline": "tidewheel.workflow.pipeline",
     "Train": "tidewheel.workflow.training",
     "Workflow": "tidewheel.workflow.workflow",
+    "Objective": "tidewheel.train.objective",
+    "Outputs": "tidewheel.train.objective",
+    "Sums": "tidewheel.train.objective",
     "Optimizer": "tidewheel.train.optim.base",
     "Schedule": "tidewheel.train.optim.schedule",
     "TidewheelError": "tidewheel.errors",
 }
 _MODULES = {
     "filters": "tidewheel.workflow.filters",
+    "objectives": "tidewheel.train.objectives",
     "optimizers": "tidewheel.train.optimizers",
     "schedules": "tidewheel.train.schedules",
 }
 
-__all__ = ["Batch", "Call", "Evaluate", "Export", "Filter", "Optimizer", "Pipeline", "Schedule", "TidewheelError",
-           "Tokenizer", "Train", "Verdicts", "Workflow", "filters", "optimizers", "schedules"]
+__all__ = ["Batch", "Call", "Evaluate", "Export", "Filter", "Objective", "Optimizer", "Outputs", "Pipeline",
+           "Schedule", "Sums", "TidewheelError", "Tokenizer", "Train", "Verdicts", "Workflow", "filters", "objectives",
+           "optimizers", "schedules"]
 
 
 def __getattr__(name: str) -> Any:

@@ -94,7 +94,7 @@ def measure(shape: Mapping[str, object], vocabulary: int, ranks: int, data: str)
     with fake_ranks(ranks):
         mesh = Mesh.build(config.parallel, Runtime(0, ranks))
         with torch.device("meta"):
-            decoder = Decoder(config.model, vocabulary, config.loss).to(torch.bfloat16)
+            decoder = Decoder(config.model, vocabulary, config.objective.token_loss()).to(torch.bfloat16)
         number = sum(parameter.numel() for parameter in decoder.parameters())
         with FakeTensorMode(allow_non_fake_inputs=True) if sharded else nullcontext():
             layout = spread(decoder, config, mesh, device, number)

@@ -19,6 +19,7 @@ from tidewheel.checkpoint.verify import list_checkpoints, locate
 from tidewheel.config import build
 from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.jsonlog import BESIDE, JsonLog
+from tidewheel.parts import is_own
 from tidewheel.storage import Store
 from tidewheel.train import evaluation, parallel
 from tidewheel.train.collectives import Collectives
@@ -101,6 +102,8 @@ def _config(run: Store, manifest: CheckpointManifest, model: dict[str, Any], dat
     """The run's configuration for one process; of an imported model, which has none, the defaults."""
     values = run.read_json("run.json")["config"] if run.exists("run.json") else {}
     values = {key: value for key, value in values.items() if key not in ONE_PROCESS}
+    if is_own(str(values.get("objective", {}).get("kind", ""))):
+        del values["objective"]  # validation is the cross-entropy, which needs none of the user's code
     values["model"] = {**model, "init_from": ""}
     if data is not None:
         values["data"] = {"validation": dict(data) if "" not in data else data[""]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from tidewheel.models.attention import DocumentMask, choose_kernel, document_att
 from tidewheel.models.config import LossConfig, ModelConfig
 from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype
 from tidewheel.models.rope import RopeTable, apply_rope, rope_table
+
+HeadObjective = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+"""Normalised hidden states, and what makes logits of them, to the loss and its metrics."""
 
 
 class RMSNorm(nn.Module):
@@ -104,7 +108,7 @@ class Decoder(nn.Module):
         self.token_loss = TokenLoss(loss or LossConfig())
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
-                targets: torch.Tensor | None = None) -> torch.Tensor:
+                targets: torch.Tensor | None = None, objective: HeadObjective | None = None) -> torch.Tensor:
         """Logits, or the loss.
 
         Args:
@@ -112,15 +116,17 @@ class Decoder(nn.Module):
             positions: [B, L] integers, starting again at 0 in each document.
             segment_ids: [B, L] integers, see `document_mask`.
             targets: [B, L] int64 from `next_tokens`.
+            objective: takes normalised hidden states and what makes logits of them.
 
         Returns:
-            [B, L, V] logits; with targets the SUM over positions of the cross-entropy in nats, fp32, a scalar.
+            [B, L, V] logits; with an objective what it returns; with targets alone the SUM over positions of the
+            cross-entropy in nats, fp32, a scalar.
         """
         x_BLD = tokens if self.embedding is None else self.embedding(tokens)
         rope, mask = self.rope(positions), self.mask(segment_ids, x_BLD)
         for block in self.blocks:
             x_BLD = block(x_BLD, rope, mask)
-        return x_BLD if self.norm is None else self.head(x_BLD, targets)
+        return x_BLD if self.norm is None else self.head(x_BLD, targets, objective)
 
     def rope(self, positions: torch.Tensor) -> RopeTable:
         """Angles of `positions` [B, L], for all blocks."""
@@ -133,10 +139,13 @@ class Decoder(nn.Module):
         """
         return document_mask(segment_ids, choose_kernel(self.config.attention, x.device, product_dtype(x)))
 
-    def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None,
+             objective: HeadObjective | None = None) -> torch.Tensor:
         """What the last block made, to logits, or to the loss; see `forward`."""
         assert self.norm is not None
         x_BLD = self.norm(x_BLD)
+        if objective is not None:
+            return objective(x_BLD, self.logits)
         return self.logits(x_BLD) if targets is None else self.token_loss(x_BLD, self.logits, self.weight, targets)
 
     def logits(self, x_BLD: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ def _stage_ends(job: Job, layout: Layout, share: Share, tokens: float) -> float:
 
 def logit_rows(job: Job, layout: Layout, tokens: float) -> float:
     """Tokens whose logits exist at a time."""
-    wanted, vocabulary = job.config.loss.chunk_tokens, job.vocabulary_size / layout.parallel.tensor
+    wanted, vocabulary = job.config.objective.logit_tokens, job.vocabulary_size / layout.parallel.tensor
     if wanted is None:
         wanted = 0 if tokens * vocabulary * 4 <= WHOLE_LOGITS_BYTES else CHUNK_TOKENS
     return tokens if not wanted else min(tokens, wanted)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
-from tidewheel.models.config import LossConfig, ModelConfig
+from tidewheel.models.config import ModelConfig
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
-from tidewheel.train import optimizers, schedules
+from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
@@ -211,8 +211,8 @@ class TrainConfig(Config):
     """What it reads."""
     model: ModelConfig = ModelConfig()
     """What it trains."""
-    loss: LossConfig = LossConfig()
-    """What it minimises."""
+    objective: objectives.ChosenObjective = objectives.KIND.build(objectives.DEFAULT)
+    """What it minimises: settings of the objective whose name is in `kind`. Files may say `loss`, its former name."""
     optimizer: optimizers.ChosenOptimizer = optimizers.KIND.build(optimizers.DEFAULT)
     """How it learns: settings of the optimizer whose name is in `kind`."""
     schedule: schedules.ChosenSchedule = schedules.KIND.build(schedules.DEFAULT)
@@ -254,6 +254,17 @@ class TrainConfig(Config):
     """What workers log."""
     elastic: ElasticConfig = ElasticConfig()
     """Number of workers."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _former_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "loss" not in values:
+            return values
+        others = {name: value for name, value in values.items() if name != "loss"}
+        before = others.get("objective") or {}
+        if not isinstance(before, dict) or not isinstance(values["loss"] or {}, dict):
+            raise ValueError("loss is the former name of objective: give one of them")
+        return {**others, "objective": {**before, **(values["loss"] or {})}}
 
     @pydantic.field_validator("compile_cache")
     @classmethod
@@ -297,11 +308,11 @@ class TrainConfig(Config):
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
                       "profile", "logs"):
             values.pop(group, None)
-        for group, names in (("model", ("attention",)), ("loss", ("chunk_tokens",)),
+        for group, names in (("model", ("attention",)), ("objective", self.objective.UNDECISIVE),
                              ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:
-                values[group] = kept
+                values["loss" if group == "objective" else group] = kept  # its former name: recipes keep their hash
         values["data"] = {"seed": self.data.seed}  # the shard sets' own hashes stand beside this one in run.json
         if self.data.mixture is not None:
             mixture = self.data.mixture.decisive()

@@ -360,8 +360,11 @@ class Loop:
 
     def _write(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
         config, progress = self.config, self.progress
-        figures = {"tokens": progress.tokens, "loss": finite(result.loss),
-                   "gradient_norm": finite(result.gradient_norm), "learning_rate": self.optimizer.learning_rate}
+        figures: dict[str, Any] = {
+            "tokens": progress.tokens, "loss": finite(result.loss), "gradient_norm": finite(result.gradient_norm),
+            "learning_rate": self.optimizer.learning_rate}
+        if result.metrics:
+            figures["objective"] = {name: finite(value) for name, value in result.metrics.items()}
         if self.loss_scale is not None:
             figures["loss_scale"] = self.loss_scale.scale
         if self.runtime.rank == 0:

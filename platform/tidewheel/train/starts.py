@@ -107,7 +107,8 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
 
 def last_settings(run: Mapping[str, Any], epoch: int | None = None) -> dict[str, Any]:
     """Return the settings of the newest start in the content of run.json, or of the start of `epoch`."""
-    settings = {**_flat(run["config"]), **_sources(run.get("code", {}))}
+    groups = {"objective" if name == "loss" else name: value for name, value in run["config"].items()}  # former name
+    settings = {**_flat(groups), **_sources(run.get("code", {}))}
     for start in run.get("starts", ()):
         if epoch is None or start["epoch"] <= epoch:
             settings |= start["changed"]

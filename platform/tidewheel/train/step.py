@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,23 +38,25 @@ class StepResult:
     """The same on every rank."""
 
     loss: float
-    """Cross-entropy in nats per target token, over the global batch."""
+    """The objective's, per term (cross-entropy: nats per target token), over the global batch."""
     gradient_norm: float
     """Before clipping."""
     tokens: int
     """Real tokens in the global batch."""
     targets: int
-    """Tokens that were predicted."""
+    """Terms of the objective: tokens that were predicted."""
     asked: int
     """What rank 0 asked for, as all ranks heard it: any of `STOP` and `SAVE`."""
     verdict: Verdict
     """What the guard says."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the objective measures: its metrics per term."""
 
     @classmethod
-    def of(cls, values: Sequence[float], verdict: Verdict) -> StepResult:
-        """From the numbers of all fields, in their order."""
-        loss, norm, tokens, targets, asked = values
-        return cls(loss, norm, int(tokens), int(targets), int(asked), verdict)
+    def of(cls, values: Sequence[float], verdict: Verdict, metrics: Sequence[str] = ()) -> StepResult:
+        """From the numbers of all fields in their order, and then those of `metrics`."""
+        loss, norm, tokens, targets, asked = values[:5]
+        return cls(loss, norm, int(tokens), int(targets), int(asked), verdict, dict(zip(metrics, values[5:])))
 
 
 def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: Sequence[MicroBatch],
@@ -63,9 +65,10 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
                guard: Guard | None = None, before_update: Callable[[], None] = lambda: None) -> StepResult:
     """Forward, backward, clip, update, unless `guard` withholds the update. Values change after `before_update` only.
 
-    Gradients are of the SUM of token losses; after the last micro-batch they are divided by the global number of
-    targets, once. Losses travel as one entry per virtual rank, together with the counts, the squared gradient norm and
-    what rank 0 asks for: one small all-reduce per step. In reproducible mode all that it adds is exact.
+    Gradients are of the SUM of the objective's terms (token losses); after the last micro-batch they are divided by
+    their global number, once. Losses travel as one entry per virtual rank, together with the objective's metrics, the
+    counts, the squared gradient norm and what rank 0 asks for: one small all-reduce per step. In reproducible mode all
+    that it adds is exact.
     """
     model.zero_grad()
     tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
@@ -74,7 +77,8 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
                                     scale=None if loss_scale is None else scaled)
     gradients = [(p, local(p.grad)) for p in model.parameters() if p.grad is not None]
     chosen = collectives.to_device(_owners(model, micro_batches, virtual_ranks))
-    entries = chosen @ losses.double()
+    names = model.objective.METRICS
+    entries = (chosen @ losses.double()).flatten()
     squares = _squares(model, gradients).to(collectives.device)
     report = torch.cat([collectives.to_device(_counts(model, micro_batches, asked)), entries, squares])
     collectives.sum(report)
@@ -82,7 +86,8 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     targets, tokens, heard = report[:3].unbind()
     targets, (entries, squares) = targets.clamp(min=1), report[3:].split([len(entries), len(squares)])
     square = squares.sum() if model.order is None else reproducible_norm.value(squares)
-    loss, norm = entries.sum() / targets, square.sqrt() / (targets * scaled)
+    columns = entries.view(-1, 1 + len(names))
+    loss, norm = columns[:, 0].sum() / targets, square.sqrt() / (targets * scaled)
     scale = torch.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else torch.ones_like(norm)
     if gradients:
         first = gradients[0][1]
@@ -95,15 +100,16 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     before_update()
     optimizer.step(skip=skip)
     model.refresh()
-    values = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), judged]).tolist()
-    return StepResult.of(values[:-4], guard.verdict(values[-4:]) if guard is not None else Verdict())
+    metrics = columns[:, 1:].sum(dim=0) / targets
+    values = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, judged]).tolist()
+    return StepResult.of(values[:-4], guard.verdict(values[-4:]) if guard is not None else Verdict(), names)
 
 
 def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: int) -> torch.Tensor:
     """What the host knows of a step: targets and tokens, of each data rank once, and what is asked; [3] fp64 on CPU."""
     counts = torch.zeros(3, dtype=torch.float64)
     if model.mesh.leads:
-        counts[0] = sum(micro.num_targets for micro in micro_batches)
+        counts[0] = sum(model.objective.count(micro) for micro in micro_batches)
         counts[1] = sum(micro.num_tokens for micro in micro_batches)
     counts[2] = float(asked)
     return counts

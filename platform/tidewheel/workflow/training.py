@@ -15,7 +15,7 @@ from tidewheel.workflow.pipeline import Pipeline
 from tidewheel.workflow.steps import REFERENCE
 
 if TYPE_CHECKING:
-    from tidewheel.models.config import LossConfig, ModelConfig
+    from tidewheel.models.config import ModelConfig
     from tidewheel.train.batch_config import BatchConfig
     from tidewheel.train.checkpoint_config import CheckpointConfig
     from tidewheel.train.config import DataConfig, ElasticConfig, EvaluationConfig, RunConfig, TrainConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tidewheel.train.logs.config import LogsConfig
     from tidewheel.train.memory.config import MemoryConfig
     from tidewheel.train.metrics.config import MetricsConfig, ProfileConfig
+    from tidewheel.train.objective import Objective
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
     from tidewheel.train.parallel.config import ParallelConfig
@@ -56,7 +57,8 @@ class Train:
                  data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
                  overlap: bool = False, run: Settings | RunConfig | None = None,
                  reading: Settings | DataConfig | None = None, model: Settings | ModelConfig | None = None,
-                 loss: Settings | LossConfig | None = None, optimizer: str | Settings | Optimizer | None = None,
+                 objective: str | Settings | Objective | None = None,
+                 optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
                  precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
@@ -80,11 +82,11 @@ class Train:
             raise ConfigError("overlap needs a pipeline whose shards are read in waves", where="Train(...)",
                               mend="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")
         given: dict[str, Any] = {
-            "run": run, "data": reading, "model": model, "loss": loss, "optimizer": optimizer, "schedule": schedule,
-            "batch": batch, "parallel": parallel, "steps": steps, "seed": seed, "precision": precision,
-            "parameters": parameters, "reproducible": reproducible, "compile": compile, "compile_cache": compile_cache,
-            "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards, "metrics": metrics,
-            "logs": logs, "profile": profile, "elastic": elastic}
+            "run": run, "data": reading, "model": model, "objective": objective, "optimizer": optimizer,
+            "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps, "seed": seed,
+            "precision": precision, "parameters": parameters, "reproducible": reproducible, "compile": compile,
+            "compile_cache": compile_cache, "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint,
+            "guards": guards, "metrics": metrics, "logs": logs, "profile": profile, "elastic": elastic}
         self.settings: dict[str, Setting] = {
             name: _written(value, name) for name, value in given.items() if value is not None}
 

@@ -133,6 +133,8 @@ def scalars(record: Record) -> dict[str, float]:
     """{tag: value} of a record's numbers, by group: train/loss, speed/mfu, validation/web/bits_per_byte."""
     found = {f"{_GROUP.get(name, 'train')}/{name}": float(value) for name, value in record.items()
              if isinstance(value, int | float) and name not in _NO_CURVE}
+    found |= {f"objective/{name}": float(value) for name, value in record.get("objective", {}).items()
+              if isinstance(value, int | float)}
     for domain, figures in record.get("validation", {}).items():
         found |= {f"validation/{domain + '/' if domain else ''}{name}": float(value)
                   for name, value in figures.items() if isinstance(value, int | float)}

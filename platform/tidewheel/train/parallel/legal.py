@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import ModelConfig
+from tidewheel.train import objective
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
 from tidewheel.train.reproducible import legal as reproducible
@@ -50,7 +51,9 @@ def schedule(config: TrainConfig, world_size: int) -> str | None:
 
 def reason_against(config: TrainConfig) -> str | None:
     """Why the configuration alone cannot be, or None; what is known later has checks of its own below."""
-    return (_zero_bubble(config) or _kernels(config) or _workers(config) or reproducible.reason_against(config)
+    mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
+    return (objective.reason_against(config.objective, mesh) or _zero_bubble(config) or _kernels(config)
+            or _workers(config) or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
 

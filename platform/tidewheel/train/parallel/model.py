@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
-from tidewheel.train import memory
+from tidewheel.train import memory, objectives
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.objective import Objective
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel import legal, tensor
 from tidewheel.train.parallel.data_parallel import Alone, FullyShard, Replicated, ShardedOptimizer, blocks, local
@@ -53,12 +54,14 @@ class ParallelModel:
         num_parameters: of the whole model.
         pipeline: of which the parts are stages.
         order: reproducible mode.
+        objective: what is minimised; default: the built-in default.
     """
 
     def __init__(self, parts: Sequence[nn.Module], data: Sequence[Alone], mesh: Mesh, config: ModelConfig,
                  vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None,
-                 order: Order | None = None) -> None:
+                 order: Order | None = None, objective: Objective | None = None) -> None:
         self.pipeline, self.order = pipeline, order
+        self.objective = objective or objectives.KIND.build(objectives.DEFAULT)
         self.share = Share(mesh.data_rank, mesh.data_size) if order is None else order.share
         self.parts, self.data, self.mesh = list(parts), list(data), mesh
         self.config, self.vocabulary_size, self.num_parameters = config, vocabulary_size, num_parameters
@@ -94,9 +97,9 @@ class ParallelModel:
             scale: the backward pass is of loss x scale.
 
         Returns:
-            [len(micro_batches)] fp32 on the training device: the SUM of the token losses of each, unscaled. Zero on
-            ranks that must not report; the sum over all ranks is the loss. After it gradients are the SUM over the
-            micro-batches of all data ranks.
+            [len(micro_batches)] fp32 on the training device: the SUM of the losses of each, unscaled; of an objective
+            with metrics [len(micro_batches), 1 + metrics]. Zero on ranks that must not report; the sum over all ranks
+            is the loss. After it gradients are the SUM over the micro-batches of all data ranks.
         """
         micro_batches = [self._share(micro) for micro in micro_batches]
         if self.pipeline is not None:
@@ -115,15 +118,19 @@ class ParallelModel:
         for number, micro in enumerate(micro_batches):
             data.begin(number, len(micro_batches))
             with context:
-                loss = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+                sums = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
+                            self.objective.bound(micro))
+            loss = sums if sums.ndim == 0 else sums[0]
             (loss if scale is None else loss * scale).backward()
             data.done(number, len(micro_batches))
-            losses.append(loss.detach())
+            losses.append(sums.detach())
         return torch.stack(losses)
 
     @torch.no_grad()
     def evaluate(self, micro: MicroBatch, context: AbstractContextManager[None] | None = None) -> torch.Tensor:
-        """The SUM of token losses, fp32 scalar, zero on ranks that must not report; call `reshard` after the last."""
+        """Return the SUM of token losses, the cross-entropy whatever the objective, fp32 scalar; zero on ranks that
+        must not report. Call `reshard` after the last.
+        """
         micro = self._share(micro)
         with context or nullcontext():
             if self.pipeline is None:
@@ -192,7 +199,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     mesh = Mesh.build(config.parallel, runtime)
     device, wanted = torch.device(runtime.device), config.parallel
     with torch.device("meta"):
-        whole = Decoder(config.model, vocabulary_size, config.loss)
+        whole = Decoder(config.model, vocabulary_size, config.objective.token_loss())
     if config.parameters == "bf16":
         whole.to(torch.bfloat16)
     number = sum(parameter.numel() for parameter in whole.parameters())
@@ -201,13 +208,14 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
         order = Order.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, number))
     if wanted.pipeline == 1:
         data = spread(whole, config, mesh, device, number, order)
-        return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, number, order=order)
+        return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, number, order=order,
+                             objective=config.objective)
     cuts = stages(config.model.num_layers, wanted.pipeline, wanted.pipeline_schedule, wanted.stages_per_rank)
     parts = [cut(copy.deepcopy(whole), stage) for stage in cuts if stage.rank == mesh.coordinate("pipeline")]
     spreads = [spread(part, config, mesh, device, number, order) for part in parts]
     pipeline = Pipeline(parts, cuts, wanted.pipeline_schedule, group=mesh.group("pipeline"), device=device,
-                        sequence_parts=wanted.tensor, dtype=whole.weight.dtype)
-    return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline, order)
+                        sequence_parts=wanted.tensor, dtype=whole.weight.dtype, objective=config.objective)
+    return ParallelModel(parts, spreads, mesh, config.model, vocabulary_size, number, pipeline, order, config.objective)
 
 
 def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,

@@ -18,6 +18,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from tidewheel.models.decoder import Decoder
+from tidewheel.train import objectives
+from tidewheel.train.objective import Objective
 from tidewheel.train.parallel.data_parallel import Alone, local
 from tidewheel.train.parallel.stages import ScheduleName, Stage
 
@@ -63,7 +65,9 @@ class Pipeline:
 
     def __init__(self, parts: Sequence[Decoder], stages: Sequence[Stage], schedule: ScheduleName, *,
                  group: dist.ProcessGroup, device: torch.device, sequence_parts: int = 1,
-                 dtype: torch.dtype = torch.float32) -> None:
+                 dtype: torch.dtype = torch.float32, objective: Objective | None = None) -> None:
+        self._objective = objective or objectives.KIND.build(objectives.DEFAULT)
+        self._width = (1 + len(self._objective.METRICS),) if self._objective.METRICS else ()
         self._group, self._rank, self._device = group, dist.get_rank(group), device
         self._stages, self._schedule = stages, schedule
         self._mine = [(stage, part) for stage, part in zip([s for s in stages if s.rank == self._rank], parts)]
@@ -98,18 +102,19 @@ class Pipeline:
             data: the data parallelism of each stage; told of each backward pass that is over.
 
         Returns:
-            [len(micro_batches)] fp32 losses, without `scale`; zeros on ranks without the last stage. FSDP2 has summed
-            gradients over data ranks.
+            [len(micro_batches)] fp32 losses, without `scale`; of an objective with metrics
+            [len(micro_batches), 1 + metrics]. Zeros on ranks without the last stage. FSDP2 has summed gradients over
+            data ranks.
         """
         plan = self._plan(len(micro_batches), micro_batches[0].tokens)
         plan.loss.begin(scale)
         for number, stage in enumerate(plan.stages):
-            stage.begin(micro_batches, context, data[number] if data else None)
+            stage.begin(micro_batches, context, data[number] if data else None, self._objective)
         plan.schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)  # stages have their targets
         for stage in plan.stages:
             stage.begin((), nullcontext())
         if not self.has_last:
-            return torch.zeros(len(micro_batches), device=self._device)
+            return torch.zeros(len(micro_batches), *self._width, device=self._device)
         return torch.stack(plan.loss.values)
 
     def finish(self) -> None:
@@ -171,7 +176,7 @@ class Pipeline:
     def _ends(self, stage: Stage, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What a stage is given and returns, on the meta device: torch need not run the model to find out."""
         stream = torch.empty(self._shape(tokens), dtype=self._dtype, device="meta", requires_grad=True)
-        loss = torch.empty((), device="meta", requires_grad=True)
+        loss = torch.empty(self._width, device="meta", requires_grad=True)
         return torch.empty_like(tokens, device="meta") if stage.first else stream, loss if stage.last else stream
 
 
@@ -181,12 +186,14 @@ class _RowStage(PipelineStage):
     _micro_batches: Sequence[MicroBatch] = ()
     _context: AbstractContextManager[None] = nullcontext()
     _data: Alone | None = None
+    _objective: Objective | None = None
 
     def begin(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
-              data: Alone | None = None) -> None:
-        """The rows of the next run of the schedule, what each forward pass runs in, and who is told of each backward
-        pass."""
+              data: Alone | None = None, objective: Objective | None = None) -> None:
+        """The rows of the next run of the schedule, what each forward pass runs in, who is told of each backward pass,
+        and what the last stage computes."""
         self._micro_batches, self._context, self._data = micro_batches, context, data
+        self._objective = objective
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -199,10 +206,11 @@ class _RowStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         micro = self._micro
+        objective = self._objective.bound(micro) if self.is_last and self._objective is not None else None
         with self._context:
             return super().forward_maybe_with_nosync(
                 micro.tokens if self.is_first else args[0], micro.positions, micro.segment_ids,
-                micro.targets if self.is_last else None)
+                micro.targets if self.is_last else None, objective)
 
 
 class _Loss:
@@ -215,8 +223,9 @@ class _Loss:
     def begin(self, scale: torch.Tensor | float | None) -> None:
         self.values, self._scale = [], scale
 
-    def __call__(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.values.append(loss.detach())
+    def __call__(self, sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.values.append(sums.detach())
+        loss = sums if sums.ndim == 0 else sums[0].clone()  # a zero-bubble schedule detaches it, as it cannot a view
         return loss if self._scale is None else loss * self._scale
 
 

@@ -18,13 +18,13 @@ from tidewheel.config import build
 from tidewheel.errors import ConfigError
 from tidewheel.parts import Kind, Part
 from tidewheel.plan.layout import Job
-from tidewheel.train import optimizers, schedules
+from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.starts import settings_of
 
 PACKAGE = Path(tidewheel.__file__).parent
-KINDS = [optimizers.KIND, schedules.KIND]
+KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND]
 EVERYDAY = {"constant", "linear"}
 """Names of schedules that are words of other things as well."""
 

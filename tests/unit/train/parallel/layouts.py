@@ -82,6 +82,9 @@ def assert_same_training(wanted: TrainConfig, steps: int = 3) -> ParallelModel:
         assert abs(ours.loss / theirs.loss - 1) < 1e-5, f"{where}: loss {ours.loss}, not {theirs.loss}"
         assert abs(ours.gradient_norm / theirs.gradient_norm - 1) < 1e-4, f"{where}: norm"
         assert (ours.tokens, ours.targets) == (theirs.tokens, theirs.targets), where
+        assert ours.metrics.keys() == theirs.metrics.keys(), where
+        for name, value in theirs.metrics.items():
+            assert abs(ours.metrics[name] - value) < 1e-5, f"{where}: {name} {ours.metrics[name]}, not {value}"
     values, expected_values = whole_values(model), whole_values(reference)
     assert values.keys() == expected_values.keys() or model.pipeline is not None  # whose ranks have some of them
     for name, value in values.items():

@@ -1,0 +1,147 @@
+"""What an objective is: a part that turns a micro-batch and the model's outputs into sums that training adds up.
+
+    class LabelSmoothing(tw.Objective):
+        "Cross-entropy with a share of the target spread over the vocabulary."
+        WORKS_WITH = ("tensor", "pipeline", "context")
+        METRICS = ("accuracy",)
+        smoothing: float = 0.1
+
+        def sums(self, outputs, batch):
+            known = batch.targets >= 0
+            logits, targets = outputs.logits()[known].float(), batch.targets[known]
+            loss = F.cross_entropy(logits, targets, label_smoothing=self.smoothing, reduction="sum")
+            return tw.Sums(loss, {"accuracy": (logits.argmax(-1) == targets).sum()})
+
+Sums, not means: the trainer adds them over micro-batches and ranks and divides once, by the sum of `count` over the
+global batch, so that a step does not depend on how the batch is spread. Nothing here imports torch before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.config import LossConfig
+from tidewheel.parts import Part, name_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidewheel.train.step import MicroBatch
+
+Dimension = Literal["tensor", "pipeline", "context"]
+DIMENSIONS: tuple[Dimension, ...] = ("tensor", "pipeline", "context")
+Bound = Callable[["torch.Tensor", Callable[["torch.Tensor"], "torch.Tensor"]], "torch.Tensor"]
+"""An objective of one micro-batch: the decoder calls it with its hidden states and with what makes logits of them."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model makes of a micro-batch.
+
+    Args:
+        hidden: normalised hidden states [B, L, D]; with tensor parallelism this rank's part of the positions.
+        make_logits: the model's output layer.
+    """
+
+    hidden: torch.Tensor
+    make_logits: Callable[[torch.Tensor], torch.Tensor]
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits [B, L, V] of all positions of `batch.tokens`, in the type of the matrix products."""
+        return self.make_logits(self.hidden)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an objective makes of a micro-batch.
+
+    Args:
+        loss: scalar, the sum that is minimised; its gradient is taken.
+        metrics: scalars by the names in `Objective.METRICS`, sums over the same terms.
+    """
+
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Objective(Part):
+    """Base of every objective: what training minimises."""
+
+    METRICS: ClassVar[tuple[str, ...]] = ()
+    """Names of its metrics. Their means over the global batch are in metrics.jsonl, under `objective`."""
+    WORKS_WITH: ClassVar[tuple[Dimension, ...]] = ()
+    """With which of tensor, pipeline and context parallelism it gives the same sums. Data parallelism always works.
+
+    tensor: `outputs.logits()` is whole on every rank of the group; `outputs.hidden` is not. pipeline: the last stage
+    has all of a micro-batch. context: a rank has some positions of each row only, so each position must stand for
+    itself."""
+    UNDECISIVE: ClassVar[tuple[str, ...]] = ()
+    """Settings that change how sums are computed, not what they are; the recipe's hash leaves them out."""
+
+    def sums(self, outputs: Outputs, batch: MicroBatch) -> Sums:
+        """Return the sums of one micro-batch, a pure function of its arguments.
+
+        Args:
+            outputs: what the model makes of `batch.tokens`.
+            batch: this rank's rows; `targets` [B, L] has the next token, below 0 where there is nothing to predict.
+        """
+        raise NotImplementedError
+
+    def count(self, batch: MicroBatch) -> int:
+        """Return the number of terms that a micro-batch adds to the sums; by default its targets."""
+        return batch.num_targets
+
+    def token_loss(self) -> LossConfig:
+        """Return how the cross-entropy is computed, which validation always is."""
+        return LossConfig()
+
+    @property
+    def logit_tokens(self) -> int | None:
+        """Tokens whose logits exist at a time; 0: all of a micro-batch, None: as `models.loss.chunk_rows` decides."""
+        return 0
+
+    def bound(self, batch: MicroBatch) -> Bound | None:
+        """Return the objective of one micro-batch, for the decoder; None: the decoder's own cross-entropy.
+
+        What it returns is the loss, a scalar; with metrics [1 + metrics]: the loss, and the metrics in their order.
+        """
+        import torch
+
+        def of(hidden: torch.Tensor, make_logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            sums = self.sums(Outputs(hidden, make_logits), batch)
+            _check(self, sums)
+            loss = sums.loss.float()
+            if not self.METRICS:
+                return loss
+            return torch.stack([loss, *(sums.metrics[name].detach().float() for name in self.METRICS)])
+
+        return of
+
+
+def reason_against(objective: Objective, sizes: Mapping[Dimension, int]) -> str | None:
+    """Return why an objective cannot be computed on a mesh of these sizes, and the nearest legal one, or None."""
+    for name, size in sizes.items():
+        if size > 1 and name not in objective.WORKS_WITH:
+            works = " and ".join(("data", *objective.WORKS_WITH))
+            return (f"objective.kind {name_of(type(objective))} works with {works} parallelism (WORKS_WITH), but "
+                    f"parallel.{name} is {size}; nearest that is legal: parallel.{name} 1")
+    return None
+
+
+def _check(objective: Objective, sums: Sums) -> None:
+    """Raise ConfigError unless an objective returned what it says."""
+    where = f"objective.kind {name_of(type(objective))}"
+    if not isinstance(sums, Sums):
+        raise ConfigError(f"sums returned {type(sums).__name__}, which is not tw.Sums", where=where,
+                          mend="return tw.Sums(loss, {metric: sum})")
+    for name, value in {"the loss": sums.loss, **sums.metrics}.items():
+        if getattr(value, "ndim", None) != 0:
+            shape = list(value.shape) if hasattr(value, "shape") else type(value).__name__
+            raise ConfigError(f"{name} is {shape}, and must be a scalar tensor", where=where,
+                              mend="sum over the micro-batch")
+    if set(sums.metrics) != set(objective.METRICS):
+        raise ConfigError(f"sums returned the metrics {sorted(sums.metrics)}, but METRICS names "
+                          f"{sorted(objective.METRICS)}", where=where, mend="name in METRICS what sums returns")

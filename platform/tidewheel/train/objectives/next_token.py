@@ -1,0 +1,32 @@
+"""Next-token cross-entropy, what pretraining minimises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidewheel.models.config import LossConfig
+from tidewheel.train.objective import DIMENSIONS, Bound, Objective
+
+if TYPE_CHECKING:
+    from tidewheel.train.step import MicroBatch
+
+
+class NextToken(LossConfig, Objective):
+    """Next-token cross-entropy, in nats per token.
+
+    The decoder computes it itself: in chunks, and with each rank's share of the vocabulary under tensor parallelism, so
+    that whole logits need not exist.
+    """
+
+    WORKS_WITH = DIMENSIONS
+    UNDECISIVE = ("chunk_tokens",)
+
+    def token_loss(self) -> LossConfig:
+        return self
+
+    @property
+    def logit_tokens(self) -> int | None:
+        return self.chunk_tokens
+
+    def bound(self, batch: MicroBatch) -> Bound | None:
+        return None

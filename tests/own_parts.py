@@ -1,0 +1,67 @@
+"""Parts as a user writes them, in a folder outside the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+OWN_PARTS = '''
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import tidewheel as tw
+
+HERE = Path(__file__).parent
+
+
+class Momentum(tw.Optimizer):
+    """Gradient descent with momentum."""
+    STATE = ("momentum_buffer",)
+    NOT_REPRODUCIBLE = ""
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+
+    def build(self, groups):
+        return torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, foreach=True)
+
+
+class Stairs(tw.Schedule):
+    """Halve the learning rate every few steps; with a file "hold" beside this one, wait at step 6 until it is gone."""
+    every: int = 3
+
+    def factor(self, done, total, start):
+        if done == 6 and (HERE / "hold").exists():
+            (HERE / f"waits-{os.getpid()}").touch()
+            while (HERE / "hold").exists():
+                time.sleep(0.02)
+        return 0.5 ** ((done - start) // self.every)
+
+
+class Smooth(tw.Objective):
+    """Cross-entropy with label smoothing."""
+    METRICS = ("accuracy",)
+    smoothing: float = 0.1
+
+    def sums(self, outputs, batch):
+        known = batch.targets >= 0
+        logits, targets = outputs.logits()[known].float(), batch.targets[known]
+        loss = F.cross_entropy(logits, targets, label_smoothing=self.smoothing, reduction="sum")
+        return tw.Sums(loss, {"accuracy": (logits.argmax(-1) == targets).sum()})
+'''
+
+
+def write_parts(folder: Path) -> str:
+    """Write a module of parts into `folder`, under a name that no other test imports, and return the name."""
+    name = "parts_" + "".join(letter if letter.isalnum() else "_" for letter in folder.name)
+    (folder / f"{name}.py").write_text(OWN_PARTS)
+    return name
+
+
+def overrides(module: str) -> tuple[str, ...]:
+    """Settings of a run that is made of these parts and reproducible."""
+    return (f"optimizer.kind={module}:Momentum", "optimizer.learning_rate=0.05", "optimizer.clip_norm=1.0",
+            f"schedule={{kind: '{module}:Stairs', warmup_steps: 0}}",
+            f"objective={{kind: '{module}:Smooth', smoothing: 0.2}}", "reproducible=true")
