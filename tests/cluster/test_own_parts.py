@@ -1,0 +1,68 @@
+"""A user's optimizer, schedule and objective on a Ray cluster: workers find the code, also after one was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tidewheel as tw
+from tests.cluster.small_ray import small_ray
+from tests.own_parts import overrides, write_parts
+from tests.unit.train.helpers import config, write_shards
+from tidewheel.checkpoint.digest import digest
+from tidewheel.config import load
+from tidewheel.elastic.trainer import fit, fit_local
+from tidewheel.train import objectives, optimizers, schedules
+from tidewheel.train.config import TrainConfig
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+SMALL = ("steps=8", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
+         "evaluation.every_steps=0", "evaluation.sample_tokens=0", "checkpoint.every_steps=2")
+
+
+def test_own_parts_travel_and_a_killed_worker_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_shards(tmp_path / "shards")
+    write_shards(tmp_path / "validation", rows=4, seed=1)
+    module, file, hold = write_parts(tmp_path), tmp_path / "calm.yaml", tmp_path / "hold"
+    with small_ray(2):
+        monkeypatch.chdir(tmp_path)  # only now: Ray's workers have not inherited it
+        file.write_text(yaml.safe_dump(config(tmp_path, "calm", *SMALL, *overrides(module)).canonical()))
+        calm = load(TrainConfig, file)
+        killed = tw.Train(
+            config(tmp_path, "killed", *SMALL, "reproducible=true").canonical(),
+            optimizer=optimizers.KIND.build(f"{module}:Momentum", {"learning_rate": 0.05}),
+            schedule=schedules.KIND.build(f"{module}:Stairs", {"warmup_steps": 0}),
+            objective=objectives.KIND.build(f"{module}:Smooth", {"smoothing": 0.2})).resolve()
+        assert killed.recipe_hash() == calm.recipe_hash(), "the SDK says what the file says"
+        hold.touch()
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(fit, killed)
+            until = time.monotonic() + 120
+            while len(waiting := list(tmp_path.glob("waits-*"))) < 2 and time.monotonic() < until:
+                time.sleep(0.05)
+            if len(waiting) == 2:
+                os.kill(int(waiting[0].name.partition("-")[2]), signal.SIGKILL)
+            hold.unlink()
+            assert training.result(120).steps == 8
+        assert len(waiting) == 2, "two workers computed the schedule of step 6"
+    fit_local(calm)
+    assert digest(killed.run_uri).state == digest(calm.run_uri).state
+    assert measured(tmp_path / "runs/killed") == measured(tmp_path / "runs/calm")
+    assert len([line for line in lines(tmp_path / "runs/killed/events.jsonl") if line["kind"] == "failure"]) == 1
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measured(run: Path) -> dict[int, float]:
+    """Accuracy by step, as the run's metrics have it."""
+    return {line["step"]: line["objective"]["accuracy"] for line in lines(run / "metrics.jsonl") if "objective" in line}
