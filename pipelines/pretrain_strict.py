@@ -14,7 +14,7 @@ corpus = (
     .set(seed=0, max_bad_fraction=0.01)
     .read("corpus/*.jsonl*")
     .filter(
-        tw.filters.language(allow=["en"], min_score=0.65),
+        tw.filters.language(allow=("en",), min_score=0.65),
         tw.filters.gopher_repetition(),
         tw.filters.gopher_quality(),
         tw.filters.refinedweb(),

@@ -26,22 +26,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tidewheel.data.filters.own import Batch, Filter, Verdicts
+    from tidewheel import filters
+    from tidewheel.data.filter import Batch, Filter, Verdicts
     from tidewheel.errors import TidewheelError
     from tidewheel.train import objectives, optimizers, schedules
     from tidewheel.train.objective import Objective, Outputs, Sums
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
-    from tidewheel.workflow import filters
     from tidewheel.workflow.pipeline import Pipeline
     from tidewheel.workflow.steps import Call, Evaluate, Export, Tokenizer
     from tidewheel.workflow.training import Train
     from tidewheel.workflow.workflow import Workflow
 
 _HOMES = {
-    "Batch": "tidewheel.data.filters.own",
-    "Filter": "tidewheel.data.filters.own",
-    "Verdicts": "tidewheel.data.filters.own",
+    "Batch": "tidewheel.data.filter",
+    "Filter": "tidewheel.data.filter",
+    "Verdicts": "tidewheel.data.filter",
     "Call": "tidewheel.workflow.steps",
     "Evaluate": "tidewheel.workflow.steps",
     "Export": "tidewheel.workflow.steps",
@@ -57,7 +57,7 @@ _HOMES = {
     "TidewheelError": "tidewheel.errors",
 }
 _MODULES = {
-    "filters": "tidewheel.workflow.filters",
+    "filters": "tidewheel.filters",
     "objectives": "tidewheel.train.objectives",
     "optimizers": "tidewheel.train.optimizers",
     "schedules": "tidewheel.train.schedules",

@@ -10,12 +10,13 @@ import difflib
 import hashlib
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
 import yaml
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tidewheel import yaml_text
 from tidewheel.errors import ConfigError
@@ -160,7 +161,7 @@ def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = ()
     try:
         return cls.model_validate(merged)
     except pydantic.ValidationError as error:
-        raise ConfigError(_explain(cls, error), where=where, mend="correct the keys named above") from None
+        raise ConfigError(explain(cls, error), where=where, mend="correct the keys named above") from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -206,16 +207,51 @@ def _index(node: list[Any], part: str, path: str) -> int:
     return int(part)
 
 
-def _explain(cls: type[Config], error: pydantic.ValidationError) -> str:
-    """One line a problem, each with its dotted key; unknown keys with the nearest known one."""
+def unknown_key(key: str, known: Iterable[str], value: Any) -> pydantic.ValidationError:
+    """Return the error that names the nearest known key, for a group of settings whose keys pydantic does not know."""
+    return below(key, [{"type": _unknown(_hint(key, known)), "loc": (), "input": value}])
+
+
+def below(key: str, problems: Sequence[InitErrorDetails]) -> pydantic.ValidationError:
+    """Return the error of problems in the group `key`, whose places are told from there on."""
+    return pydantic.ValidationError.from_exception_data("settings", [
+        {**problem, "loc": (key, *problem.get("loc", ()))} for problem in problems])
+
+
+def problems_of(cls: type[Config], error: pydantic.ValidationError) -> list[InitErrorDetails]:
+    """Return the problems of an error about `cls`, for another one; unknown keys with the nearest known one."""
+    found: list[InitErrorDetails] = []
+    for problem in error.errors(include_url=False):
+        loc, context = problem["loc"], problem.get("ctx", {})
+        if problem["type"] == "extra_forbidden":
+            kind = _unknown(_hint(str(loc[-1]), _known_keys(cls, loc[:-1])))
+        elif problem["type"] == "unknown_key":
+            kind = _unknown(context["hint"])
+        else:
+            kind = PydanticCustomError("setting", "{message}", {"message": problem["msg"]})
+        found.append({"type": kind, "loc": loc, "input": problem.get("input")})
+    return found
+
+
+def _unknown(hint: str) -> PydanticCustomError:
+    return PydanticCustomError("unknown_key", "unknown key{hint}", {"hint": hint})
+
+
+def _hint(key: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(names) or 'none'}"
+
+
+def explain(cls: type[Config], error: pydantic.ValidationError) -> str:
+    """Return one line for each problem with its dotted key; for an unknown key with the nearest known one."""
     lines = []
     for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            known = _known_keys(cls, problem["loc"][:-1])
-            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-            hint = f", did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(known)) or 'none'}"
-            lines.append(f"unknown key {path!r}{hint}")
+            lines.append(f"unknown key {path!r}{_hint(str(problem['loc'][-1]), _known_keys(cls, problem['loc'][:-1]))}")
+        elif problem["type"] == "unknown_key":
+            lines.append(f"unknown key {path!r}{problem['ctx']['hint']}")
         else:
             given = problem.get("input")
             shown = "" if isinstance(given, dict | list) else f" (got {given!r})"

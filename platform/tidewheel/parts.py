@@ -26,19 +26,19 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import pydantic
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import core_schema
 
-from tidewheel.config import Config
+from tidewheel.config import Config, explain, unknown_key
 from tidewheel.errors import ConfigError
 from tidewheel.storage import content_hash
 from tidewheel.versions import Version
 
 P = TypeVar("P", bound="Part")
-CODE = "code"
-"""Key under which `Part.decisive` holds the hash of a part's source."""
+KIND, CODE = "kind", "code"
+"""Keys under which `Part.decisive` holds the name of a part and the hash of its source; no setting is called so."""
 _names: dict[type[Part], str] = {}
 """Names of classes that were made of functions."""
 
@@ -49,6 +49,35 @@ class Part(Config):
     VERSION: ClassVar[Version | None] = None
     """What its output is promised for, in `tests/golden`; only of parts in this package whose output keys depend on."""
 
+    if not TYPE_CHECKING:  # checkers see the fields as arguments
+        def __init__(self, /, **settings: Any) -> None:
+            """Take settings by name.
+
+            Raises:
+                ConfigError: a setting is unknown, missing or wrong.
+            """
+            try:
+                super().__init__(**settings)
+            except pydantic.ValidationError as error:
+                raise ConfigError(explain(type(self), error), where=name_of(type(self)),
+                                  mend="correct the settings named above") from None
+
+        __init__.__pydantic_base_init__ = True  # so that a part inside another configuration is told with its path
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        for key in values if isinstance(values, Mapping) else ():
+            if key not in cls.model_fields:
+                raise unknown_key(str(key), cls.model_fields, values[key])
+        return values
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Refuse settings whose names would hide what `decisive` says of the part."""
+        if taken := {KIND, CODE} & set(cls.model_fields):
+            raise TypeError(f"{cls.__name__}: a setting cannot be called {taken.pop()!r}, name it otherwise")
+
     def settings(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as JSON values."""
         return super().decisive()
@@ -57,7 +86,7 @@ class Part(Config):
         """Return `settings` with the part's name as `kind`, and for a part outside this package its source's hash."""
         name = name_of(type(self))
         code = {CODE: source_hash(type(self))} if is_own(name) else {}
-        return {"kind": name, **code, **self.settings()}
+        return {KIND: name, **code, **self.settings()}
 
     def decisive_beside(self, default: object) -> dict[str, Any]:
         """Return `decisive` without the `kind` that goes without saying, because the field's default is of it."""
@@ -123,16 +152,9 @@ class Kind(Generic[P]):
 
         Raises:
             ConfigError: there is no such part.
-            pydantic.ValidationError: a setting is wrong; an unknown one is told with the nearest known.
+            pydantic.ValidationError: a setting is unknown, missing or wrong.
         """
-        found, given = self.find(name), dict(settings or {})
-        for key in given:
-            if key not in found.model_fields:
-                near = difflib.get_close_matches(str(key), found.model_fields, n=1, cutoff=0.5)
-                known = ", ".join(found.model_fields) or "none"
-                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {known}"
-                raise PydanticCustomError("unknown_setting", f"{self.noun} {name} has no setting {key!r}, {hint}")
-        return found.model_validate(given)
+        return self.find(name).model_validate(dict(settings or {}))
 
     def _is_part(self, value: Any) -> bool:
         return isinstance(value, type) and issubclass(value, self.base) and value is not self.base
@@ -171,14 +193,14 @@ class Chosen:
         if isinstance(value, str):
             return self.kind.build(value)
         if isinstance(value, Mapping):
-            settings = {key: setting for key, setting in value.items() if key != "kind"}
-            return self.kind.build(str(value.get("kind", self.default)), settings)
+            settings = {key: setting for key, setting in value.items() if key != KIND}
+            return self.kind.build(str(value.get(KIND, self.default)), settings)
         return value
 
 
 def as_json(part: Part) -> dict[str, Any]:
     """Return all settings of a part with its name as `kind`, as JSON values."""
-    return {"kind": name_of(type(part)), **part.canonical()}
+    return {KIND: name_of(type(part)), **part.canonical()}
 
 
 def is_own(name: str) -> bool:

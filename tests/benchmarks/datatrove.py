@@ -26,19 +26,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tests.unit.data.filters.test_repetition import clean
-from tidewheel.data.filters.c4 import C4, c4
-from tidewheel.data.filters.fineweb import FineWeb, fineweb
-from tidewheel.data.filters.quality import GopherQuality, gopher_quality
-from tidewheel.data.filters.repetition import GopherRepetition, gopher_repetition
+from tests.filtering import everything
+from tests.unit.data.filters.test_gopher_repetition import clean
+from tidewheel.data.filter import FILTERS, Batch
 from tidewheel.data.text import textpass
 from tidewheel.data.text.textpass_kernels import SENTENCES
 
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
+FILTER_PARTS = {name: FILTERS.build(name) for name in ("gopher_quality", "gopher_repetition", "c4", "fineweb")}
 ASKED: dict[str, dict[str, Any]] = {
-    "gopher_quality": {"quality": True}, "gopher_repetition": {"repetition": True}, "c4": {"c4": C4()},
-    "fineweb": {"fineweb": FineWeb()}, "minhash": {"minhash": (5, 112, 1)}}
-EVERYTHING = {key: value for asked in ASKED.values() for key, value in asked.items()} | {"hashes": True}
+    **{name: {"asked": part.measures()} for name, part in FILTER_PARTS.items()}, "minhash": {"minhash": (5, 112, 1)}}
+EVERYTHING: dict[str, Any] = {"asked": everything(), "minhash": (5, 112, 1), "hashes": True}
 
 
 def documents(folder: Path, files: int, english: bool) -> list[dict[str, Any]]:
@@ -50,10 +48,10 @@ def documents(folder: Path, files: int, english: bool) -> list[dict[str, Any]]:
 
 def judged(texts: pa.Array, measured: textpass.Measured) -> dict[str, tuple[list[str], list[str] | None]]:
     """(reasons, edited texts) of each filter."""
-    reasons, _, edited = c4(texts, C4(), measured)
-    return {"gopher_quality": (gopher_quality(texts, GopherQuality(), measured)[0], None),
-            "gopher_repetition": (gopher_repetition(texts, GopherRepetition(), measured)[0], None),
-            "c4": (reasons, edited.to_pylist()), "fineweb": (fineweb(texts, FineWeb(), measured)[0], None)}
+    batch = Batch(Batch.of(texts).table, measured)
+    found = {name: part.apply(batch) for name, part in FILTER_PARTS.items()}
+    return {name: (list(verdicts.reasons), verdicts.texts.to_pylist() if part.EDITS else None)
+            for (name, verdicts), part in zip(found.items(), FILTER_PARTS.values(), strict=True)}
 
 
 def seconds(texts: pa.Array, rounds: int, asked: dict[str, Any]) -> float:

@@ -281,12 +281,12 @@ def main() -> None:
     from tidewheel.cluster.few_processes import few_processes
     from tidewheel.cluster.session import KEEP_WORKERS, QUIET
     from tidewheel.config import build
-    from tidewheel.data import pipeline, text
+    from tidewheel.data import pipeline, warm_up
     from tidewheel.data.config import PipelineConfig
     from tidewheel.data.stages import execute
 
     os.environ.update(QUIET)
-    text.warm_up()
+    warm_up.warm_up()
     if given.plain:
         execute._results = _plain_results
     else:

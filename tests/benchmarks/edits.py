@@ -21,11 +21,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from tests.filtering import judged
 from tests.unit.data.filters.test_refinedweb import slow
 from tidewheel.data.config import FilterStep
 from tidewheel.data.document import DOCUMENT_SCHEMA
-from tidewheel.data.filters.pii import Pii, pii
-from tidewheel.data.filters.refinedweb import RefinedWeb, refinedweb
+from tidewheel.data.filters.pii import Pii
+from tidewheel.data.filters.refinedweb import RefinedWeb
 from tidewheel.data.stages.outcomes import Outcomes, grouped, groups
 
 BATCH = 2048
@@ -90,18 +91,18 @@ def main() -> None:
     texts = table["text"].combine_chunks()
     plain = texts.to_pylist()
     size = sum(len(text.encode()) for text in plain) / 1e6
-    refinedweb(texts[:8], RefinedWeb())  # compiles
+    judged(texts[:8], RefinedWeb())  # compiles
 
     def line(name: str, took: float, note: str = "") -> None:
         print(f"{name:<34}{len(plain) / took:>14,.0f}{size / took:>10,.1f}   {note}")
 
     print(f"{len(plain):,} documents, {size:.1f} MB\n{'':<34}{'docs/CPU-s':>14}{'MB/s':>10}")
-    ours, (reasons, _, edited) = seconds(lambda: refinedweb(texts, RefinedWeb()), 5)
+    ours, (reasons, _, edited) = seconds(lambda: judged(texts, RefinedWeb()), 5)
     line("refinedweb", ours, f"{sum(map(bool, reasons)):,} dropped")
     peer, slowly = seconds(lambda: [slow(text, RefinedWeb())[1] for text in plain], 1)
     same = sum(a == b for a, b in zip(edited.to_pylist(), slowly, strict=True)) / len(plain)
     line("the same rules in Python", peer, f"{peer / ours:,.0f} times slower; same text in {same:.2%}")
-    ours, (_, _, redacted) = seconds(lambda: pii(texts, Pii()), 5)
+    ours, (_, _, redacted) = seconds(lambda: judged(texts, Pii()), 5)
     changed = [a != b for a, b in zip(plain, redacted.to_pylist(), strict=True)]
     line("pii", ours, f"{sum(changed):,} documents edited")
     if given.datatrove_python:

@@ -63,9 +63,9 @@ def measure(megabytes: float) -> dict[str, Any]:
     """Use every kernel for the first time in this process, then measure documents again and again."""
     began, processor = time.monotonic(), time.process_time()
     counted = count_compilations()
-    from tidewheel.data import text
+    from tidewheel.data import warm_up
 
-    text.warm_up()
+    warm_up.warm_up()
     first = {"first_use": round(time.monotonic() - began, 2), "processor": round(time.process_time() - processor, 2),
              "compiled": len(counted), "level": kernel_objects.level(),
              "kernels": [{"kernel": name, "processor s": round(seconds, 2)} for name, seconds in sorted(
@@ -101,7 +101,7 @@ def speed(megabytes: float) -> float:
     import inspect
     import pydoc_data.topics
 
-    from tidewheel.data.filters import c4, fineweb
+    from tests.filtering import everything
     from tidewheel.data.text import textpass
 
     texts = [*pydoc_data.topics.topics.values(), inspect.getsource(argparse), inspect.getsource(subprocess)]
@@ -110,8 +110,7 @@ def speed(megabytes: float) -> float:
     best = 0.0
     for _ in range(5):
         began = time.process_time()
-        textpass.measure(texts, quality=True, repetition=True, fineweb=fineweb.FineWeb(), c4=c4.C4(),
-                         minhash=(5, 112, 1), hashes=True)
+        textpass.measure(texts, everything(), minhash=(5, 112, 1), hashes=True)
         best = max(best, sum(len(each.encode()) for each in texts) / 1e6 / (time.process_time() - began))
     return best
 

@@ -20,14 +20,15 @@ from typing import Any
 import pyarrow as pa
 
 from tests.benchmarks.edits import seconds
+from tests.filtering import judged
 from tests.unit.data.dedup.test_lines import by_search, order
 from tidewheel.data.dedup import lines as dedup_lines
-from tidewheel.data.filters import fasttext_model
-from tidewheel.data.filters.classifier import Classifier, classifier
-from tidewheel.data.filters.classifier_training import TrainClassifier, train
-from tidewheel.data.filters.language import BUNDLED, Language, language
-from tidewheel.data.filters.urls import UrlFilter, url_filter
-from tidewheel.data.filters.words import WordFilter, word_filter
+from tidewheel.data.fasttext import model as fasttext_model
+from tidewheel.data.fasttext.training import TrainClassifier, train
+from tidewheel.data.filters.classifier import Classifier
+from tidewheel.data.filters.language import BUNDLED, Language
+from tidewheel.data.filters.urls import UrlFilter
+from tidewheel.data.filters.words import WordFilter
 
 LISTED = (*(f"listed{number}" for number in range(400)), "xylophone", "sadly", "great deal", "as a matter of fact")
 DOMAINS = tuple(f"site{number}.example{number % 7}.com" for number in range(300_000))
@@ -84,25 +85,25 @@ def main() -> None:
         print(f"| {name} | {count / taken:,.0f} | {volume / taken / 1e6:.1f} | {note(result)} |", flush=True)
         return taken / volume, result
 
-    line("urls, 300,000 domains", lambda: url_filter(table, UrlFilter(domains=DOMAINS, words=("casino",))))
-    ours, (reasons, _) = line("words, 404 entries", lambda: word_filter(table["text"], WordFilter(words=LISTED)))
+    line("urls, 300,000 domains", lambda: judged(table, UrlFilter(domains=DOMAINS, words=("casino",))))
+    ours, (reasons, _) = line("words, 404 entries", lambda: judged(table["text"], WordFilter(words=LISTED)))
     theirs, found = line("the same as a regular expression", lambda: by_regex(texts), 1)
     same = sum(bool(one) == other for one, other in zip(reasons, found, strict=True)) / len(texts)
     print(f"| | | | {theirs / ours:.0f} times slower, same verdict in {same:.1%} |")
     everything = Language(allow=())
-    ours, (_, _, metas) = line("language", lambda: language(table, everything))
+    ours, (_, _, metas, _) = line("language", lambda: judged(table, everything))
     theirs, found = line("fastText by hand", lambda: by_fasttext(texts), 1)
     same = sum(json.loads(meta)["language"] == name for meta, name in zip(metas.to_pylist(), found, strict=True))
     print(f"| | | | {ours / theirs:.2f} of its time, same language in {same / len(texts):.1%} |")
-    whole = language(table, Language(max_characters=0))[0]
-    agreed = sum(bool(one) == bool(other) for one, other in zip(language(table, Language())[0], whole, strict=True))
+    whole = judged(table, Language(max_characters=0))[0]
+    agreed = sum(bool(one) == bool(other) for one, other in zip(judged(table, Language())[0], whole, strict=True))
     print(f"| | | | first 10,000 characters against all: same verdict in {agreed / len(texts):.1%} |")
     good, poor = ([text for text, kind in zip(texts, kinds, strict=True) if kind in kept] for kept in (GOOD, POOR))
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         trained = train(good, poor, TrainClassifier())
         Path(file.name).write_bytes(trained.model)
         settings = Classifier(file=file.name)
-        line("classifier", lambda: classifier(table, settings), note=lambda _: f"AUC {trained.quality.auc:.3f} on "
+        line("classifier", lambda: judged(table, settings), note=lambda _: f"AUC {trained.quality.auc:.3f} on "
              f"{trained.quality.positives + trained.quality.negatives} documents held out")
     some = table.slice(0, PIECES)
     part = sum(len(text.encode()) for text in some["text"].to_pylist())

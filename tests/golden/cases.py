@@ -144,9 +144,10 @@ def filter_case(name: str) -> Outcome:
     table = pa.table({"id": [doc["id"] for doc in docs], "text": pa.array([doc["text"] for doc in docs],
                       pa.large_string()), "source": [doc["source"] for doc in docs],
                       "meta": [json.dumps({"url": doc["url"]}) for doc in docs]})
-    judged = filters.judge(step.rules(), table)
+    judged = filters.judge(step.filters, table)
     statistics = {key: [round(value, 9) for value in values.tolist()] for key, values in judged.statistics.items()}
-    return _outcome(*filters.versions([name]), step, [judged.reasons.tolist(), judged.texts.to_pylist(), statistics])
+    (version,) = filters.versions(step.filters)
+    return _outcome(version, step, [judged.reasons.tolist(), judged.texts.to_pylist(), statistics])
 
 
 def reader_case(kind: str) -> Outcome:

@@ -14,7 +14,7 @@ import tidewheel.data
 from tests.golden import cases
 from tests.golden.cases import Outcome
 from tidewheel.data import readers
-from tidewheel.data.stages import filters
+from tidewheel.data.filter import FILTERS
 from tidewheel.versions import Version
 
 RECORDED = Path(cases.__file__).with_name("outputs.json")
@@ -71,7 +71,8 @@ def test_every_filter_and_reader_gives_what_its_version_promises(name: str, reco
 
 def test_no_part_is_without_a_promise(recorded: dict[str, Any]):
     held = {part for case in recorded.values() for part in case["versions"]}
-    parts = {f"read_{kind}" for kind in readers.FORMATS} | {version.part for version in filters.versions(filters.NAMES)}
+    parts = {f"read_{kind}" for kind in readers.FORMATS}
+    parts |= {FILTERS.find(name).VERSION.part for name in FILTERS.built_in()}
     for module in pkgutil.walk_packages(tidewheel.data.__path__, "tidewheel.data."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Version):

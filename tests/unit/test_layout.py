@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tidewheel
+from tidewheel.data.filter import FILTERS
 
 PACKAGE = Path(tidewheel.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ LEVELS = [
     ("elastic",),
     ("report",),
     ("plan", "kubernetes"),
-    ("workflow", "demo"),
+    ("workflow", "demo", "filters"),
     ("commands",),
     ("cli",),
 ]
@@ -106,3 +107,60 @@ def test_nothing_is_unpickled(path):
     assert not {name for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve")}
     text = path.read_text()
     assert not re.search(r"(?<!safetensors\.)torch\.load\(", text) or "weights_only=True" in text
+
+
+FILTER_ROOM, FACADE = "data/filters/", "filters.py"
+ENGLISH = {"urls", "language", "words", "classifier"}
+"""Filters whose names are words that stand for other things too; their classes are not."""
+
+
+def identifiers_and_strings(path: Path) -> set[str]:
+    """Names, attributes, arguments and the words in strings of a file, docstrings aside."""
+    tree = ast.parse(path.read_text())
+    plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found.update((node.asname or node.name).split("."))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in plain:
+            found.update(re.findall(r"\w+", node.value))
+    return found
+
+
+def part_imports(path: Path) -> set[str]:
+    """Built-in filters that a file imports, also for types."""
+    tree = ast.parse(path.read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    modules |= {f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                for alias in node.names}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return {name for name in FILTERS.built_in() if f"tidewheel.data.filters.{name}" in modules}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_second_list_of_filters(path):
+    """What else must know of a filter asks the filter: only its own module, and the facade for editors, names it."""
+    inside = str(path.relative_to(PACKAGE))
+    if inside.startswith(FILTER_ROOM) or inside == FACADE:
+        return
+    classes = {FILTERS.find(name).__name__ for name in FILTERS.built_in()}
+    named = identifiers_and_strings(path) & {*set(FILTERS.built_in()) - ENGLISH, *classes}
+    assert not named | part_imports(path), f"{inside} names built-in filters"
+
+
+def test_the_facade_for_editors_has_every_filter():
+    tree = ast.parse((PACKAGE / FACADE).read_text())
+    listed = {alias.asname: (node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+              for alias in node.names if alias.asname}
+    assert listed == {name: (part.__module__, part.__name__) for name in FILTERS.built_in()
+                      if (part := FILTERS.find(name))}
+    assert sorted(tidewheel.filters.__all__) == sorted(listed)
+    assert all(getattr(tidewheel.filters, name) is FILTERS.find(name) for name in listed)

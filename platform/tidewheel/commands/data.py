@@ -147,8 +147,9 @@ def data_train_classifier(
     from dataclasses import asdict
 
     from tidewheel.config import build
-    from tidewheel.data.filters.classifier_training import LABEL, TrainClassifier, read_texts
-    from tidewheel.data.filters.classifier_training import train as train_classifier
+    from tidewheel.data.fasttext import WANTED
+    from tidewheel.data.fasttext.training import TrainClassifier, read_texts
+    from tidewheel.data.fasttext.training import train as train_classifier
     from tidewheel.storage import absolute, split
 
     settings = build(TrainClassifier, {"keep": keep}, set_ or (), where="train-classifier")
@@ -157,7 +158,7 @@ def data_train_classifier(
     trained = train_classifier(sets[0][0], sets[1][0], settings)
     place.write(name, trained.model)
     found = {"documents": [len(texts) for texts, _ in sets], "unusable": [bad for _, bad in sets],
-             "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality), "label": LABEL,
+             "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality), "label": WANTED,
              "output": output}
     if as_json:
         print(json.dumps(found, indent=2))

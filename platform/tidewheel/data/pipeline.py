@@ -44,6 +44,7 @@ from tidewheel.data.stages.ray_data import placed
 from tidewheel.data.stages.summary import Ledger
 from tidewheel.errors import InputError, OwnershipError, StorageError
 from tidewheel.lease import Held, holding
+from tidewheel.parts import name_of
 from tidewheel.shards.manifest import GROWING
 from tidewheel.shards.manifest import KEY as MANIFEST
 from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
@@ -365,7 +366,7 @@ def _note(step: Any) -> str:
 
 
 def _filters(step: FilterStep) -> str:
-    return ", ".join(name for name, _ in step.rules()) + (" (annotate only)" if step.annotate else "")
+    return ", ".join(name_of(type(filter)) for filter in step.filters) + (" (annotate only)" if step.annotate else "")
 
 
 def _middle(config: PipelineConfig) -> list[tuple[str, Any]]:

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from tidewheel.config import Config
 from tidewheel.data import quarantine
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
+from tidewheel.data.filter import Filter
 from tidewheel.data.stages import filters, ingest
 from tidewheel.data.stages.job import Job, resolve
 from tidewheel.errors import ConfigError, InputError
+from tidewheel.parts import name_of
 
 TEXT_CHARACTERS = 1500
 _MARK = 123_456.5  # no threshold anybody sets
@@ -89,10 +90,10 @@ def look(config: PipelineConfig, *, input: str, limit: int) -> Preview:
     fixed: list[list[str]] = [[] for _ in texts]
     thresholds: list[Threshold] = []
     for number, step in steps:
-        for kind, rule in step.rules():
-            settings = filters.settings_of(kind, job.bound(rule))
-            judged = filters.judge([(kind, settings)], table)
-            own = _thresholds(f"steps.{number}.filter.{kind}", kind, settings)
+        for rule in step.filters:
+            kind, filter = name_of(type(rule)), filters.received(*job.bound(rule))
+            judged = filters.judge([filter], table)
+            own = _thresholds(f"steps.{number}.filter.{kind}", kind, filter)
             thresholds += own
             failing = np.zeros(len(table), bool)
             for name, values in judged.statistics.items():
@@ -125,11 +126,11 @@ def _documents(job: Job) -> tuple[pa.Table, dict[str, int]]:
     return pa.table(columns, schema=DOCUMENT_SCHEMA), dict(sorted(bad.items()))
 
 
-def _thresholds(prefix: str, kind: str, settings: Config) -> list[Threshold]:
+def _thresholds(prefix: str, kind: str, settings: Filter) -> list[Threshold]:
     found = []
     number = prefix.split(".")[1]
     names = _settings_of_limits(settings)
-    for statistic, limits in settings.limits().items():  # type: ignore[attr-defined]
+    for statistic, limits in settings.limits().items():
         for side, limit in zip(("least", "most"), limits, strict=True):
             if limit is not None:
                 name = names.get((statistic, side), "")
@@ -138,13 +139,13 @@ def _thresholds(prefix: str, kind: str, settings: Config) -> list[Threshold]:
     return found
 
 
-def _settings_of_limits(settings: Config) -> dict[tuple[str, str], str]:
+def _settings_of_limits(settings: Filter) -> dict[tuple[str, str], str]:
     """Names of the settings behind (statistic, side): those that a limit follows when they are changed."""
     found = {}
     for name in type(settings).model_fields:
         if isinstance(getattr(settings, name), int | float) and not isinstance(getattr(settings, name), bool):
             marked = settings.model_copy(update={name: _MARK})
-            for statistic, limits in marked.limits().items():  # type: ignore[attr-defined]
+            for statistic, limits in marked.limits().items():
                 for side, limit in zip(("least", "most"), limits, strict=True):
                     if limit == _MARK:
                         found[statistic, side] = name

@@ -5,96 +5,80 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+import pydantic
+from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
-from tidewheel.config import Config, build
-from tidewheel.data.filters import own
-from tidewheel.data.filters.c4 import C4
-from tidewheel.data.filters.classifier import Classifier
-from tidewheel.data.filters.fineweb import FineWeb
-from tidewheel.data.filters.language import Language
-from tidewheel.data.filters.pii import Pii
-from tidewheel.data.filters.quality import GopherQuality
-from tidewheel.data.filters.refinedweb import RefinedWeb
-from tidewheel.data.filters.repetition import GopherRepetition
-from tidewheel.data.filters.urls import UrlFilter
-from tidewheel.data.filters.words import WordFilter
+from tidewheel.config import Config, below, problems_of, unknown_key
+from tidewheel.data.filter import FILTERS, Filter
+from tidewheel.errors import ConfigError
+from tidewheel.parts import KIND, is_own, name_of
 
-EDITING_FILTERS = ("c4", "refinedweb", "pii")
-"""Filters that may keep a document with another text."""
+_PYTHON, _ANNOTATE = "python", "annotate"
 
 
 class FilterStep(Config):
-    """Rules that look at one document alone. Several in one step apply in the order of the fields here (FineWeb's)."""
+    """Filters, which look at one document alone: settings by name, in the order in which they apply (`Filter.ORDER`).
 
-    urls: UrlFilter | None = None
-    """Lists of domains, pages and words in URLs."""
-    language: Language | None = None
-    """Language identification with a fastText model."""
-    gopher_repetition: GopherRepetition | None = None
-    """The repetition rules of Gopher: duplicate lines and paragraphs, frequent and repeated n-grams."""
-    gopher_quality: GopherQuality | None = None
-    """The quality rules of Gopher (Rae et al. 2021, table A1)."""
-    c4: C4 | None = None
-    """C4's line rules: lines that end no sentence, of too few words, about cookies and JavaScript are removed."""
-    fineweb: FineWeb | None = None
-    """FineWeb's own rules: ends of lines, short and repeated lines, lists."""
-    refinedweb: RefinedWeb | None = None
-    """RefinedWeb's line rules, as DCLM has them: lines in upper case, of digits, counters and menus are removed."""
-    words: WordFilter | None = None
-    """Lists of words in the text."""
-    classifier: Classifier | None = None
-    """A quality classifier in fastText's format."""
-    pii: Pii | None = None
-    """E-mail and public IPv4 addresses are replaced by placeholders."""
-    own: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Filters of your own, by `module:name`, with their settings; they apply last, in order of their names. In a step
-    each may stand beside the others, `my_filters:Shouting: {max_upper: 0.3}`; `python: my_filters:short` names a plain
-    function."""
+    A name is that of a built-in filter or of an installed package's, or `module:Class` of your own. `python:
+    module:function` names a plain function.
+    """
+
+    filters: tuple[pydantic.InstanceOf[Filter], ...]
+    """The filters. In a recipe each stands in the step itself, `gopher_quality: {min_words: 60}`."""
     annotate: bool = False
     """Drop and edit nothing: write each document's statistics, and the reason for which it would have been dropped,
     to `annotations/<stage>/*.parquet`, so that thresholds can be chosen."""
 
     @model_validator(mode="before")
     @classmethod
-    def _own_names(cls, values: Any) -> Any:
+    def _by_name(cls, values: Any) -> Any:
         values = _bare(values)
         if not isinstance(values, dict):
             return values
-        named = {name: {} if given is None else given for name, given in values.items() if own.is_own(str(name))}
-        if "python" in values:
-            if not isinstance(values["python"], str):
+        named = {str(name): {} if given is None else given for name, given in values.items()
+                 if name not in (_PYTHON, _ANNOTATE)}
+        if _PYTHON in values:
+            if not isinstance(values[_PYTHON], str):
                 raise ValueError("python: name one function, as in `python: my_filters:short`; give others as "
                                  "`my_filters:other: {}` beside it")
-            named[values["python"]] = {}
+            named[values[_PYTHON]] = {}
         if not named:
-            return values
-        others = {name: given for name, given in values.items() if name != "python" and name not in named}
-        return {**others, "own": {**others.get("own", {}), **named}}
+            raise ValueError(f"name at least one filter: {', '.join(FILTERS.names())}")
+        found = [_filter(name, given) for name, given in named.items()]
+        found.sort(key=lambda filter: (filter.ORDER, name_of(type(filter))))
+        return {"filters": tuple(found), **{name: values[name] for name in values if name == _ANNOTATE}}
 
-    @model_validator(mode="after")
-    def _some(self) -> FilterStep:
-        if not self.rules():
-            raise ValueError(f"name at least one filter: {', '.join(self.names())}")
-        return self
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """The filters of the package, in the order they apply."""
-        return tuple(name for name in cls.model_fields if name not in ("annotate", "own"))
-
-    def rules(self) -> tuple[tuple[str, Config], ...]:
-        """(name, settings) of the filters asked for, in the order they apply."""
-        found = ((name, getattr(self, name)) for name in self.names())
-        given = [(name, settings) for name, settings in found if settings is not None]
-        return (*given, *((name, build(own.find(name), self.own[name], where=name)) for name in sorted(self.own)))
+    @model_serializer
+    def _as_written(self) -> dict[str, Any]:
+        return {**{name_of(type(filter)): filter.canonical() for filter in self.filters}, _ANNOTATE: self.annotate}
 
     def decisive(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, with the source of filters of the user's own."""
-        values = super().decisive()
-        if self.own:
-            values["own"] = {name: own.identity(rule) for name, rule in self.rules() if isinstance(rule, own.Filter)}
+        values: dict[str, Any] = {_ANNOTATE: True} if self.annotate else {}
+        for filter in self.filters:
+            settings = filter.decisive()
+            values[settings.pop(KIND)] = settings
         return values
+
+
+def _filter(name: str, settings: Any) -> Filter:
+    """Return one filter of a step.
+
+    Raises:
+        pydantic.ValidationError: there is none of this name, or a setting is wrong; with the place.
+    """
+    if not is_own(name) and name not in FILTERS.names():
+        raise unknown_key(name, (*FILTERS.names(), _ANNOTATE, _PYTHON), settings)
+    if not isinstance(settings, dict):
+        raise below(name, [{"type": "dict_type", "loc": (), "input": settings}])
+    try:
+        return FILTERS.build(name, settings)
+    except ConfigError as error:  # its module is not there, or is no filter
+        problem = PydanticCustomError("no_filter", "{told}", {"told": f"{error.what}; {error.mend}"})
+        raise below(name, [{"type": problem, "loc": (), "input": {}}]) from None
+    except pydantic.ValidationError as error:
+        raise below(name, problems_of(FILTERS.find(name), error)) from None
 
 
 class DedupUrlStep(Config):
@@ -360,6 +344,5 @@ def editing_parts(step: Step) -> list[str]:
     if step.filter is not None:
         if step.filter.annotate:
             return []
-        return [name for name, rule in step.filter.rules()
-                if name in EDITING_FILTERS or (isinstance(rule, own.Filter) and rule.edits)]
+        return [name_of(type(filter)) for filter in step.filter.filters if filter.EDITS]
     return [step.kind] if step.kind == "dedup_lines" or getattr(step.settings, "action", None) == "cut" else []

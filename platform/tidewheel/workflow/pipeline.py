@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
-from tidewheel.workflow.filters import Filter, named
 from tidewheel.workflow.steps import REFERENCE, Tokenizer
 
 if TYPE_CHECKING:
     from tidewheel.data.config import PipelineConfig
-    from tidewheel.data.filters import own
+    from tidewheel.data.filter import Filter
     from tidewheel.data.pipeline import PipelineSummary
 
 
@@ -40,7 +39,7 @@ class Pipeline:
         """Read documents from files that match `paths` (with *, **, ?); `fields` name their keys (text=, id=, ...)."""
         return replace(self, source=(("paths", list(paths)), *fields.items()))
 
-    def filter(self, *filters: Filter | own.Filter | Callable[[Mapping[str, Any]], bool | str],
+    def filter(self, *filters: Filter | Callable[[Mapping[str, Any]], bool | str],
                annotate: bool = False) -> Pipeline:
         """Drop or edit documents by rules on each alone, in the recipe's order of filters.
 
@@ -50,9 +49,16 @@ class Pipeline:
             annotate: drop and edit nothing; statistics and would-be reasons go to `annotations/`.
 
         Raises:
-            ConfigError: a filter of your own is not at the top of a module, where workers can find it.
+            ConfigError: a filter of your own is not at the top of a module, where workers can find it; or one is given
+                twice.
         """
-        values: dict[str, Any] = dict(map(named, filters))
+        values: dict[str, Any] = {}
+        for given in filters:
+            name, settings = _named(given)
+            if name in values:
+                raise ConfigError(f"{name} is given twice in one step", where="Pipeline.filter",
+                                  mend="give it once, or in two steps")
+            values[name] = settings
         return self._with("filter", {**values, "annotate": True} if annotate else values)
 
     def dedup_url(self, **settings: Any) -> Pipeline:
@@ -130,3 +136,17 @@ class Pipeline:
         with stage_bars(pipeline.stages(config)) as on_progress, stopping(), session(address):
             return pipeline.run(config, input=input, output=output, on_progress=on_progress,
                                 may_replace=may_replace)
+
+
+def _named(given: Any) -> tuple[str, dict[str, Any]]:
+    """Return a filter's name and settings."""
+    from tidewheel.data.filter import Filter
+    from tidewheel.parts import importable, name_of
+
+    where = "Pipeline.filter"
+    if isinstance(given, Filter):
+        return importable(name_of(type(given)), where), given.settings()
+    if callable(given) and hasattr(given, "__qualname__") and not isinstance(given, type):
+        return importable(f"{given.__module__}:{given.__qualname__}", where), {}
+    raise ConfigError(f"{given!r} is no filter", where=where,
+                      mend="give one of tw.filters, a tw.Filter with its settings, or a function of one document")

@@ -110,7 +110,7 @@ def test_annotations_hold_what_thresholds_are_chosen_from(finished):
     assert len(tables["filter_3"]) == summary.stage("filter_3")["documents_in"]
     assert summary.stage("filter")["would_drop"] == {
         reason: count for reason, count in Counter(tables["filter"]["would_drop"].to_pylist()).items() if reason}
-    limits = {name: limit for _, rule in FilterStep.model_validate(STEPS[1]["filter"]).rules()
+    limits = {name: limit for rule in FilterStep.model_validate(STEPS[1]["filter"]).filters
               for name, limit in rule.limits().items()}
     assert set(limits) == set(tables["filter"].column_names) - {"id", "source", "would_drop"}
     fails = np.zeros(len(tables["filter"]), bool)

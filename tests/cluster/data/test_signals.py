@@ -138,7 +138,7 @@ def test_another_list_is_another_result(finished, tmp_path):
 
 def test_the_classifier_decides_which_copy_stays(finished, tmp_path):
     pytest.importorskip("floret")
-    from tidewheel.data.filters.classifier_training import TrainClassifier, train
+    from tidewheel.data.fasttext.training import TrainClassifier, train
 
     generator = random.Random(2)
     good = [sentence(generator) for _ in range(60)]

@@ -61,7 +61,7 @@ def test_the_demo_recipe_loads_with_its_defaults():
     assert [step.kind for step in config.steps] == ["filter", "dedup_exact", "dedup_near", "decontaminate", "tokenize",
                                                     "pack"]
     assert config.step("dedup_near").num_permutations == 112
-    assert config.step("filter").rules()[0][0] == "gopher_quality"
+    assert list(config.canonical()["steps"][0]["filter"]) == ["gopher_quality", "annotate"]
     assert config.step("tokenize").train.vocabulary_size == 2048
 
 
@@ -93,7 +93,7 @@ def test_the_sdk_builds_the_same_recipe():
 
 
 def _gopher():
-    from tidewheel.workflow import filters
+    from tidewheel import filters
 
     return filters.gopher_quality()
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 import tidewheel as tw
-from tidewheel.data.filters.quality import GopherQuality
-from tidewheel.data.stages import filters
+from tidewheel.data.filter import FILTERS
+from tidewheel.data.filters.gopher_quality import GopherQuality
 from tidewheel.errors import ConfigError, InputError
-from tidewheel.versions import Version
+from tidewheel.parts import Kind
 from tidewheel.workflow import graph
 from tidewheel.workflow.kinds import KINDS, PipelineKind, Task
 from tidewheel.workflow.launch import RayLauncher
@@ -85,14 +85,15 @@ def test_a_change_reaches_what_depends_on_it(raw, changes, reached):
 ])
 def test_a_raised_version_reaches_what_uses_the_part(raw, monkeypatch, kind, reached):
     before = keys(flow(), raw)
-    rule = filters._FILTERS[kind]
-    monkeypatch.setitem(filters._FILTERS, kind, replace(rule, version=replace(rule.version, number=2)))
+    part = FILTERS.find(kind)
+    monkeypatch.setattr(part, "VERSION", replace(part.VERSION, number=2))
     assert changed(before, keys(flow(), raw)) == reached
 
 
 def test_a_filter_that_is_added_or_a_default_that_is_spelled_out_changes_no_key(raw, monkeypatch):
     before = keys(flow(words=50), raw)
-    monkeypatch.setitem(filters._FILTERS, "new", replace(filters._FILTERS["c4"], version=Version("filter_new")))
+    names = FILTERS.built_in()
+    monkeypatch.setattr(Kind, "built_in", lambda kind: (*names, "new"))
     assert GopherQuality().min_words == 50
     plain = flow(words=50).nodes(str(raw / "out"), input=str(raw))
     assert {node.name: node.key for node in plain} == before

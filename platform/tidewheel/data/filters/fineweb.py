@@ -2,28 +2,28 @@
 
 The document is taken without dropped characters (`unicode_table`) and with "\\r\\n" as "\\n"; characters are
 code points of that text. Lines are cut at each newline; those of white space alone do not count. Words are the tokens
-of `quality`, symbols included.
+of `gopher_quality`, symbols included.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import numpy as np
 
-from tidewheel.config import Config
-from tidewheel.data.filters.rules import LEAST, MOST, Rule, first_failing
+from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+from tidewheel.data.text.measures import LINE_COUNTS, LineShape, Measures
+from tidewheel.data.text.measures import VERSION as MEASURES
 from tidewheel.data.text.token_table import SENTENCE_ENDS
-
-if TYPE_CHECKING:
-    from tidewheel.data.text import Texts
-    from tidewheel.data.text.textpass import Measured
-
-COUNTS = ("lines", "terminal_lines", "short_lines", "duplicate_line_characters", "characters", "newlines")
+from tidewheel.data.thresholds import LEAST, MOST, Rule, first_failing
+from tidewheel.versions import Version
 
 
-class FineWeb(Config):
-    """Thresholds; a value equal to one is kept."""
+class FineWeb(Filter):
+    """FineWeb's own rules: ends of lines, short and repeated lines, lists. A value equal to a threshold is kept."""
+
+    VERSION: ClassVar[Version | None] = Version("filter_fineweb", uses=(MEASURES,))
+    ORDER: ClassVar[int] = 60
 
     terminal_punctuation: str = SENTENCE_ENDS
     """Characters that end a sentence when they are the last of a line: those of all scripts, as datatrove has it since
@@ -39,14 +39,39 @@ class FineWeb(Config):
     max_newlines_per_word: float = 0.3
     """Most newlines per word; more are taken for a list."""
 
-    def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """(smallest, largest) kept value of each statistic of `fineweb`, for histograms."""
+    def limits(self) -> Limits:
+        """Return the thresholds by statistic."""
         return {
             "fineweb_terminal_lines": (self.min_terminal_lines, None),
             "fineweb_short_lines": (None, self.max_short_lines),
             "fineweb_duplicate_line_characters": (None, self.max_duplicate_line_characters),
             "fineweb_newlines_per_word": (None, self.max_newlines_per_word),
         }
+
+    def measures(self) -> Measures:
+        """Ask for counts of lines."""
+        return Measures(line_counts=LineShape(self.terminal_punctuation, self.short_line))
+
+    def apply(self, batch: Batch) -> Verdicts:
+        """Judge documents.
+
+        Returns:
+            One of `REASONS` for each document that goes; statistics: the keys of `limits`. All are 0 for a document
+            without lines, which therefore has too few terminal ones.
+        """
+        measured = batch.measure(self.measures())
+        counts, words = measured.line_counts, measured.tokens
+        assert counts is not None
+        column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(LINE_COUNTS)}
+        lines = np.maximum(column["lines"], 1)
+        characters = np.maximum(column["characters"], 1)
+        statistics = {
+            "fineweb_terminal_lines": column["terminal_lines"] / lines,
+            "fineweb_short_lines": column["short_lines"] / lines,
+            "fineweb_duplicate_line_characters": column["duplicate_line_characters"] / characters,
+            "fineweb_newlines_per_word": np.where(words > 0, column["newlines"] / np.maximum(words, 1), 0),
+        }
+        return Verdicts(first_failing(statistics, self.limits(), _RULES), statistics)
 
 
 # in the order in which rules are tried
@@ -57,39 +82,3 @@ _RULES: tuple[Rule, ...] = (
     ("fineweb_newlines_per_word", MOST, "fineweb_too_many_newlines"),
 )
 REASONS = tuple(reason for _, _, reason in _RULES)
-
-
-def fineweb(texts: Texts, config: FineWeb, measured: Measured | None = None
-            ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Judge documents.
-
-    Args:
-        measured: `textpass.measure` of the texts with this configuration, when there is one.
-
-    Returns:
-        The reason per document ("" = keep, else one of `REASONS`), and float64 [n] per statistic: the keys of
-        `FineWeb.limits`. All are 0 for a document without lines, which therefore has too few terminal ones.
-    """
-    from tidewheel.data.text import textpass
-
-    measured = measured or textpass.measure(texts, fineweb=config)
-    counts, words = measured.fineweb, measured.tokens
-    assert counts is not None
-    column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(COUNTS)}
-    lines = np.maximum(column["lines"], 1)
-    statistics = {
-        "fineweb_terminal_lines": column["terminal_lines"] / lines,
-        "fineweb_short_lines": column["short_lines"] / lines,
-        "fineweb_duplicate_line_characters": column["duplicate_line_characters"] / np.maximum(column["characters"], 1),
-        "fineweb_newlines_per_word": np.where(words > 0, column["newlines"] / np.maximum(words, 1), 0),
-    }
-    return first_failing(statistics, config.limits(), _RULES), statistics
-
-
-def count_lines(texts: Texts, config: FineWeb) -> np.ndarray:
-    """[n, 6] int64, columns `COUNTS`: the raw counts behind the statistics. Characters are without newlines."""
-    from tidewheel.data.text import textpass
-
-    counts = textpass.measure(texts, fineweb=config).fineweb
-    assert counts is not None
-    return counts

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import re
 from ipaddress import IPv4Address, IPv4Network
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from tidewheel.config import Config
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from tidewheel.data.text import Texts
+from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+from tidewheel.versions import Version
 
 _ATOM = r"\w!#$%&'*+/=?^`{|}~-"
 _LOCAL = re.compile(rf"[{_ATOM}]+(?:\.[{_ATOM}]+)*")  # applied to the reversed text before the "@"
@@ -49,8 +45,13 @@ _NOT_PUBLIC = tuple(IPv4Network(block) for block in (
     "224.0.0.0/4", "240.0.0.0/4"))
 
 
-class Pii(Config):
-    """What is replaced, and by what."""
+class Pii(Filter):
+    """Replace e-mail and public IPv4 addresses by placeholders, chosen by the hash of what they replace."""
+
+    VERSION: ClassVar[Version | None] = Version("filter_pii")
+    ORDER: ClassVar[int] = 100
+    EDITS: ClassVar[str] = "pii_replaced"
+    DETAILS: ClassVar[tuple[str, ...]] = ("pii_emails", "pii_addresses")
 
     emails: bool = True
     """Replace e-mail addresses."""
@@ -64,42 +65,35 @@ class Pii(Config):
         min_length=1)
     """What stands in place of an IPv4 address."""
 
-    def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """No document is dropped: the statistics of `pii` have no limits."""
+    def limits(self) -> Limits:
+        """Return statistics without limits: no document is dropped."""
         return {"pii_emails": (None, None), "pii_addresses": (None, None)}
 
+    def apply(self, batch: Batch) -> Verdicts:
+        """Replace addresses; statistics: how many of each kind."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
 
-def pii(texts: Texts, config: Pii) -> tuple[list[str], dict[str, np.ndarray], pa.LargeStringArray]:
-    """Replace addresses.
-
-    Returns:
-        "" for every document, float64 [n] replacements made (pii_emails, pii_addresses), and the texts.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    column = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.large_string())
-    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    column = column.cast(pa.large_string())
-    emails, addresses = np.zeros(len(column)), np.zeros(len(column))
-    at, dotted = np.zeros(len(column), bool), np.zeros(len(column), bool)  # texts worth a closer look; few
-    if config.emails:
-        at[:] = pc.match_substring(column, "@").to_numpy(zero_copy_only=False)
-    if config.addresses:
-        dotted[:] = pc.match_substring_regex(column, _MAYBE_ADDRESS).to_numpy(zero_copy_only=False)
-    replaced = []
-    for row in np.flatnonzero(at | dotted).tolist():
-        text = column[row].as_py()
-        if at[row]:
-            text, emails[row] = replace_emails(text, config.email_placeholders)
-        if dotted[row]:
-            text, addresses[row] = replace_addresses(text, config.address_placeholders)
-        if emails[row] or addresses[row]:
-            replaced.append(text)
-    if replaced:
-        changed = pa.array(emails + addresses > 0)
-        column = pc.replace_with_mask(column, changed, pa.array(replaced, pa.large_string()))
-    return [""] * len(column), {"pii_emails": emails, "pii_addresses": addresses}, column
+        column = batch.texts
+        emails, addresses = np.zeros(len(column)), np.zeros(len(column))
+        at, dotted = np.zeros(len(column), bool), np.zeros(len(column), bool)  # texts worth a closer look; few
+        if self.emails:
+            at[:] = pc.match_substring(column, "@").to_numpy(zero_copy_only=False)
+        if self.addresses:
+            dotted[:] = pc.match_substring_regex(column, _MAYBE_ADDRESS).to_numpy(zero_copy_only=False)
+        replaced = []
+        for row in np.flatnonzero(at | dotted).tolist():
+            text = column[row].as_py()
+            if at[row]:
+                text, emails[row] = replace_emails(text, self.email_placeholders)
+            if dotted[row]:
+                text, addresses[row] = replace_addresses(text, self.address_placeholders)
+            if emails[row] or addresses[row]:
+                replaced.append(text)
+        if replaced:
+            changed = pa.array(emails + addresses > 0)
+            column = pc.replace_with_mask(column, changed, pa.array(replaced, pa.large_string()))
+        return Verdicts([""] * len(column), {"pii_emails": emails, "pii_addresses": addresses}, column)
 
 
 def replace_emails(text: str, placeholders: tuple[str, ...]) -> tuple[str, int]:

@@ -11,12 +11,14 @@ Words are separated by white space; characters are code points; classes as in `u
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import Field, field_validator
 
-from tidewheel.config import Config
+from tidewheel.data import text
+from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,8 +33,15 @@ COUNTS = ("words", "words_left", "removed_lines", "cut_phrases")
 ANYWHERE, AT_END, AT_START = 0, 1, 2
 
 
-class RefinedWeb(Config):
-    """Thresholds; a value equal to one is kept."""
+class RefinedWeb(Filter):
+    """RefinedWeb's line rules, as DCLM has them: lines mostly in upper case, of digits, of one word, counters and menu
+    phrases are removed, and documents that lose too much go. A value equal to a threshold is kept."""
+
+    VERSION: ClassVar[Version | None] = Version("filter_refinedweb", uses=(text.VERSION,))
+    ORDER: ClassVar[int] = 70
+    EDITS: ClassVar[str] = "refinedweb_lines"
+    DETAILS: ClassVar[tuple[str, ...]] = ("refinedweb_removed_lines", "refinedweb_cut_phrases")
+    KERNELS: ClassVar[tuple[str, ...]] = ("tidewheel.data.filters.kernels.refinedweb",)
 
     max_uppercase: float = Field(default=0.5, ge=0, le=1)
     """Largest share of upper-case characters in a line."""
@@ -61,34 +70,32 @@ class RefinedWeb(Config):
                 raise ValueError(f"{phrase!r} is no phrase: write some ASCII characters of one line")
         return phrases
 
-    def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """(smallest, largest) kept value of each statistic of `refinedweb`, for histograms."""
+    def limits(self) -> Limits:
+        """Return the largest share of words removed."""
         return {"refinedweb_removed_words": (None, self.max_removed_words), "refinedweb_removed_lines": (None, None),
                 "refinedweb_cut_phrases": (None, None)}
 
+    def apply(self, batch: Batch) -> Verdicts:
+        """Edit and judge documents.
 
-def refinedweb(texts: Texts, config: RefinedWeb) -> tuple[list[str], dict[str, np.ndarray], pa.LargeStringArray]:
-    """Edit and judge documents.
-
-    Returns:
-        The reason per document ("" = keep, else `REASON`), float64 [n] per statistic (refinedweb_removed_words, a
-        share; refinedweb_removed_lines and refinedweb_cut_phrases, counts), and the texts without what is removed.
-    """
-    counts, edited = remove_lines(texts, config)
-    column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(COUNTS)}
-    removed = (column["words"] - column["words_left"]) / np.maximum(column["words"], 1)
-    reasons = [REASON if share > config.max_removed_words else "" for share in removed.tolist()]
-    statistics = {"refinedweb_removed_words": removed, "refinedweb_removed_lines": column["removed_lines"],
-                  "refinedweb_cut_phrases": column["cut_phrases"]}
-    return reasons, statistics, edited
+        Returns:
+            `REASON` for each document that goes; statistics: refinedweb_removed_words, a share;
+            refinedweb_removed_lines and refinedweb_cut_phrases, counts; and the texts without what is removed.
+        """
+        counts, edited = remove_lines(batch.texts, self)
+        column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(COUNTS)}
+        removed = (column["words"] - column["words_left"]) / np.maximum(column["words"], 1)
+        reasons = [REASON if share > self.max_removed_words else "" for share in removed.tolist()]
+        return Verdicts(reasons, {"refinedweb_removed_words": removed,
+                                  "refinedweb_removed_lines": column["removed_lines"],
+                                  "refinedweb_cut_phrases": column["cut_phrases"]}, edited)
 
 
 def remove_lines(texts: Texts, config: RefinedWeb) -> tuple[np.ndarray, pa.LargeStringArray]:
     """[n, 4] int64, columns `COUNTS`, and the texts without lines and phrases that go."""
     import pyarrow as pa
 
-    from tidewheel.data import text
-    from tidewheel.data.filters import refinedweb_kernels as kernels
+    from tidewheel.data.filters.kernels import refinedweb as kernels
     from tidewheel.data.text import unicode_table
 
     data, offsets = text.buffers(texts)
@@ -113,8 +120,6 @@ def remove_lines(texts: Texts, config: RefinedWeb) -> tuple[np.ndarray, pa.Large
 @lru_cache(maxsize=16)
 def _blob(phrases: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     """(lower-case bytes uint8, ends int64 [len(phrases)]), read-only."""
-    from tidewheel.data import text
-
     raw = [phrase.lower().encode() for phrase in phrases]
     ends = np.cumsum([len(each) for each in raw], dtype=np.int64)
     return text.frozen(np.frombuffer(b"".join(raw), np.uint8)), text.frozen(ends)
@@ -122,9 +127,8 @@ def _blob(phrases: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def _ascii_flags() -> np.ndarray:
-    """[256] uint8: what `refinedweb_kernels` needs to know of an ASCII byte."""
-    from tidewheel.data import text
-    from tidewheel.data.filters.refinedweb_kernels import DIGIT_FLAG, SPACE_FLAG, UPPER_FLAG
+    """[256] uint8: what the kernel needs to know of an ASCII byte."""
+    from tidewheel.data.filters.kernels.refinedweb import DIGIT_FLAG, SPACE_FLAG, UPPER_FLAG
 
     flags = np.zeros(256, np.uint8)
     for byte in range(128):

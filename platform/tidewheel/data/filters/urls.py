@@ -1,4 +1,4 @@
-"""URLs of documents: their normal form, and lists of domains, pages and words that are not wanted.
+"""Lists of domains, pages and words that are not wanted in the URLs of documents.
 
 The rules are those of RefinedWeb (Penedo et al. 2023, arXiv:2306.01116, section G.1) and FineWeb: whole domains,
 single pages, words of which one is enough, and words that count only together.
@@ -6,34 +6,31 @@ single pages, words of which one is enough, and words that count only together.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from pydantic import Field, model_validator
 
-from tidewheel.data.filters.resources import FileConfig
+from tidewheel.data import url
+from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import numpy as np
-    import pyarrow as pa
 
 REASONS = ("url_domain", "url_exact", "url_word")
-_PORTS = {"http": 80, "https": 443, "ftp": 21}
-_TRACKING = re.compile(r"(utm_\w+|gclid|gclsrc|dclid|gbraid|wbraid|fbclid|msclkid|twclid|yclid|igshid|mc_[ce]id)(=|$)",
-                       re.IGNORECASE)
-_ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
-_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _WORD = re.compile(r"[^\W_]+")
 
 
-class UrlFilter(FileConfig):
+class UrlFilter(Filter):
     """Documents whose URL is on a list go; those without a URL stay. Files have one entry a line, plain or gzip."""
 
+    VERSION: ClassVar[Version | None] = Version("filter_urls")
+    ORDER: ClassVar[int] = 10
     FILES: ClassVar[tuple[str, ...]] = ("domain_files", "url_files", "word_files", "soft_word_files")
 
     domains: tuple[str, ...] = ()
@@ -41,7 +38,7 @@ class UrlFilter(FileConfig):
     domain_files: tuple[str, ...] = ()
     """Files of domains."""
     urls: tuple[str, ...] = ()
-    """Single pages; compared in their normal form (`normalise`)."""
+    """Single pages; compared in their normal form (`url.normalised`)."""
     url_files: tuple[str, ...] = ()
     """Files of pages."""
     words: tuple[str, ...] = ()
@@ -52,7 +49,7 @@ class UrlFilter(FileConfig):
     """Words that count only together."""
     soft_word_files: tuple[str, ...] = ()
     """Files of such words."""
-    max_soft_words: int = Field(1, ge=0)
+    max_soft_words: int = Field(default=1, ge=0)
     """Most soft words in a URL that stays (FineWeb drops at two)."""
 
     @model_validator(mode="after")
@@ -65,95 +62,27 @@ class UrlFilter(FileConfig):
         """Read the lists."""
         _lists(self)
 
-    def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """(smallest, largest) kept value of each statistic, for histograms."""
+    def limits(self) -> Limits:
+        """Return the most soft words."""
         return {"url_missing": (None, None), "url_soft_words": (None, self.max_soft_words)}
 
+    def apply(self, batch: Batch) -> Verdicts:
+        """Judge documents by the `url` of their meta.
 
-def url_filter(table: pa.Table, config: UrlFilter) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Judge documents by the `url` of their meta.
+        Returns:
+            One of `REASONS` for each document that goes; statistics: url_missing (1 for a document without a usable
+            URL), url_soft_words.
 
-    Returns:
-        The reason per document ("" = keep, else one of `REASONS`), and float64 [n] per statistic: url_missing (1 for
-        a document without a usable URL), url_soft_words.
+        Raises:
+            InputError: a list is missing or is no text.
+        """
+        import numpy as np
 
-    Raises:
-        InputError: a list is missing or is no text.
-    """
-    import numpy as np
-
-    lists = _lists(config)
-    judged = [lists.judge(url) for url in urls_of(table["meta"])]
-    columns = np.array([(missing, soft) for _, missing, soft in judged], np.float64).reshape(-1, 2)
-    return [reason for reason, _, _ in judged], {"url_missing": columns[:, 0], "url_soft_words": columns[:, 1]}
-
-
-def urls_of(metas: pa.Array | pa.ChunkedArray) -> list[str]:
-    """The `url` of each meta, "" where there is none."""
-    found = (json.loads(meta).get("url") for meta in metas.to_pylist())
-    return [url if isinstance(url, str) else "" for url in found]
-
-
-def url_hashes(metas: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, pa.Array]:
-    """XXH3-128 (high, low) of the normal form of each document's URL, uint64 [n]; null without a usable URL."""
-    import pyarrow as pa
-    import xxhash
-
-    forms = [normalise(url) for url in urls_of(metas)]
-    digests = [xxhash.xxh3_128_intdigest(form.encode()) if form else None for form in forms]
-    return (pa.array([None if digest is None else digest >> 64 for digest in digests], pa.uint64()),
-            pa.array([None if digest is None else digest & ((1 << 64) - 1) for digest in digests], pa.uint64()))
-
-
-def normalise(url: str) -> str:
-    """The form in which URLs are compared; "" for what is no URL of a host.
-
-    Not part of it: scheme, user, `www.`, default port, fragment (but for `#!...`, which names a page), tracking
-    parameters (utm_*, gclid, fbclid and the like), slashes at the end of the path. Hosts are in lower case and
-    punycode, escapes of plain characters are undone (RFC 3986, section 6.2.2). The order of parameters stays.
-    """
-    parsed = _parsed(url)
-    if parsed is None:
-        return ""
-    host, rest, fragment = parsed
-    path, _, query = rest.partition("?")
-    kept = "&".join(part for part in query.split("&") if part and not _TRACKING.match(part))
-    text = host.removeprefix("www.") + _escapes(path).rstrip("/")
-    return text + (f"?{_escapes(kept)}" if kept else "") + (f"#{fragment}" if fragment.startswith("!") else "")
-
-
-def _parsed(url: str) -> tuple[str, str, str] | None:
-    """(host with a port that is not the scheme's own, path and query, fragment), or None."""
-    try:
-        parts = urlsplit(url.strip())
-        host, port = (parts.hostname or "").rstrip("."), parts.port
-    except ValueError:
-        return None
-    name = _ascii(host)
-    if not name or parts.scheme not in _PORTS:
-        return None
-    place = name if port in (None, _PORTS[parts.scheme]) else f"{name}:{port}"
-    return place, parts.path + (f"?{parts.query}" if parts.query else ""), parts.fragment
-
-
-def _ascii(host: str) -> str:
-    """A host name in lower case and punycode; as it is, where that has none."""
-    host = host.lower()
-    if host.isascii():
-        return host
-    try:
-        return host.encode("idna").decode()
-    except UnicodeError:
-        return host
-
-
-def _escapes(text: str) -> str:
-    """Percent escapes of unreserved characters undone, the others in upper case."""
-    def undo(match: re.Match[str]) -> str:
-        character = chr(int(match[1], 16))
-        return character if character in _UNRESERVED else match[0].upper()
-
-    return _ESCAPE.sub(undo, text)
+        lists = _lists(self)
+        judged = [lists.judge(address) for address in url.of_metas(batch.metas)]
+        columns = np.array([(missing, soft) for _, missing, soft in judged], np.float64).reshape(-1, 2)
+        return Verdicts([reason for reason, _, _ in judged],
+                        {"url_missing": columns[:, 0], "url_soft_words": columns[:, 1]})
 
 
 @dataclass(frozen=True)
@@ -166,17 +95,17 @@ class _Lists:
     soft_words: frozenset[str]
     max_soft_words: int
 
-    def judge(self, url: str) -> tuple[str, bool, int]:
+    def judge(self, address: str) -> tuple[str, bool, int]:
         """(reason or "", whether there is no usable URL, soft words in it)."""
-        parsed = _parsed(url)
+        parsed = url.parse(address)
         if parsed is None:
             return "", True, 0
-        words = _WORD.findall(unquote(url).lower())
+        words = _WORD.findall(unquote(address).lower())
         soft = sum(word in self.soft_words for word in words)
         host = parsed[0].partition(":")[0]
         if len(self.domains) and _any(self.domains, _above(host)):
             return "url_domain", False, soft
-        if len(self.urls) and _any(self.urls, [normalise(url)]):
+        if len(self.urls) and _any(self.urls, [url.normalised(address)]):
             return "url_exact", False, soft
         banned = soft > self.max_soft_words or not self.words.isdisjoint(words)
         return "url_word" if banned else "", False, soft
@@ -207,13 +136,13 @@ def _lists(config: UrlFilter) -> _Lists:
     """The lists of a filter, read once a process."""
     import numpy as np
 
-    from tidewheel.data.filters import resources
+    from tidewheel.data import resources
 
     def entries(given: Sequence[str], files: Sequence[str]) -> list[str]:
         return [*given, *resources.lines(files)]
 
     domains = [_domain(entry) for entry in entries(config.domains, config.domain_files)]
-    pages = [form for entry in entries(config.urls, config.url_files) if (form := normalise(_absolute(entry)))]
+    pages = [form for entry in entries(config.urls, config.url_files) if (form := url.normalised(_absolute(entry)))]
     words, soft = (frozenset(entry.lower() for entry in entries(*given))
                    for given in ((config.words, config.word_files), (config.soft_words, config.soft_word_files)))
     return _Lists(np.unique(_hashed(filter(None, domains))), np.unique(_hashed(pages)), words, soft,
@@ -226,5 +155,5 @@ def _absolute(entry: str) -> str:
 
 def _domain(entry: str) -> str:
     """The domain of an entry: lists write example.com, .example.com, *.example.com or a URL."""
-    parsed = _parsed(_absolute(entry.removeprefix("*").removeprefix(".")))
+    parsed = url.parse(_absolute(entry.removeprefix("*").removeprefix(".")))
     return parsed[0].partition(":")[0] if parsed else ""

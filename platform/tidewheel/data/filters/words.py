@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
-from tidewheel.data.filters.resources import FileConfig
+from tidewheel.data import text
+from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,18 +21,20 @@ REASON = "listed_words"
 _FACTOR = 0x9E3779B97F4A7C15  # odd: sequences of word hashes become one number by a polynomial modulo 2**64
 
 
-class WordFilter(FileConfig):
+class WordFilter(Filter):
     """Documents with too many words from a list go. An entry may be several words, which must follow each other."""
 
+    VERSION: ClassVar[Version | None] = Version("filter_words", uses=(text.VERSION,))
+    ORDER: ClassVar[int] = 80
     FILES: ClassVar[tuple[str, ...]] = ("files",)
 
     words: tuple[str, ...] = ()
     """Entries of the list. Case, accents and punctuation do not count; only whole words do."""
     files: tuple[str, ...] = ()
     """Files with one entry a line, plain or gzip."""
-    max_count: int | None = Field(0, ge=0)
+    max_count: int | None = Field(default=0, ge=0)
     """Most occurrences in a document that stays; C4 allows none. null = any number."""
-    max_share: float | None = Field(None, ge=0, le=1)
+    max_share: float | None = Field(default=None, ge=0, le=1)
     """Largest number of occurrences for each word of the document. null = any."""
 
     @model_validator(mode="after")
@@ -45,41 +49,36 @@ class WordFilter(FileConfig):
         """Read the list."""
         _entries(self.words, self.files)
 
-    def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """(smallest, largest) kept value of each statistic, for histograms."""
+    def limits(self) -> Limits:
+        """Return the largest count and share."""
         return {"listed_words": (None, self.max_count), "listed_word_share": (None, self.max_share)}
 
+    def apply(self, batch: Batch) -> Verdicts:
+        """Judge documents. Words are those of the normalised text (`text`), compared by their hashes in whole arrays.
 
-def word_filter(texts: Texts, config: WordFilter) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Judge documents.
+        Returns:
+            `REASON` for each document that goes; statistics: listed_words (occurrences of entries), listed_word_share
+            (the same for each word).
 
-    Words are those of the normalised text (`text`), compared by their hashes in whole arrays.
+        Raises:
+            InputError: a list is missing or is no text.
+        """
+        import numpy as np
 
-    Returns:
-        The reason per document ("" = keep, else `REASON`), and float64 [n] per statistic: listed_words (occurrences
-        of entries), listed_word_share (the same for each word).
-
-    Raises:
-        InputError: a list is missing or is no text.
-    """
-    import numpy as np
-
-    found, total = count(texts, _entries(config.words, config.files))
-    share = found / np.maximum(total, 1)
-    gone = np.zeros(len(found), bool)
-    if config.max_count is not None:
-        gone |= found > config.max_count
-    if config.max_share is not None:
-        gone |= share > config.max_share
-    statistics = {"listed_words": found.astype(np.float64), "listed_word_share": np.minimum(share, 1.0)}
-    return [REASON if each else "" for each in gone.tolist()], statistics
+        found, total = count(batch.texts, _entries(self.words, self.files))
+        share = found / np.maximum(total, 1)
+        gone = np.zeros(len(found), bool)
+        if self.max_count is not None:
+            gone |= found > self.max_count
+        if self.max_share is not None:
+            gone |= share > self.max_share
+        return Verdicts([REASON if each else "" for each in gone.tolist()],
+                        {"listed_words": found.astype(np.float64), "listed_word_share": np.minimum(share, 1.0)})
 
 
 def count(texts: Texts, entries: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(occurrences of entries, words) of each document, int64 [n]; `entries` as `hashed` gives them."""
     import numpy as np
-
-    from tidewheel.data import text
 
     found = np.zeros(len(texts), np.int64)
     total = np.zeros(len(texts), np.int64)
@@ -117,8 +116,6 @@ def hashed(entries: Sequence[str]) -> dict[int, np.ndarray]:
     """The entries by their number of words: sorted sequence hashes, uint64. Entries without a word count for none."""
     import numpy as np
 
-    from tidewheel.data import text
-
     words = text.words(list(entries), keep_digits=True)
     found: dict[int, list[int]] = {}
     for first, last in zip(words.offsets[:-1].tolist(), words.offsets[1:].tolist(), strict=True):
@@ -130,6 +127,6 @@ def hashed(entries: Sequence[str]) -> dict[int, np.ndarray]:
 
 @lru_cache(maxsize=4)
 def _entries(words: tuple[str, ...], files: tuple[str, ...]) -> dict[int, np.ndarray]:
-    from tidewheel.data.filters import resources
+    from tidewheel.data import resources
 
     return hashed([*words, *resources.lines(files)])

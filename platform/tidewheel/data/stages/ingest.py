@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from tidewheel.data import document, quarantine, readers, text, verdicts
+from tidewheel.data import document, quarantine, readers, verdicts, warm_up
 from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
@@ -63,8 +63,8 @@ def tasks(job: Job) -> list[Task]:
         "filters": grouped(leading_filters(job.config), job.identity),
         "minhash": keys.minhash_settings(job.config),
     }
-    names = [name for step in leading_filters(job.config) for name, _ in step.rules()]
-    filtering = (FILTERING, *filters.versions(names)) if names else ()
+    leading = [filter for step in leading_filters(job.config) for filter in step.filters]
+    filtering = (FILTERING, *filters.versions(leading)) if leading else ()
     rules = grouped(leading_filters(job.config), job.bound)
     found: list[Task] = []
     for file in job.files:
@@ -97,9 +97,9 @@ def run(job: Job, runner: Runner) -> Finished:
         InputError: too large a share of the records is bad.
     """
     def execute(missing: list[Task]) -> Iterator[Published]:
-        if not text.is_warm():  # none came with the package for this processor, and workers would each compile them
+        if not warm_up.is_warm():  # none came with the package for this processor, and workers would each compile them
             runner.tell(STAGE, 0, len(missing), "compiling text kernels for this processor, a minute or two, once")
-            text.warm_up()
+            warm_up.warm_up()
         return map_units(missing, ingest_file)
 
     done = runner.complete(STAGE, tasks(job), execute)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidewheel import hub
-from tidewheel.config import Config
+from tidewheel.data import resources
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.decontaminate.evals import EvalItem, read_eval_items
-from tidewheel.data.filters import resources
-from tidewheel.data.stages import hub_commits, one_file
+from tidewheel.data.filter import Filter
+from tidewheel.data.stages import filters, hub_commits, one_file
 from tidewheel.data.stages.sources import SourceFile, source_files
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Store, absolute, content_hash, is_remote, join, split, store
@@ -67,13 +67,13 @@ class Job:
         """The output."""
         return store(self.output)
 
-    def bound(self, settings: Config) -> dict[str, Any]:
-        """Settings of a filter as JSON values for workers."""
-        return resources.bound(settings, self.references)
+    def bound(self, filter: Filter) -> list[Any]:
+        """Return a filter as JSON values for workers."""
+        return filters.bound(filter, self.references)
 
-    def identity(self, settings: Config) -> dict[str, Any]:
-        """Settings of a filter as JSON values for unit keys."""
-        return resources.identity(settings, self.references)
+    def identity(self, filter: Filter) -> list[Any]:
+        """Return a filter as JSON values for unit keys."""
+        return filters.identity(filter, self.references)
 
 
 def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
@@ -211,11 +211,10 @@ def _chat_template(config: PipelineConfig, input: str) -> str:
 
 def _filter_files(config: PipelineConfig, input: str) -> dict[str, str]:
     """References of the files that filters read, each looked into."""
-    steps = [step.filter for step in config.steps if step.filter is not None]
-    settings = [rule for step in steps for _, rule in step.rules() if isinstance(rule, resources.FileConfig)]
-    references = resources.find([path for rule in settings for path in rule.paths()], input)
-    for rule in settings:
-        rule.with_files(references.__getitem__).check()
+    found = [filter for step in config.steps if step.filter is not None for filter in step.filter.filters]
+    references = resources.find([path for filter in found for path in filter.paths()], input)
+    for filter in found:
+        filter.with_files(references.__getitem__).check()
     return references
 
 

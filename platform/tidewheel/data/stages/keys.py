@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidewheel.data import verdicts
+from tidewheel.data import url, verdicts
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.dedup.minhash import VERSION as minhash_version
 from tidewheel.data.dedup.minhash import minhash as signatures_of
-from tidewheel.data.text import textpass
+from tidewheel.data.text import measures, textpass
 from tidewheel.versions import Version
 
-VERSION = Version("document_keys", uses=(textpass.VERSION, minhash_version, verdicts.VERSION))
+VERSION = Version("document_keys", uses=(measures.VERSION, minhash_version, verdicts.VERSION))
 
 
 URL_COLUMNS = ("url_hi", "url_lo")
@@ -51,9 +51,7 @@ def columns(texts: pa.Array | pa.ChunkedArray, minhash: Mapping[str, Any] | None
 
 def urls(metas: pa.Array | pa.ChunkedArray) -> dict[str, pa.Array]:
     """`URL_COLUMNS`: the hash of each document's URL, uint64; null without one."""
-    from tidewheel.data.filters.urls import url_hashes
-
-    return dict(zip(URL_COLUMNS, url_hashes(metas), strict=True))
+    return dict(zip(URL_COLUMNS, url.hashes(metas), strict=True))
 
 
 def lengths(texts: pa.Array | pa.ChunkedArray) -> pa.Array:

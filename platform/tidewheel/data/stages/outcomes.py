@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tidewheel.config import Config
 from tidewheel.data import verdicts
 from tidewheel.data.config import FilterStep
+from tidewheel.data.filter import Filter
 from tidewheel.data.stage import UnitWriter
 from tidewheel.data.stages import filters, histograms
 from tidewheel.versions import Version
@@ -22,21 +22,20 @@ from tidewheel.versions import Version
 VERSION = Version("filtering", uses=(verdicts.VERSION, histograms.VERSION))
 """How verdicts, edits and statistics of filters are written; each filter has a version of its own."""
 HEADS = pa.schema([("id", pa.string()), ("reason", pa.string()), ("head", pa.string()), ("after", pa.string())])
-#: Filters of one step, or of several in a row: (annotate, [(name, settings)]).
-Group = tuple[bool, list[tuple[str, Config]]]
+#: Filters of one step, or of several in a row: (annotate, filters).
+Group = tuple[bool, list[Filter]]
 
 
-def grouped(steps: Sequence[FilterStep], told: Callable[[Config], dict[str, Any]] = Config.canonical) -> list[Any]:
+def grouped(steps: Sequence[FilterStep], told: Callable[[Filter], list[Any]] = filters.bound) -> list[Any]:
     """The groups of consecutive steps in JSON form: steps that follow each other and annotate alike are one. `told`
-    gives the JSON form of a filter's settings: `Job.bound` for workers, `Job.identity` for unit keys."""
-    return [[annotate, [[name, told(rule)] for step in some for name, rule in step.rules()]]
+    gives the JSON form of a filter: `Job.bound` for workers, `Job.identity` for unit keys."""
+    return [[annotate, [told(filter) for step in some for filter in step.filters]]
             for annotate, some in itertools.groupby(steps, lambda step: step.annotate)]
 
 
 def groups(inputs: Sequence[Any]) -> list[Group]:
     """The groups from their JSON form."""
-    return [(annotate, [(kind, filters.settings_of(kind, values)) for kind, values in rules])
-            for annotate, rules in inputs]
+    return [(annotate, [filters.received(*told) for told in rules]) for annotate, rules in inputs]
 
 
 @dataclass

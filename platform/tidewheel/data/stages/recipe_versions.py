@@ -36,7 +36,7 @@ def of_steps(config: PipelineConfig) -> dict[str, int]:
     used = [ingest.VERSION, partition.VERSION, readers.RECORDS]
     for step in config.steps:
         if step.filter is not None:
-            used += [row_local.VERSION, *filters.versions(name for name, _ in step.filter.rules())]
+            used += [row_local.VERSION, *filters.versions(step.filter.filters)]
         else:
             used += _STEPS[step.kind]
     product = config.product

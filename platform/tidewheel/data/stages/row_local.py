@@ -21,9 +21,8 @@ def run_filter(job: Job, runner: Runner, parts: list[Part], stage: str, step: Fi
                ) -> tuple[Finished, list[Part]]:
     """A filter step that does not lead the recipe."""
     rules, identity = outcomes.grouped([step], job.bound), outcomes.grouped([step], job.identity)
-    names = [name for name, _ in step.rules()]
-    again = not step.annotate and filters.changes(names)
-    version = VERSION.using(*filters.versions(names))
+    again = not step.annotate and any(filter.changes() for filter in step.filters)
+    version = VERSION.using(*filters.versions(step.filters))
     minhash = keys.minhash_settings(job.config)
     todo = part_tasks(job, stage, parts, settings=[identity, minhash], version=version, together=False,
                       more={"filters": rules, "rewrite": again})

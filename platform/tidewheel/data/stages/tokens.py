@@ -118,8 +118,8 @@ def _metas(table: pa.Table, said: Any) -> list[Mapping[str, Any]]:
         if said(meta) != text:
             raise InputError("a step changed the text of a conversation, and its messages would be tokenized as they "
                              "were", where=f"document {identity!r}",
-                             mend="leave out steps that edit text (c4, refinedweb, pii, dedup_lines, decontaminate "
-                                  "with action cut), or let them drop or annotate")
+                             mend="leave out steps that edit text (filters that edit, dedup_lines, decontaminate with "
+                                  "action cut), or let them drop or annotate")
     return metas
 
 

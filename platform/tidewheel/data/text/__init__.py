@@ -16,7 +16,6 @@ The classes are in `unicode_table`, the compiled pass in `kernels.scan_words`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,12 +29,6 @@ from tidewheel.versions import Version
 TEXT_VERSION = "text-1"
 VERSION = Version("text")
 """How text is normalised and cut into words."""
-#: Every module with kernels.
-KERNEL_MODULES = ("tidewheel.data.text.kernels", "tidewheel.data.text.textpass_kernels",
-                  "tidewheel.data.text.line_kernels", "tidewheel.data.text.kernel_tools",
-                  "tidewheel.data.filters.c4_kernels", "tidewheel.data.filters.refinedweb_kernels",
-                  "tidewheel.data.decontaminate.eval_kernels", "tidewheel.data.dedup",
-                  "tidewheel.data.dedup.minhash", "tidewheel.data.tokenize.pack")
 CHUNK_BYTES = 1 << 20  # documents scanned per kernel call, so that the scratch stays in the cache
 
 Texts: TypeAlias = "pa.Array | pa.ChunkedArray | Sequence[str]"
@@ -160,45 +153,3 @@ def ascii_letters() -> np.ndarray:
         if chr(byte).isalpha():
             table[byte] = ord(chr(byte).lower())
     return frozen(table)
-
-
-def import_kernels() -> None:
-    """Import every module that has kernels."""
-    for name in KERNEL_MODULES:
-        importlib.import_module(name)
-
-
-def is_warm() -> bool:
-    """Whether the machine code of every kernel is here: it came with the package, or was compiled before."""
-    from tidewheel.data.text import kernel_tools
-
-    import_kernels()
-    return all(kernel.is_ready() for name, kernel in kernel_tools.KERNELS.items() if name.startswith("tidewheel."))
-
-
-def warm_up() -> None:
-    """Call every kernel once, as pipelines do. What did not come with the package is compiled, into a cache on disk.
-
-    The driver calls this before workers start if not `is_warm`, so that they load machine code instead of compiling.
-    """
-    from tidewheel.data import decontaminate, dedup
-    from tidewheel.data.dedup import minhash
-    from tidewheel.data.filters import c4, fineweb, refinedweb
-    from tidewheel.data.text import hashing, kernel_cache, textpass
-    from tidewheel.data.tokenize import pack
-
-    kernel_cache.forget_old()
-    texts = pa.array(["a few words to scan, 1 2 3", "the same again"], pa.large_string())
-    hashing.text_hashes(texts)
-    minhash.minhash(texts)
-    minhash.minhash(texts, unit="characters")
-    minhash.exact_jaccard(*minhash.shingle_sets(texts))
-    textpass.measure(texts, quality=True, repetition=True, fineweb=fineweb.FineWeb(), c4=c4.C4(), minhash=(5, 16, 1),
-                     hashes=True)
-    refinedweb.refinedweb(texts, refinedweb.RefinedWeb())
-    items = [decontaminate.EvalItem("warm", "0", "one item of a few words that is long enough to be looked up here")]
-    decontaminate.contaminated(decontaminate.EvalIndex.build(items), texts)
-    dedup.cluster(pa.table({"a": ["x"], "b": ["y"], "score": [1.0]}))
-    for dtype in ("uint16", "uint32"):
-        pack.pack(["x"], np.arange(3), np.array([0, 3]), sequence_length=4, token_dtype=dtype, pad_id=1,
-                  loss_mask=np.ones(3))

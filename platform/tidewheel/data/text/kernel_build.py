@@ -23,7 +23,7 @@ import numba
 from llvmlite import binding
 from numba import types
 
-from tidewheel.data import text
+from tidewheel.data import warm_up
 from tidewheel.data.text import kernel_objects, kernel_tools
 
 KINDS = {"int64": types.int64, "uint64": types.uint64, "float64": types.float64, "bool": types.boolean}
@@ -108,7 +108,7 @@ def _check(folder: Path) -> int:
 
 def stale(folder: Path = kernel_objects.FOLDER) -> list[str]:
     """Return kernels of which some level has no machine code, or that of another source."""
-    text.import_kernels()
+    warm_up.import_kernels()
     digests = {name: kernel.digest for name, kernel in kernel_tools.KERNELS.items()}
     found: set[str] = set()
     for level in kernel_objects.LEVELS:
@@ -121,14 +121,14 @@ def stale(folder: Path = kernel_objects.FOLDER) -> list[str]:
 def record() -> dict[str, list[list[Any]]]:
     """Call every kernel as pipelines call it, and return the types of the arguments that each one took."""
     with kernel_tools.compiling_here():
-        text.warm_up()
+        warm_up.warm_up()
     return {name: [[_kind(argument) for argument in signature] for signature in kernel.dispatcher.overloads]
             for name, kernel in kernel_tools.KERNELS.items()}
 
 
 def _build(level: str, recorded: dict[str, list[list[Any]]], folder: Path) -> None:
     """Compile all forms for a level, and write them as one object."""
-    text.import_kernels()
+    warm_up.import_kernels()
     assert os.environ["NUMBA_CPU_NAME"] == level, "numba was imported for another processor"
     whole = binding.parse_assembly(RUNTIME)
     kernels: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Compiled passes over lines, paragraphs and n-grams, for `quality`, `repetition` and `fineweb`.
+"""Compiled passes over lines, paragraphs and n-grams, for `textpass`.
 
 They read what `textpass_kernels.scan` wrote, a batch of documents at a time. Two strings count as equal when their
 64-bit hashes are.
@@ -108,7 +108,7 @@ def line_hashes(text, lines, count, hashes):
 
 @compiled
 def line_counts(text, text_offsets, lines, line_offsets, hashes, scanned, table, epoch, terminal, short, counts):
-    """Counts of a batch of documents into counts [n, 6] int64 (zeros), columns as `fineweb.COUNTS`.
+    """Counts of a batch of documents into counts [n, 6] int64 (zeros), columns `measures.LINE_COUNTS`.
 
     terminal: uint8 [0x110000], 1 of terminal punctuation; short: most characters of a short line; table: uint8, of
     `table_bytes` for the most lines; epoch: the last one used in it. Uses as many as documents.
@@ -135,7 +135,7 @@ def line_counts(text, text_offsets, lines, line_offsets, hashes, scanned, table,
 
 @numba.njit(nogil=True)
 def _duplicates(text_at, lines, first, last, hashes, line_table, paragraph_table, epoch, row):
-    """Fill row[1:7] of `repetition.COUNTS` from lines [first, last) of a document."""
+    """Fill row[1:7] of `measures.REPETITION` from lines [first, last) of a document."""
     while first < last and lines[first, CHUNKS] == 0:  # white space at both ends does not count
         first += 1
     while first < last and lines[last - 1, CHUNKS] == 0:
@@ -278,7 +278,7 @@ def _ngrams(keys, places, tokens, ids, counts, live, marks, table, epoch, row):
 @compiled
 def repetition_counts(text, keys, places, token_offsets, lines, line_offsets, hashes, scanned, line_table,
                       paragraph_table, token_table, epoch, counts):
-    """Counts of a batch of documents into counts [n, 16] int64 (zeros), columns as `repetition.COUNTS`.
+    """Counts of a batch of documents into counts [n, 16] int64 (zeros), columns as `measures.REPETITION`.
 
     line_table, paragraph_table, token_table: uint8, of `table_bytes` for the most lines, twice, and the most tokens;
     epoch: the last one used in them. Returns the last one then.

@@ -1,6 +1,6 @@
 """One pass over a text column for everything that looks at one document alone: filters, hash and signature.
 
-Each filter's module can measure by itself; here the documents are cut into tokens, words and lines once for all.
+The documents are cut into tokens, words and lines once for all.
 """
 
 from __future__ import annotations
@@ -8,22 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from tidewheel.data import text
 from tidewheel.data.dedup import minhash as mh
-from tidewheel.data.filters import c4_kernels
-from tidewheel.data.filters.c4 import C4, phrases
-from tidewheel.data.filters.fineweb import FineWeb
-from tidewheel.data.text import hashing, kernel_tools, line_kernels, token_kernels, token_table, unicode_table
+from tidewheel.data.text import (
+    hashing,
+    kept_line_kernels,
+    kernel_tools,
+    line_kernels,
+    token_kernels,
+    token_table,
+    unicode_table,
+)
 from tidewheel.data.text import textpass_kernels as kernels
-from tidewheel.versions import Version
+from tidewheel.data.text.measures import LINE_COUNTS, REPETITION, TOKEN_COUNTS, LineRules, LineShape, Measures, phrases
 
-VERSION = Version("text_measures", uses=(text.VERSION,))
-"""What one pass over a text counts and hashes."""
 CHUNK_BYTES = 1 << 19  # documents scanned per kernel call
 MinHashSettings: TypeAlias = "tuple[int, int, int]"
 _STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
@@ -135,39 +138,41 @@ def _bytes_key(word: str) -> int:
 class Measured:
     """What `measure` found in n documents; None for what was not asked for.
 
-    quality int64 [n, 10], repetition int64 [n, 16], fineweb int64 [n, 6]: columns `COUNTS` of these modules; tokens
-    int64 [n] (none when hashes or signatures alone were asked for); c4 int64 [n, 4]: lines with words, those that
-    stay, sentences in them, number of the reason; edited: the texts without the others; hashes uint64 [n, 2]
-    (`hashing.text_hashes`); signatures uint32 [n, k] and shingles int32 [n] (`minhash.minhash`).
+    tokens int64 [n] (none when hashes or signatures alone were asked for); token_counts int64 [n, 10], repetition
+    int64 [n, 16] and line_counts int64 [n, 6]: columns as in `measures`; kept_lines int64 [n, 4]: lines with words,
+    those that stay, sentences in them, number of the reason; edited: the texts without the other lines; hashes uint64
+    [n, 2] (`hashing.text_hashes`); signatures uint32 [n, k] and shingles int32 [n] (`minhash.minhash`).
     """
 
     tokens: np.ndarray
-    quality: np.ndarray | None = None
+    token_counts: np.ndarray | None = None
     repetition: np.ndarray | None = None
-    fineweb: np.ndarray | None = None
-    c4: np.ndarray | None = None
+    line_counts: np.ndarray | None = None
+    kept_lines: np.ndarray | None = None
     edited: pa.LargeStringArray | None = None
     hashes: np.ndarray | None = None
     signatures: np.ndarray | None = None
     shingles: np.ndarray | None = None
 
 
-def measure(texts: text.Texts, *, quality: bool = False, repetition: bool = False, fineweb: FineWeb | None = None,
-            c4: C4 | None = None, minhash: MinHashSettings | None = None, hashes: bool = False) -> Measured:
+def measure(texts: text.Texts, asked: Measures | None = None, *, minhash: MinHashSettings | None = None,
+            hashes: bool = False) -> Measured:
     """Everything asked for, in one pass over the texts.
 
     Args:
-        fineweb, c4: their settings decide what is counted.
+        asked: counts and edits; with none of all, the number of tokens alone is found.
         minhash: (words in a shingle, permutations, seed).
     """
+    asked = asked or Measures()
+    rules = asked.kept_lines
     data, offsets = text.buffers(texts)
     n = len(offsets) - 1
     found = Measured(
         np.zeros(n, np.int64),
-        np.zeros((n, 10), np.int64) if quality else None,
-        np.zeros((n, 16), np.int64) if repetition else None,
-        np.zeros((n, 6), np.int64) if fineweb else None,
-        np.zeros((n, c4_kernels.COUNTS), np.int64) if c4 else None,
+        np.zeros((n, len(TOKEN_COUNTS)), np.int64) if asked.token_counts else None,
+        np.zeros((n, len(REPETITION)), np.int64) if asked.repetition else None,
+        np.zeros((n, len(LINE_COUNTS)), np.int64) if asked.line_counts else None,
+        np.zeros((n, kept_line_kernels.COUNTS), np.int64) if rules else None,
         None,
         np.empty((n, 2), np.uint64) if hashes else None,
         np.full((n, minhash[1]), 0xFFFFFFFF, np.uint32) if minhash else None,
@@ -176,40 +181,40 @@ def measure(texts: text.Texts, *, quality: bool = False, repetition: bool = Fals
     edits: list[pa.Array] = []
     tables = _Tables()
     wants_words = hashes or minhash is not None
-    wants_tokens = quality or repetition or fineweb is not None or c4 is not None or not wants_words
+    wants_tokens = bool(asked.asked()) or not wants_words
     for part in _scan(data, offsets, wants_tokens, wants_words):
         here = slice(part.first, part.last)
         found.tokens[here] = part.counts[:, kernels.TOKENS]
-        if found.quality is not None:
-            _quality(part, found.quality[here])
-        if found.repetition is not None or found.fineweb is not None:
-            _lines(part, found.repetition, found.fineweb, fineweb, tables)
-        if c4 is not None and found.c4 is not None:
-            edits.append(_c4(part, data, offsets, c4, found.c4[here]))
+        if found.token_counts is not None:
+            _token_counts(part, found.token_counts[here])
+        if found.repetition is not None or found.line_counts is not None:
+            _lines(part, found.repetition, found.line_counts, asked.line_counts, tables)
+        if rules is not None and found.kept_lines is not None:
+            edits.append(_kept_lines(part, data, offsets, rules, found.kept_lines[here]))
         if found.hashes is not None:
             found.hashes[here] = hashing.of_normalised(part.normalised, part.normalised_offsets, data,
                                                       offsets[part.first :])
         if minhash is not None and found.signatures is not None and found.shingles is not None:
             mh.sign(part.words, part.word_offsets, minhash[0], mh.permutations(*minhash[1:]), found.signatures[here],
                     found.shingles[here])
-    if c4 is None:
+    if rules is None:
         return found
     return replace(found, edited=pa.concat_arrays(edits) if edits else pa.array([], pa.large_string()))
 
 
-def again(before: Measured, texts: pa.Array, rows: np.ndarray, **asked: Any) -> Measured:
+def again(before: Measured, texts: pa.Array, rows: np.ndarray, asked: Measures) -> Measured:
     """The measures of texts of which `rows` (int64) have changed since `before`: these alone are read again.
 
     Args:
-        asked: as for `measure`, no more than `before` was asked, with the same settings; else, or with c4, all is found
-            anew.
+        asked: no more than `before` was asked, with the same settings; else, or with lines to keep, all is found anew.
     """
-    if any(getattr(before, name) is None for name in asked) or "c4" in asked:
-        return measure(texts, **asked)
-    fresh = measure(texts.take(pa.array(rows)), **asked)
+    names = list(asked.asked())
+    if any(getattr(before, name) is None for name in names) or asked.kept_lines is not None:
+        return measure(texts, asked)
+    fresh = measure(texts.take(pa.array(rows)), asked)
     found = {"tokens": before.tokens.copy()}
     found["tokens"][rows] = fresh.tokens
-    for name in asked:
+    for name in names:
         values = getattr(before, name).copy()
         values[rows] = getattr(fresh, name)
         found[name] = values
@@ -231,26 +236,26 @@ class _Tables:
         return self._tables[number]
 
 
-def _quality(part: Scan, counts: np.ndarray) -> None:
-    """Columns `quality.COUNTS`."""
+def _token_counts(part: Scan, counts: np.ndarray) -> None:
+    """Columns `TOKEN_COUNTS`."""
     scanned = part.counts
     counts[:, :7] = scanned[:, [kernels.TOKENS, kernels.SYMBOLS, kernels.WORD_CHARACTERS, kernels.ALPHABETIC,
                                 kernels.STOP_WORDS, kernels.HASHES, kernels.ELLIPSES]]
     line_kernels.bullet_counts(part.text, part.lines, part.line_offsets, scanned[:, kernels.BYTES], counts[:, 7:])
 
 
-def _lines(part: Scan, repetition: np.ndarray | None, fineweb: np.ndarray | None, settings: FineWeb | None,
+def _lines(part: Scan, repetition: np.ndarray | None, line_counts: np.ndarray | None, shape: LineShape | None,
            tables: _Tables) -> None:
-    """Columns `repetition.COUNTS` and `fineweb.COUNTS`."""
+    """Columns `REPETITION` and `LINE_COUNTS`."""
     count = int(part.line_offsets[-1])
     line_hashes = np.empty(count, np.uint64)
     line_kernels.line_hashes(part.text, part.lines, count, line_hashes)
     most_lines = int(np.diff(part.line_offsets).max())
-    if fineweb is not None and settings is not None:
+    if line_counts is not None and shape is not None:
         table = tables.of(0, most_lines)
         line_kernels.line_counts(part.text, part.text_offsets, part.lines, part.line_offsets, line_hashes, part.counts,
-                                 table, tables.epoch, _marks(settings.terminal_punctuation), settings.short_line,
-                                 fineweb[part.first : part.last])
+                                 table, tables.epoch, _marks(shape.terminal_punctuation), shape.short_line,
+                                 line_counts[part.first : part.last])
         tables.epoch += part.last - part.first
     if repetition is not None:
         most_tokens = int(np.diff(part.token_offsets).max())
@@ -268,24 +273,24 @@ def _marks(characters: str) -> np.ndarray:
     return text.frozen(table)
 
 
-def _c4(part: Scan, data: np.ndarray, offsets: np.ndarray, settings: C4, counts: np.ndarray) -> pa.Array:
+def _kept_lines(part: Scan, data: np.ndarray, offsets: np.ndarray, rules: LineRules, counts: np.ndarray) -> pa.Array:
     """Fills counts; the texts without the lines that go."""
     lines = int(part.line_offsets[-1])
     size = int(offsets[part.last] - offsets[part.first])
     cited, keep = np.full(lines, -1, np.int32), np.empty(lines, np.uint8)
     other = part
-    if settings.remove_citations:
+    if rules.remove_citations:
         numbers, out, out_offsets = np.empty(lines, np.int32), np.empty(size, np.uint8), np.empty(lines + 1, np.int64)
-        found = c4_kernels.cited_lines(part.text, part.lines, lines, numbers, out, out_offsets)
+        found = kept_line_kernels.cited_lines(part.text, part.lines, lines, numbers, out, out_offsets)
         if found:
             cited[numbers[:found]] = np.arange(found)
             bare = text.frozen(out[: out_offsets[found]]), text.frozen(out_offsets[: found + 1])
             (other,) = _scan(*bare, True, False, limit=size)
-    options = np.array([int(getattr(settings, name)) for name in c4_kernels.OPTIONS], np.int64)
-    c4_kernels.judge(part.text, part.lines, part.line_offsets, part.counts, cited, other.text, other.lines,
+    options = np.array([int(getattr(rules, name)) for name in kept_line_kernels.OPTIONS], np.int64)
+    kept_line_kernels.judge(part.text, part.lines, part.line_offsets, part.counts, cited, other.text, other.lines,
                      other.line_offsets, other.counts, phrases(), options, keep, counts)
     kept, kept_offsets = np.empty(size + 1, np.uint8), np.empty(len(counts) + 1, np.int64)
-    keep_wordless = int(not settings.terminal_punctuation and settings.min_words_per_line <= 0)
-    c4_kernels.kept_text(data, offsets, part.first, token_table.load(), part.text_offsets, part.counts, part.lines,
-                         part.line_offsets, cited, keep, counts, keep_wordless, kept, kept_offsets)
+    keep_wordless = int(not rules.terminal_punctuation and rules.min_words_per_line <= 0)
+    kept_line_kernels.kept_text(data, offsets, part.first, token_table.load(), part.text_offsets, part.counts,
+                                part.lines, part.line_offsets, cited, keep, counts, keep_wordless, kept, kept_offsets)
     return pa.LargeStringArray.from_buffers(len(counts), pa.py_buffer(kept_offsets), pa.py_buffer(kept))

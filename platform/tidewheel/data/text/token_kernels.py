@@ -1,4 +1,4 @@
-"""The tokens and normalised words of one chunk (characters between white space), by the rules of `quality` and `text`.
+"""The tokens and normalised words of one chunk (no white space), by the rules of `gopher_quality` and `text`.
 
 Its characters are int64 at an address: code << 16 | bits of `token_table`. So are their places in the text, and its
 tokens: characters << 16 | LETTER if there is one and those of SYMBOL, PUNCTUATION and SENTENCE that all have.

@@ -1,4 +1,4 @@
-"""The frozen tables behind the tokens of `quality`: what each character may do, and the words that are cut by hand.
+"""The frozen tables behind the tokens of `gopher_quality`: what each character may do, and words cut by hand.
 
 Like `unicode_table`, the character table is shipped (`token_table.bin`, xz); `build()` recreates it on a Python whose
 `unicodedata.unidata_version` is `UNICODE_VERSION`, and a test compares the two. To write the file anew:

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.filters.test_quality import slow_tokens
-from tests.unit.data.filters.test_repetition import clean
+from tests.filtering import judged
+from tests.unit.data.filters.test_gopher_quality import slow_tokens
+from tests.unit.data.filters.test_gopher_repetition import clean
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
-from tidewheel.data.filters.c4 import C4, PHRASES, REASONS, c4
+from tidewheel.data.filters.c4 import C4, REASONS
 from tidewheel.data.text import token_table
+from tidewheel.data.text.measures import PHRASES
 
 PARTS = ["\n", "\n", "\r\n", " ", "\u3000", "a b c.", "One two three!", "x", '"', "'", "...", "?", "[1]", "[]",
          "[edit]", "[citation needed]",
@@ -71,7 +73,7 @@ def slow_c4(document: str, config: C4) -> tuple[str, int, str]:
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4), CONFIGS)
 @settings(max_examples=400, deadline=None)
 def test_matches_the_oracle(documents: list[str], config: C4):
-    reasons, statistics, edited = c4(documents, config)
+    reasons, statistics, edited = judged(documents, config)
     for place, document in enumerate(documents):
         expected = slow_c4(document, config)
         assert (reasons[place], statistics["c4_sentences"][place], edited[place].as_py()) == expected
@@ -83,7 +85,7 @@ def test_matches_the_oracle(documents: list[str], config: C4):
                                     for least in (0, 1)])
 def test_a_last_line_of_accents_alone_matches_the_oracle(document: str, config: C4):
     """The clean copy of such a document ends with a newline: there is no row of its last line."""
-    reasons, statistics, edited = c4([document], config)
+    reasons, statistics, edited = judged([document], config)
     assert (reasons[0], statistics["c4_sentences"][0], edited[0].as_py()) == slow_c4(document, config)
 
 
@@ -99,7 +101,7 @@ LINES = ["This line has some words.", "So does this one!", "Is it a line?", 'He 
     ([], "c4_too_few_sentences"),
 ])
 def test_documents(lines: list[str], reason: str):
-    assert c4(["\n".join(lines)], C4())[0] == [reason]
+    assert judged(["\n".join(lines)], C4())[0] == [reason]
     assert reason == "" or reason in REASONS
 
 
@@ -108,7 +110,7 @@ def test_documents(lines: list[str], reason: str):
     "Read our Privacy Policy now.", "This site uses cookies for you.", "", "   ",
 ])
 def test_lines_that_go(line: str):
-    reasons, statistics, edited = c4(["\n".join([*LINES[:2], line, *LINES[2:]])], C4())
+    reasons, statistics, edited = judged(["\n".join([*LINES[:2], line, *LINES[2:]])], C4())
     assert reasons == [""]
     assert edited.to_pylist() == ["\n".join(LINES)]
     assert statistics["c4_removed_lines"].tolist() == [float(line.strip() != "")]
@@ -118,22 +120,22 @@ def test_lines_that_go(line: str):
 def test_citations_are_cut_and_end_punctuation_is_looked_at_without_them():
     text = "\n".join(LINES)
     lines = [line[:-1] + "[12]" + line[-1] for line in LINES]
-    assert c4(["\n".join(lines)], C4())[2].to_pylist() == [text]
-    assert c4(["\n".join([*LINES, "It ends with one.[3]"])], C4())[2].to_pylist() == [text + "\nIt ends with one."]
-    assert c4(["\n".join(lines)], C4(remove_citations=False))[2].to_pylist() == ["\n".join(lines)]
+    assert judged(["\n".join(lines)], C4())[2].to_pylist() == [text]
+    assert judged(["\n".join([*LINES, "It ends with one.[3]"])], C4())[2].to_pylist() == [text + "\nIt ends with one."]
+    assert judged(["\n".join(lines)], C4(remove_citations=False))[2].to_pylist() == ["\n".join(lines)]
 
 
 def test_dropped_characters_stay_in_lines_that_stay():
     lines = ["A de\u0301compose\u0301 line\u00ad is here.", *LINES]
-    _, _, edited = c4(["\r\n".join(lines)], C4())
+    _, _, edited = judged(["\r\n".join(lines)], C4())
     assert edited.to_pylist() == ["\n".join(lines)]
 
 
 def test_finewebs_form_and_columns_of_arrow():
     texts = pa.chunked_array([["Some words without an end\nand. One. Two. Three. Four."], ["x", None]])
-    reasons, statistics, edited = c4(texts, C4(terminal_punctuation=False))
+    reasons, statistics, edited = judged(texts, C4(terminal_punctuation=False))
     assert reasons == ["", "c4_too_few_sentences", "c4_too_few_sentences"]
     assert edited.to_pylist() == [texts[0].as_py(), "x", ""]
     assert set(statistics) == set(C4().limits())
     assert all(values.dtype == np.float64 and values.shape == (3,) for values in statistics.values())
-    assert len(c4([], C4())[2]) == 0
+    assert len(judged([], C4())[2]) == 0

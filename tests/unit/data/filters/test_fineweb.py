@@ -5,10 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.filters.test_quality import slow_tokens
-from tests.unit.data.filters.test_repetition import WORDS, clean, repeats
+from tests.filtering import judged
+from tests.unit.data.filters.test_gopher_quality import slow_tokens
+from tests.unit.data.filters.test_gopher_repetition import WORDS, clean, repeats
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
-from tidewheel.data.filters.fineweb import COUNTS, REASONS, FineWeb, count_lines, fineweb
+from tidewheel.data.filters.fineweb import REASONS, FineWeb
+from tidewheel.data.text import textpass
+from tidewheel.data.text.measures import LINE_COUNTS
 
 DOCUMENTS = st.lists(
     st.one_of(ALPHABET, st.sampled_from(
@@ -31,10 +34,11 @@ def slow_counts(document: str, config: FineWeb) -> list[int]:
     short_line=0, terminal_punctuation="。…"), FineWeb()]))
 @settings(max_examples=300, deadline=None)
 def test_counts_match_the_oracle(documents: list[str], config: FineWeb):
-    found = count_lines(documents, config)
+    found = textpass.measure(documents, config.measures()).line_counts
     for document, row in zip(documents, found.tolist(), strict=True):
-        assert dict(zip(COUNTS, row, strict=True)) == dict(zip(COUNTS, slow_counts(document, config), strict=True))
-    _, statistics = fineweb(documents, config)
+        expected = slow_counts(document, config)
+        assert dict(zip(LINE_COUNTS, row, strict=True)) == dict(zip(LINE_COUNTS, expected, strict=True))
+    _, statistics = judged(documents, config)
     for document, value in zip(documents, statistics["fineweb_newlines_per_word"].tolist(), strict=True):
         tokens = len(slow_tokens(clean(document)))
         assert value == (clean(document).count("\n") / tokens if tokens else 0)
@@ -58,7 +62,7 @@ OPEN = [line.replace(".", ",") for line in LINES]
 ])
 def test_each_rule(lines: list[str], reason: str):
     for joint in ("\n", "\r\n"):
-        reasons, _ = fineweb([joint.join(lines)], FineWeb())
+        reasons, _ = judged([joint.join(lines)], FineWeb())
         assert reasons == [reason]
     assert reason == "" or reason in REASONS
 
@@ -68,18 +72,19 @@ def test_thresholds_are_those_of_fineweb_and_a_value_equal_to_one_is_kept():
     assert [values[name] for name in ("min_terminal_lines", "max_short_lines", "max_duplicate_line_characters",
                                       "max_newlines_per_word", "short_line")] == [0.12, 0.67, 0.01, 0.3, 30]
     lines = [*LINES[:3], *OPEN[:15]]
-    assert fineweb(["\n".join(lines)], FineWeb(min_terminal_lines=3 / 18))[0] == [""]
+    assert judged(["\n".join(lines)], FineWeb(min_terminal_lines=3 / 18))[0] == [""]
     exact = "a" * 29 + "."  # 30 characters are short, 31 are not
-    assert count_lines([f"{exact}\na{exact}\né{exact[1:]}"], FineWeb())[0].tolist()[:3] == [3, 3, 2]
+    counts = textpass.measure([f"{exact}\na{exact}\né{exact[1:]}"], FineWeb().measures()).line_counts
+    assert counts[0].tolist()[:3] == [3, 3, 2]
 
 
 def test_more_terminal_punctuation():
     document = "\n".join(line.replace(".", "\u201d") for line in LINES)
-    assert fineweb([document], FineWeb(terminal_punctuation=".!?\"'\u201d"))[0] == [""]
+    assert judged([document], FineWeb(terminal_punctuation=".!?\"'\u201d"))[0] == [""]
 
 
 def test_statistics_and_limits():
-    _, statistics = fineweb(["\n".join(LINES), ""], FineWeb())
+    _, statistics = judged(["\n".join(LINES), ""], FineWeb())
     assert set(statistics) == set(FineWeb().limits())
     assert all(values.dtype == np.float64 and values.shape == (2,) for values in statistics.values())
     assert all(values[1] == 0 for values in statistics.values())

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.data.filters.pii import Pii, pii, replace_addresses, replace_emails
+from tests.filtering import judged
+from tidewheel.data.filters.pii import Pii, replace_addresses, replace_emails
 
 MAIL, HOST = ("<mail>",), ("<host>",)
 
@@ -73,28 +74,28 @@ PIECES = st.one_of(WHOLE, st.sampled_from([" ", ".", "@", "-", "x", "\n"]))
 @settings(max_examples=300, deadline=None)
 def test_a_text_is_replaced_whatever_others_there_are(texts: list[str]):
     config = Pii()
-    reasons, statistics, replaced = pii(texts, config)
+    reasons, statistics, replaced = judged(texts, config)
     assert reasons == [""] * len(texts)
     assert set(statistics) == set(config.limits())
-    assert replaced.to_pylist() == [pii([text], config)[2][0].as_py() for text in texts]
-    assert replaced.to_pylist() == pii(pa.chunked_array([texts[:1], texts[1:]], pa.string()), config)[2].to_pylist()
+    assert replaced.to_pylist() == [judged([text], config)[2][0].as_py() for text in texts]
+    assert replaced.to_pylist() == judged(pa.chunked_array([texts[:1], texts[1:]], pa.string()), config)[2].to_pylist()
 
 
 @given(st.lists(WHOLE, max_size=12).map(" ".join))
 @settings(max_examples=100, deadline=None)
 def test_twice_changes_nothing_more(text: str):
-    once = pii([text], Pii())[2]
-    assert pii(once, Pii())[2].equals(once)
+    once = judged([text], Pii())[2]
+    assert judged(once, Pii())[2].equals(once)
 
 
 def test_placeholders_follow_from_the_address_alone():
-    _, statistics, replaced = pii([f"{name}@host.org and 163.36.107.{number}" for number, name in enumerate(
+    _, statistics, replaced = judged([f"{name}@host.org and 163.36.107.{number}" for number, name in enumerate(
         ["ann", "bob", "cy", "dan", "ann", "ANN"], 20)], Pii())
     first = [text.split(" ")[0] for text in replaced.to_pylist()]
     assert set(first) == set(Pii().email_placeholders)
     assert first[0] == first[4] == first[5]
     assert statistics["pii_emails"].tolist() == statistics["pii_addresses"].tolist() == [1] * 6
-    assert pii(["ann@host.org 163.36.107.25"], Pii(emails=False, addresses=False))[2].to_pylist() == [
+    assert judged(["ann@host.org 163.36.107.25"], Pii(emails=False, addresses=False))[2].to_pylist() == [
         "ann@host.org 163.36.107.25"]
 
 

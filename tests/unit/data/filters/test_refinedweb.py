@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.filters.test_quality import GOOD
+from tests.filtering import judged
+from tests.unit.data.filters.test_gopher_quality import GOOD
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
 from tidewheel.config import build
-from tidewheel.data.filters.refinedweb import COUNTED, REASON, RefinedWeb, refinedweb, remove_lines
+from tidewheel.data.filters.refinedweb import COUNTED, REASON, RefinedWeb, remove_lines
 from tidewheel.errors import ConfigError
 
 COUNTER = re.compile(rf"^\W*\d[,.\d]*[kmb]?\s+(?:{'|'.join(COUNTED)})\W*$", re.IGNORECASE)
@@ -89,7 +90,7 @@ def test_what_is_left_matches_the_oracle(documents: list[str], config: RefinedWe
 ])
 def test_each_rule(line: str, left: str | None):
     document = f"Some text before it.\n{line}\nSome text after it."
-    _, _, edited = refinedweb([document], RefinedWeb())
+    _, _, edited = judged([document], RefinedWeb())
     assert edited[0].as_py() == f"Some text before it.\n{'' if left is None else left + chr(10)}Some text after it."
 
 
@@ -97,7 +98,7 @@ def test_a_document_that_loses_too_much_is_dropped():
     word_count = len(GOOD.split())
     share = 2 / (word_count + 2)
     for limit, reason in ((share, ""), (share * 0.99, REASON)):
-        reasons, statistics, edited = refinedweb([GOOD + "\n3 likes"], RefinedWeb(max_removed_words=limit))
+        reasons, statistics, edited = judged([GOOD + "\n3 likes"], RefinedWeb(max_removed_words=limit))
         assert reasons == [reason]
         assert statistics["refinedweb_removed_words"].tolist() == pytest.approx([share])
         assert statistics["refinedweb_removed_lines"].tolist() == [1]
@@ -106,7 +107,7 @@ def test_a_document_that_loses_too_much_is_dropped():
 
 def test_documents_without_anything_to_remove_stay_as_they_are():
     documents = [GOOD, "", " \n", "\n a line with spaces around it \n\n", "two words\r\n\r\n", "plain words"]
-    reasons, statistics, edited = refinedweb(documents, RefinedWeb())
+    reasons, statistics, edited = judged(documents, RefinedWeb())
     assert edited.to_pylist() == documents
     assert reasons == [""] * len(documents)
     assert set(statistics) == set(RefinedWeb().limits())

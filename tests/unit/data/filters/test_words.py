@@ -7,11 +7,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from tests.filtering import judged
 from tidewheel.data import text
 from tidewheel.data.filters import words
-from tidewheel.data.filters.words import WordFilter, word_filter
+from tidewheel.data.filters.words import WordFilter
+from tidewheel.errors import ConfigError
 
 ALPHABET = ["bad", "worse", "good", "day", "of", "the", "9", "悪", "Ünder"]
 
@@ -51,23 +52,23 @@ def test_documents_of_several_chunks(monkeypatch):
 
 def test_limits():
     texts = ["bad", "bad " + "good " * 9, "bad " + "good " * 99, "Badly good", "BAD!"]
-    reasons, statistics = word_filter(texts, WordFilter(words=("bad",)))
+    reasons, statistics = judged(texts, WordFilter(words=("bad",)))
     assert reasons == ["listed_words"] * 3 + ["", "listed_words"]
     assert statistics["listed_words"].tolist() == [1, 1, 1, 0, 1]
     assert np.allclose(statistics["listed_word_share"], [1, 0.1, 0.01, 0, 1])
-    reasons, _ = word_filter(texts, WordFilter(words=("bad",), max_count=None, max_share=0.05))
+    reasons, _ = judged(texts, WordFilter(words=("bad",), max_count=None, max_share=0.05))
     assert reasons == ["listed_words", "listed_words", "", "", "listed_words"]
-    assert word_filter([], WordFilter(words=("bad",)))[0] == []
+    assert judged([], WordFilter(words=("bad",)))[0] == []
 
 
 def test_entries_come_from_files(tmp_path):
     (tmp_path / "en").write_text("bad day\n2 girls\n")
-    reasons, _ = word_filter(["a bad day", "bad", "2 girls", "3 girls"], WordFilter(files=(str(tmp_path / "en"),)))
+    reasons, _ = judged(["a bad day", "bad", "2 girls", "3 girls"], WordFilter(files=(str(tmp_path / "en"),)))
     assert reasons == ["listed_words", "", "listed_words", ""]
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({}, "give words"), ({"words": ["x"], "max_count": None}, "give max_count")])
 def test_settings_that_mean_nothing(settings, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         WordFilter(**settings)

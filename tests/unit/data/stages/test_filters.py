@@ -1,22 +1,25 @@
 """Filters together: their order, their names in recipes and in the SDK, and their histograms."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+import tidewheel as tw
 from tests.unit.data.filters.test_fineweb import LINES
-from tests.unit.data.filters.test_quality import GOOD
-from tidewheel.config import Config
+from tests.unit.data.filters.test_gopher_quality import GOOD
+from tidewheel.config import build
 from tidewheel.data import verdicts
 from tidewheel.data.config import FilterStep
 from tidewheel.data.document import DOCUMENT_SCHEMA
+from tidewheel.data.filter import FILTERS, Filter, Verdicts
 from tidewheel.data.stage import Unit, UnitWriter
 from tidewheel.data.stages import filters
 from tidewheel.data.stages.outcomes import Outcomes, grouped, groups
-from tidewheel.versions import Version
-from tidewheel.workflow import filters as sdk
+from tidewheel.errors import ConfigError
+from tidewheel.parts import name_of
 
 STOP = "The cat sat with the dog and they have lots of fun.\n"
 
@@ -28,17 +31,21 @@ def documents(texts, sources=None):
                      "source": sources or ["web"] * count, "meta": ['{"_file": "f"}'] * count}, schema=DOCUMENT_SCHEMA)
 
 
+def names(given):
+    return [name_of(type(filter)) for filter in given]
+
+
 def test_all_apply_in_the_order_of_finewebs_recipe():
     step = FilterStep.model_validate({"fineweb": {}, "gopher_quality": {}, "gopher_repetition": {}})
-    assert [name for name, _ in step.rules()] == ["gopher_repetition", "gopher_quality", "fineweb"]
+    assert names(step.filters) == ["gopher_repetition", "gopher_quality", "fineweb"]
     lines = "\n".join(LINES)
     texts = [GOOD, lines, STOP + lines, (STOP + lines).replace(".", ",")]
-    judged = filters.judge(step.rules(), documents(texts))
+    judged = filters.judge(step.filters, documents(texts))
     found = judged.histograms
     assert judged.reasons.tolist() == ["gopher_top_3_gram", "gopher_too_few_stop_words", "",
                                        "fineweb_too_few_terminal_lines"]
-    limits = {name: limit for _, settings in step.rules() for name, limit in settings.limits().items()}
-    assert len(limits) == sum(len(settings.limits()) for _, settings in step.rules())  # no name is used twice
+    limits = {name: limit for filter in step.filters for name, limit in filter.limits().items()}
+    assert len(limits) == sum(len(filter.limits()) for filter in step.filters)  # no name is used twice
     assert set(found) == set(limits)
     for name, histogram in found.items():
         assert sum(histogram["counts"]) == len(texts)
@@ -48,74 +55,84 @@ def test_all_apply_in_the_order_of_finewebs_recipe():
 NEEDS = {"urls": {"domains": ["bad.com"]}, "words": {"words": ["bad"]}, "classifier": {"file": "model.bin"}}
 
 
-@pytest.mark.parametrize("name", FilterStep.names())
+@pytest.mark.parametrize("name", FILTERS.built_in())
 def test_each_filter_by_name(name: str):
     step = FilterStep.model_validate({name: NEEDS[name]} if name in NEEDS else name)
-    ((kind, rule),) = step.rules()
-    assert kind == name
-    assert filters.settings_of(kind, rule.canonical()) == rule
-    asked = getattr(sdk, name)(**NEEDS.get(name, {}))
-    assert FilterStep.model_validate({asked.name: asked.settings}) == step
+    (rule,) = step.filters
+    assert names([rule]) == [name]
+    assert filters.received(*filters.bound(rule)) == rule
+    assert getattr(tw.filters, name)(**NEEDS.get(name, {})) == rule
+    assert FilterStep.model_validate(step.canonical()) == step
     if name != "classifier":  # without its model
-        assert len(filters.judge(step.rules(), documents([])).reasons) == 0
+        assert len(filters.judge(step.filters, documents([])).reasons) == 0
 
 
-def test_unknown_filter():
-    with pytest.raises(ValueError, match=r"no such filter: none; there are urls, language, gopher_repetition"):
-        filters.judge([("none", FilterStep.model_validate("fineweb").rules()[0][1])], documents(["x"]))
+def test_the_order_is_that_of_the_filters_and_not_of_the_file():
+    everything = FilterStep.model_validate({name: NEEDS.get(name, {}) for name in FILTERS.built_in()})
+    assert names(everything.filters) == ["urls", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb",
+                                         "refinedweb", "words", "classifier", "pii"]
+    assert len({filter.ORDER for filter in everything.filters}) == len(everything.filters)
 
 
-class Cut(Config):
+@pytest.mark.parametrize(("values", "told"), [
+    ({"zzz": {}}, "unknown key 'zzz'; known keys: annotate, c4, classifier"),
+    ({"gopher_qualty": {}}, "unknown key 'gopher_qualty', did you mean 'gopher_quality'?"),
+    ({"pii": {}, "anotate": True}, "unknown key 'anotate', did you mean 'annotate'?"),
+    ({"c4": {"min_sentence": 3}}, "unknown key 'c4.min_sentence', did you mean 'min_sentences'?"),
+    ({"c4": {"min_sentences": "x"}}, "c4.min_sentences: Input should be a valid integer"),
+    ({"c4": 3}, "c4: Input should be a valid dictionary"),
+])
+def test_mistakes_are_told_with_their_place(values, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        build(FilterStep, values)
+
+
+class Cut(Filter):
     """Cuts `word` out; drops documents with `bad` in them."""
 
+    EDITS = "cut_out"
+    DETAILS = ("cuts",)
     word: str = "cut"
     bad: str = "bad"
 
     def limits(self):
         return {"cuts": (None, None)}
 
+    def apply(self, batch):
+        values = batch.texts.to_pylist()
+        return Verdicts(["cut_bad" if self.bad in text else "" for text in values],
+                        {"cuts": np.array([float(text.count(self.word)) for text in values])},
+                        [text.replace(self.word, "") for text in values])
 
-def cut(texts, config):
-    values = texts.to_pylist()
-    return (["cut_bad" if config.bad in text else "" for text in values],
-            {"cuts": np.array([float(text.count(config.word)) for text in values])},
-            pa.array([text.replace(config.word, "") for text in values], pa.large_string()))
+
+class CutMore(Cut):
+    """The same for another reason."""
+
+    EDITS = "cut_more_out"
+    DETAILS = ()
 
 
-class Name(Config):
+class Name(Filter):
     """Names documents without the letter e, drops those from `source`, ranks by length."""
+
+    WRITES = True
 
     source: str = "spam"
 
-    def limits(self):
-        return {}
+    def apply(self, batch):
+        metas = [json.dumps({**document["meta"], "e": "e" in document["text"]}) for document in batch.documents()]
+        reasons = ["name_source" if source == self.source else "" for source in batch.sources.to_pylist()]
+        quality = np.array([len(text) for text in batch.texts.to_pylist()], np.float32)
+        return Verdicts(reasons, metas=metas, quality=quality)
 
 
-def name(table, config):
-    metas = [json.dumps({**json.loads(meta), "e": "e" in text})
-             for meta, text in zip(table["meta"].to_pylist(), table["text"].to_pylist(), strict=True)]
-    reasons = ["name_source" if source == config.source else "" for source in table["source"].to_pylist()]
-    quality = np.array([len(text) for text in table["text"].to_pylist()], np.float32)
-    return reasons, {}, pa.array(metas, pa.string()), quality
-
-
-@pytest.fixture
-def rules(monkeypatch):
-    monkeypatch.setitem(filters._FILTERS, "cut", filters.Rule(Cut, cut, edits="cut_out", detail=("cuts",),
-                                                                version=Version("filter_cut")))
-    monkeypatch.setitem(filters._FILTERS, "cut_more", filters.Rule(Cut, cut, edits="cut_more_out",
-                                                                     version=Version("filter_cut_more")))
-    monkeypatch.setitem(filters._FILTERS, "name", filters.Rule(Name, name, by_document=True, writes=True,
-                                                                 version=Version("filter_name")))
-
-
-def test_a_filter_sees_what_those_before_it_left(rules):
+def test_a_filter_sees_what_those_before_it_left():
     texts = ["a cut b", "plain", "bad cut", " cut ", "axb cut", "spam cutcut", "x"]
     table = documents(texts, sources=["web"] * 5 + ["spam", "web"])
-    given = [("cut", Cut()), ("name", Name()), ("cut_more", Cut(word="x", bad="a  b"))]
+    given = [Cut(), Name(), CutMore(word="x", bad="a  b")]
     judged = filters.judge(given, table)
-    assert judged.reasons.tolist() == ["cut_bad", "", "cut_bad", "cut_nothing_left", "",
-                                       "name_source", "cut_more_nothing_left"]
+    assert judged.reasons.tolist() == ["cut_bad", "", "cut_bad", f"{__name__}:Cut_nothing_left", "",
+                                       "name_source", f"{__name__}:CutMore_nothing_left"]
     assert judged.texts.to_pylist() == ["a  b", "plain", "bad cut", " cut ", "ab ", "spam ", "x"]
     first, second = judged.edits
     assert (first.reason, first.rows.tolist()) == ("cut_out", [0, 4, 5])
@@ -127,10 +144,10 @@ def test_a_filter_sees_what_those_before_it_left(rules):
     assert judged.statistics["cuts"].tolist() == [0, 0, 0, 0, 1, 0, 1]
 
 
-def test_outcomes_of_batches_are_those_of_the_whole(rules):
+def test_outcomes_of_batches_are_those_of_the_whole():
     texts = [f"{number} " + "cut " * (number % 3) + ("bad" if number % 7 == 0 else "") for number in range(100)]
     table = documents(texts)
-    group = [(False, [("cut", Cut()), ("name", Name())])]
+    group = [(False, [Cut(), Name()])]
     whole = Outcomes()
     passed = whole.apply(group, table)
     parts = Outcomes()
@@ -148,10 +165,10 @@ def test_outcomes_of_batches_are_those_of_the_whole(rules):
     assert whole.edited == sum("cut" in text for text in texts if "bad" not in text) == int(passed.changed.sum())
 
 
-def test_annotating_changes_nothing_and_says_what_would_happen(rules, tmp_path):
+def test_annotating_changes_nothing_and_says_what_would_happen(tmp_path):
     texts = ["a cut", "bad", "plain"]
     found = Outcomes()
-    passed = found.apply([(True, [("cut", Cut())])], documents(texts))
+    passed = found.apply([(True, [Cut()])], documents(texts))
     assert passed.table["text"].to_pylist() == texts
     assert not passed.changed.any()
     assert len(found.verdicts()) == 0
@@ -175,18 +192,18 @@ def test_thresholds_chosen_from_annotations_give_the_verdict_they_promise():
     found.apply(groups(grouped([step])), table)
     (rows,) = found.annotations
     assert len(rows) == len(texts)
-    assert rows["would_drop"].to_pylist() == filters.judge(step.rules(), table).reasons.tolist()
+    assert rows["would_drop"].to_pylist() == filters.judge(step.filters, table).reasons.tolist()
     values = np.sort(rows["words"].to_numpy())
     for threshold in values.tolist():  # a limit read off the annotations keeps exactly the documents that reach it
         chosen = FilterStep.model_validate({"gopher_quality": {"min_words": int(threshold), "min_stop_words": 0}})
-        reasons = filters.judge(chosen.rules(), table).reasons
+        reasons = filters.judge(chosen.filters, table).reasons
         assert ((reasons == "gopher_too_few_words") == (rows["words"].to_numpy() < threshold)).all()
 
 
 def test_steps_in_a_row_that_annotate_alike_are_one_group():
     one, two, three = (FilterStep.model_validate(value) for value in (
         {"fineweb": {}}, {"gopher_quality": {}}, {"gopher_quality": {}, "annotate": True}))
-    assert [(annotate, [name for name, _ in rules]) for annotate, rules in groups(grouped([one, two, three, one]))] == [
+    assert [(annotate, names(rules)) for annotate, rules in groups(grouped([one, two, three, one]))] == [
         (False, ["fineweb", "gopher_quality"]), (True, ["gopher_quality"]), (False, ["fineweb"])]
 
 
@@ -196,7 +213,7 @@ def test_filters_that_follow_an_edit_see_the_edited_text():
                                        "fineweb": {"short_line": 12}, "c4": {"min_sentences": 1}, "refinedweb": {}})
     second = FilterStep.model_validate({"fineweb": {"short_line": 40, "max_short_lines": 1.0}, "gopher_quality": {
         "min_words": 5, "min_stop_words": 0}})
-    rules = [*first.rules(), *second.rules()]
+    rules = [*first.filters, *second.filters]
     texts = ["\n".join(LINES), "\n".join([*LINES, "a line, open", "x", "MENU | HOME"]), GOOD, "", "x { y.", STOP * 3,
              *(STOP + "\nno end\n" + line for line in LINES)]
     judged = filters.judge(rules, documents(texts))

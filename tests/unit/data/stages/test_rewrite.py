@@ -6,45 +6,39 @@ import json
 
 import numpy as np
 import pyarrow as pa
-import pytest
 
-from tidewheel.config import Config, build
+from tidewheel.config import build
 from tidewheel.data import verdicts
 from tidewheel.data.config import PipelineConfig
+from tidewheel.data.filter import Filter, Verdicts
 from tidewheel.data.stage import Unit, read_table
 from tidewheel.data.stages import filters, ingest, partition, row_local
 from tidewheel.data.stages.drops import after, publish
 from tidewheel.data.stages.execute import Task
 from tidewheel.data.stages.job import resolve
 from tidewheel.data.stages.partition import Part, load_documents, load_keys
-from tidewheel.versions import Version
 
 WORDS = ["and", "so", "it", "went", "on", "until", "the", "tide", "turned", "they", "all", "sailed", "home", "with"]
 
 
-class Cut(Config):
+class Cut(Filter):
     """Cuts the word "tide" out, drops documents with "storm"."""
 
-    def limits(self):
-        return {}
+    EDITS = "cut_out"
+
+    def apply(self, batch):
+        values = batch.texts.to_pylist()
+        return Verdicts(["cut_storm" if "storm" in text else "" for text in values],
+                        texts=[text.replace("tide", "") for text in values])
 
 
-def cut(texts, config):
-    values = texts.to_pylist()
-    return (["cut_storm" if "storm" in text else "" for text in values], {},
-            pa.array([text.replace("tide", "") for text in values], pa.large_string()))
+class Rank(Filter):
+    """Ranks documents by their place."""
 
+    WRITES = True
 
-def rank(table, config):
-    return [""] * len(table), {}, None, np.arange(len(table), dtype=np.float32)
-
-
-@pytest.fixture(autouse=True)
-def rules(monkeypatch):
-    monkeypatch.setitem(filters._FILTERS, "fineweb", filters.Rule(Cut, cut, edits="cut_out",
-                                                                   version=Version("filter_fineweb", 2)))
-    monkeypatch.setitem(filters._FILTERS, "rank", filters.Rule(Cut, rank, by_document=True, writes=True,
-                                                                version=Version("filter_rank")))
+    def apply(self, batch):
+        return Verdicts([""] * len(batch), quality=np.arange(len(batch), dtype=np.float32))
 
 
 def texts():
@@ -71,8 +65,8 @@ def part_of(folder, records) -> tuple[Task, Part]:
         **part.inputs(), "minhash": read.inputs["minhash"], "filters": [], "rewrite": True}), part
 
 
-def filtered(task: Task, *names: str):
-    inputs = {**task.inputs, "filters": [[False, [[name, {}] for name in names]]]}
+def filtered(task: Task, *parts: Filter):
+    inputs = {**task.inputs, "filters": [[False, [filters.bound(part) for part in parts]]]}
     return row_local.filter_part(Task(task.output, task.unit, inputs))
 
 
@@ -83,12 +77,12 @@ def test_a_rewritten_partition_is_that_of_the_edited_texts(tmp_path):
     gone = publish(Task(task.output, Unit("earlier", "part-00000", "3" * 32), part.inputs()),
                    verdicts.drops(pa.array(["d01"]), "earlier"), pa.table({"id": ["d01"], "head": [""]}))
     (part,) = after([part], [gone])
-    done = filtered(Task(task.output, task.unit, {**task.inputs, **part.inputs()}), "fineweb")
+    done = filtered(Task(task.output, task.unit, {**task.inputs, **part.inputs()}), Cut())
     (left,) = after([part], [done])
 
     kept = [{**record, "text": record["text"].replace("tide", "")} for record in records
             if "storm" not in record["text"] and record["text"] != "tide" and record["id"] != "d01"]
-    assert done.summary["dropped"] == {"cut_storm": 8, "fineweb_nothing_left": 1}
+    assert done.summary["dropped"] == {"cut_storm": 8, f"{__name__}:Cut_nothing_left": 1}
     edited = sum("tide" in record["text"] for record in records) - 1
     assert 0 < done.summary["edited"] <= edited
     assert done.summary["edits"] == {"cut_out": done.summary["edited"]}
@@ -99,12 +93,12 @@ def test_a_rewritten_partition_is_that_of_the_edited_texts(tmp_path):
     theirs = pa.concat_tables(list(load_documents(expected.store, other.inputs())))
     assert mine.select(["id", "text", "source"]).equals(theirs.select(["id", "text", "source"]))
     assert load_keys(task.store, left.inputs()).equals(load_keys(expected.store, other.inputs()))
-    assert filtered(task, "fineweb").files.keys() == {"documents", "keys", "verdicts"}
+    assert filtered(task, Cut()).files.keys() == {"documents", "keys", "verdicts"}
 
 
 def test_quality_reaches_the_keys(tmp_path):
     task, part = part_of(tmp_path, [{"id": f"d{number:02d}", "text": text} for number, text in enumerate(texts())])
-    (left,) = after([part], [filtered(task, "rank", "fineweb")])
+    (left,) = after([part], [filtered(task, Rank(), Cut())])
     before, now = load_keys(task.store, part.inputs()), load_keys(task.store, left.inputs())
     assert set(before["quality"].to_pylist()) == {0.0}
     row = {identity: place for place, identity in enumerate(before["id"].to_pylist())}
@@ -113,12 +107,12 @@ def test_quality_reaches_the_keys(tmp_path):
 
 def test_the_same_unit_twice_gives_the_same_bytes(tmp_path):
     task, _ = part_of(tmp_path, [{"id": f"d{number:02d}", "text": text} for number, text in enumerate(texts())])
-    assert filtered(task, "fineweb", "rank").files == filtered(task, "fineweb", "rank").files
+    assert filtered(task, Cut(), Rank()).files == filtered(task, Cut(), Rank()).files
 
 
 def test_a_partition_of_which_nothing_is_left(tmp_path):
     task, part = part_of(tmp_path, [{"id": "a", "text": "storm"}, {"id": "b", "text": "storm tide"}])
-    done = filtered(task, "fineweb")
+    done = filtered(task, Cut())
     (left,) = after([part], [done])
     assert left.count == 0
     assert list(load_documents(task.store, left.inputs())) == []

@@ -28,20 +28,20 @@ class Count(event.Listener):
         pass
 
 event.register("numba:compile", Count())
-from tidewheel.data import text
+from tests.filtering import everything, judged
+from tidewheel.data import warm_up
 from tidewheel.data.dedup import minhash
-from tidewheel.data.filters import c4, fineweb, refinedweb
+from tidewheel.data.filters.refinedweb import RefinedWeb
 from tidewheel.data.text import kernel_objects, textpass
 
-ready = text.is_warm()
-text.warm_up()
+ready = warm_up.is_warm()
+warm_up.warm_up()
 texts = json.load(open(sys.argv[1]))
-found = textpass.measure(texts, quality=True, repetition=True, fineweb=fineweb.FineWeb(), c4=c4.C4(),
-                         minhash=(5, 112, 1), hashes=True)
-reasons, statistics, rest = refinedweb.refinedweb(texts, refinedweb.RefinedWeb())
+found = textpass.measure(texts, everything(), minhash=(5, 112, 1), hashes=True)
+reasons, statistics, rest = judged(texts, RefinedWeb())
 digest = hashlib.sha256()
-for part in (found.tokens, found.quality, found.repetition, found.fineweb, found.c4, found.hashes, found.signatures,
-             found.shingles, minhash.minhash(texts, unit="characters").signatures):
+for part in (found.tokens, found.token_counts, found.repetition, found.line_counts, found.kept_lines, found.hashes,
+             found.signatures, found.shingles, minhash.minhash(texts, unit="characters").signatures):
     digest.update(part.tobytes())
 digest.update(json.dumps([found.edited.to_pylist(), reasons, [each.tolist() for each in statistics.values()],
                           rest.to_pylist()]).encode())

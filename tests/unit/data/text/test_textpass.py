@@ -7,14 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.filtering import everything, judged
 from tests.unit.data.filters.test_c4 import DOCUMENTS as LINES
-from tests.unit.data.filters.test_quality import DOCUMENTS as TOKENS
-from tests.unit.data.filters.test_repetition import DOCUMENTS as REPEATS
+from tests.unit.data.filters.test_gopher_quality import DOCUMENTS as TOKENS
+from tests.unit.data.filters.test_gopher_repetition import DOCUMENTS as REPEATS
 from tests.unit.data.text.test_text import ALPHABET, is_frozen_unicode
 from tidewheel.data import text
 from tidewheel.data.dedup import minhash
-from tidewheel.data.filters import c4, fineweb, quality, repetition
+from tidewheel.data.filters.c4 import C4
+from tidewheel.data.filters.fineweb import FineWeb
+from tidewheel.data.filters.gopher_quality import GopherQuality
+from tidewheel.data.filters.gopher_repetition import GopherRepetition
 from tidewheel.data.text import hashing, textpass, token_table, unicode_table
+from tidewheel.data.text.measures import Measures
 
 DOCUMENTS = st.one_of(
     LINES, TOKENS, REPEATS, st.text(ALPHABET, max_size=200),
@@ -25,16 +30,14 @@ DOCUMENTS = st.one_of(
 @given(st.lists(DOCUMENTS, max_size=6))
 @settings(max_examples=200, deadline=None)
 def test_fused_is_separate(documents: list[str]):
-    line_rules, own = c4.C4(terminal_punctuation=False, min_sentences=1, min_words_per_line=1), fineweb.FineWeb()
-    found = textpass.measure(documents, quality=True, repetition=True, fineweb=own, c4=line_rules, minhash=(3, 20, 4),
+    line_rules = C4(terminal_punctuation=False, min_sentences=1, min_words_per_line=1)
+    filters = (GopherQuality(), GopherRepetition(), FineWeb(), line_rules)
+    found = textpass.measure(documents, Measures.of_all(filter.measures() for filter in filters), minhash=(3, 20, 4),
                              hashes=True)
-    for judge, config in ((quality.gopher_quality, quality.GopherQuality()),
-                          (repetition.gopher_repetition, repetition.GopherRepetition()), (fineweb.fineweb, own)):
-        for one, other in zip(judge(documents, config), judge(documents, config, found), strict=True):
+    for filter in filters:
+        for one, other in zip(judged(documents, filter)[:2], judged(documents, filter, found)[:2], strict=True):
             np.testing.assert_equal(one, other)
-    alone = c4.c4(documents, line_rules)
-    assert alone[0] == c4.c4(documents, line_rules, found)[0]
-    assert alone[2].equals(found.edited)
+    assert judged(documents, line_rules)[2].equals(found.edited)
     np.testing.assert_array_equal(found.hashes, hashing.text_hashes(documents))
     signatures = minhash.minhash(documents, ngram=3, num_permutations=20, seed=4)
     np.testing.assert_array_equal(found.signatures, signatures.signatures)
@@ -56,12 +59,12 @@ def test_words_and_normalised_text_are_those_of_text(documents: list[str]):
 
 def test_any_number_of_documents_a_call(monkeypatch):
     documents = [f"Document {number}, in words. " * (number % 9) + "é\n\n\"x\"" * (number % 4) for number in range(150)]
-    settings_ = {"quality": True, "repetition": True, "fineweb": fineweb.FineWeb(), "c4": c4.C4(min_sentences=1),
-                 "minhash": (5, 16, 1), "hashes": True}
-    whole = textpass.measure(documents, **settings_)
+    settings_ = {"minhash": (5, 16, 1), "hashes": True}
+    whole = textpass.measure(documents, everything(), **settings_)
     monkeypatch.setattr(textpass, "CHUNK_BYTES", 100)
-    parts = textpass.measure(documents, **settings_)
-    for name in ("tokens", "quality", "repetition", "fineweb", "c4", "hashes", "signatures", "shingles"):
+    parts = textpass.measure(documents, everything(), **settings_)
+    for name in ("tokens", "token_counts", "repetition", "line_counts", "kept_lines", "hashes", "signatures",
+                 "shingles"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(parts, name))
     assert whole.edited.equals(parts.edited)
 
@@ -69,8 +72,8 @@ def test_any_number_of_documents_a_call(monkeypatch):
 def test_nothing_asked_for_and_nothing_given():
     found = textpass.measure(["Three words here", ""])
     assert found.tokens.tolist() == [3, 0]
-    assert found.quality is found.hashes is found.edited is None
-    assert textpass.measure([], quality=True, hashes=True).hashes.shape == (0, 2)
+    assert found.token_counts is found.hashes is found.edited is None
+    assert textpass.measure([], Measures(token_counts=True), hashes=True).hashes.shape == (0, 2)
 
 
 @pytest.mark.skipif(not is_frozen_unicode(), reason="this Python's Unicode is not the table's")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tidewheel.data.filters import resources
+from tidewheel.data import resources
 from tidewheel.errors import ConfigError
 
 MAGIC = 793712314

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.filtering import judged
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
-from tidewheel.data.filters.quality import COUNTS, REASONS, GopherQuality, count_tokens, gopher_quality
-from tidewheel.data.text import token_table
+from tidewheel.data.filters.gopher_quality import REASONS, GopherQuality
+from tidewheel.data.text import textpass, token_table
 from tidewheel.data.text import unicode_table as table
+from tidewheel.data.text.measures import TOKEN_COUNTS, Measures
 
 STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
 DOCUMENTS = st.lists(
@@ -121,9 +123,9 @@ def slow_counts(document: str) -> list[int]:
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_counts_match_the_oracle(documents: list[str]):
-    found = count_tokens(documents)
+    found = textpass.measure(documents, Measures(token_counts=True)).token_counts
     for document, row in zip(documents, found.tolist(), strict=True):
-        assert dict(zip(COUNTS, row, strict=True)) == dict(zip(COUNTS, slow_counts(document), strict=True))
+        assert dict(zip(TOKEN_COUNTS, row, strict=True)) == dict(zip(TOKEN_COUNTS, slow_counts(document), strict=True))
 
 
 @pytest.mark.parametrize(("document", "tokens"), [  # as spaCy 3.8 has them
@@ -143,7 +145,7 @@ def test_counts_match_the_oracle(documents: list[str]):
 ])
 def test_token_rule(document: str, tokens: list[str]):
     assert [token for token, _ in slow_tokens(document)] == tokens
-    assert count_tokens([document])[0, 0] == len(tokens)
+    assert textpass.measure([document]).tokens.tolist() == [len(tokens)]
 
 
 GOOD = "The cat sat with the dog and they have lots of fun. " * 10
@@ -164,20 +166,20 @@ GOOD = "The cat sat with the dog and they have lots of fun. " * 10
     ("cats dogs birds mice some words that repeat " * 10, "gopher_too_few_stop_words"),
 ])
 def test_each_rule(document: str, reason: str):
-    reasons, _ = gopher_quality([document], GopherQuality())
+    reasons, _ = judged([document], GopherQuality())
     assert reasons == [reason]
     assert reason == "" or reason in REASONS
 
 
 def test_too_many_words_and_boundaries():
     strict = GopherQuality(max_words=100)
-    assert gopher_quality([GOOD, "The cat and the dog " * 20, "The cat and the dog " * 20 + "more"], strict)[0] == [
+    assert judged([GOOD, "The cat and the dog " * 20, "The cat and the dog " * 20 + "more"], strict)[0] == [
         "gopher_too_many_words", "", "gopher_too_many_words"]
-    assert gopher_quality(["The cat and the dog " * 10], GopherQuality())[0] == [""]  # exactly 50 words is kept
+    assert judged(["The cat and the dog " * 10], GopherQuality())[0] == [""]  # exactly 50 words is kept
 
 
 def test_statistics_and_limits():
-    reasons, statistics = gopher_quality([GOOD, ""], GopherQuality())
+    reasons, statistics = judged([GOOD, ""], GopherQuality())
     assert reasons == ["", "gopher_too_few_words"]
     assert set(statistics) == set(GopherQuality().limits())
     assert all(values.dtype == np.float64 and values.shape == (2,) for values in statistics.values())

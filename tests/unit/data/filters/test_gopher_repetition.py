@@ -9,19 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.filters.test_quality import slow_tokens
+from tests.filtering import judged
+from tests.unit.data.filters.test_gopher_quality import slow_tokens
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
-from tidewheel.data.filters.repetition import (
-    COUNTS,
-    DUPLICATE,
-    REASONS,
-    STATISTICS,
-    TOP,
-    GopherRepetition,
-    count_repetition,
-    gopher_repetition,
-)
+from tidewheel.data.filters.gopher_repetition import REASONS, STATISTICS, GopherRepetition
+from tidewheel.data.text import textpass
 from tidewheel.data.text import unicode_table as table
+from tidewheel.data.text.measures import DUPLICATE, REPETITION, TOP, Measures
 
 # few different words and lines, so that everything repeats
 DOCUMENTS = st.one_of(
@@ -70,9 +64,9 @@ def slow_counts(document: str) -> list[int]:
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
 def test_counts_match_the_oracle(documents: list[str]):
-    found = count_repetition(documents)
+    found = textpass.measure(documents, Measures(repetition=True)).repetition
     for document, row in zip(documents, found.tolist(), strict=True):
-        assert dict(zip(COUNTS, row, strict=True)) == dict(zip(COUNTS, slow_counts(document), strict=True))
+        assert dict(zip(REPETITION, row, strict=True)) == dict(zip(REPETITION, slow_counts(document), strict=True))
 
 
 def test_longer_documents_match_the_oracle_across_chunks():
@@ -84,7 +78,7 @@ def test_longer_documents_match_the_oracle_across_chunks():
         lines = [" ".join(chosen.choices(vocabulary, k=chosen.randint(1, 20))) for _ in range(60)]
         documents.append("\n".join([*lines, phrase, *lines[:5], "", phrase + " and more", *chosen.choices(lines, k=9)]))
     documents.insert(5, ("é" * 500 + " ") * 1500)  # a chunk of its own
-    found = count_repetition(documents).tolist()
+    found = textpass.measure(documents, Measures(repetition=True)).repetition.tolist()
     for place in range(len(documents)):
         if place != 5:
             assert found[place] == slow_counts(documents[place])
@@ -118,7 +112,7 @@ def spread(part: str, times: int, unlike: int, joint: str = " ") -> str:
     (spread("o n b e", 20, 80), "gopher_top_4_gram"),
 ])
 def test_each_rule(document: str, reason: str):
-    reasons, _ = gopher_repetition([document], GopherRepetition())
+    reasons, _ = judged([document], GopherRepetition())
     assert reasons == [reason]
     assert reason == "" or reason in REASONS
 
@@ -127,9 +121,9 @@ def test_each_rule(document: str, reason: str):
 def test_each_duplicate_ngram_rule(n: int):
     part = " ".join(WORDS[:n])  # this run of n words repeats, no longer one does
     document = spread(part, 3, 24)
-    assert gopher_repetition([document], others_off(f"max_duplicate_{n}_grams"))[0] == [f"gopher_duplicate_{n}_grams"]
+    assert judged([document], others_off(f"max_duplicate_{n}_grams"))[0] == [f"gopher_duplicate_{n}_grams"]
     if n < 10:
-        assert gopher_repetition([document], others_off(f"max_duplicate_{n + 1}_grams"))[0] == [""]
+        assert judged([document], others_off(f"max_duplicate_{n + 1}_grams"))[0] == [""]
 
 
 def others_off(name: str) -> GopherRepetition:
@@ -141,13 +135,13 @@ def test_thresholds_are_those_of_table_a1_and_a_share_equal_to_one_is_kept():
     assert list(GopherRepetition().model_dump().values()) == [
         0.30, 0.20, 0.30, 0.20, 0.20, 0.18, 0.16, 0.15, 0.14, 0.13, 0.12, 0.11, 0.10]
     lines = [*WORDS[:7], *[WORDS[0]] * 3]  # 3 of 10 lines
-    assert gopher_repetition(["\n".join(lines)], others_off("max_duplicate_lines"))[0] == [""]
-    assert gopher_repetition(["\n".join([*lines, WORDS[0]])], others_off("max_duplicate_lines"))[0] == [
+    assert judged(["\n".join(lines)], others_off("max_duplicate_lines"))[0] == [""]
+    assert judged(["\n".join([*lines, WORDS[0]])], others_off("max_duplicate_lines"))[0] == [
         "gopher_duplicate_lines"]
 
 
 def test_statistics_and_limits():
-    _, statistics = gopher_repetition([UNLIKE, "", "a a a a"], GopherRepetition())
+    _, statistics = judged([UNLIKE, "", "a a a a"], GopherRepetition())
     assert tuple(statistics) == STATISTICS == tuple(GopherRepetition().limits())
     assert all(values.dtype == np.float64 and values.shape == (3,) for values in statistics.values())
     assert all(values[1] == 0 for values in statistics.values())

@@ -9,10 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tidewheel.data.filters import classifier_training, fasttext_model, resources
-from tidewheel.data.filters.classifier import Classifier, classifier
-from tidewheel.data.filters.classifier_training import TrainClassifier, auc, measure, read_texts, train
-from tidewheel.data.filters.language import BUNDLED, Language, language
+from tests.filtering import judged
+from tidewheel.data import resources
+from tidewheel.data.fasttext import WANTED
+from tidewheel.data.fasttext import model as fasttext_model
+from tidewheel.data.fasttext.training import TrainClassifier, auc, measure, read_texts, train
+from tidewheel.data.filters.classifier import Classifier
+from tidewheel.data.filters.language import BUNDLED, Language
 from tidewheel.errors import ConfigError, InputError
 
 pytest.importorskip("fasttext")
@@ -57,7 +60,7 @@ def model(trained, tmp_path_factory):
 
 def test_languages_are_told_apart_and_written_down():
     metas = [json.dumps({"_line": 1}), json.dumps({"language": "en"}), json.dumps({"language": "fr"}), "{}"]
-    reasons, statistics, told = language(table(list(LANGUAGES.values()), metas), Language(allow=("en", "fr")))
+    reasons, statistics, told, _ = judged(table(list(LANGUAGES.values()), metas), Language(allow=("en", "fr")))
     assert reasons == ["", "language", "", "language"]
     values = [json.loads(meta) for meta in told.to_pylist()]
     assert [value["language"] for value in values] == list(LANGUAGES)
@@ -70,16 +73,16 @@ def test_languages_are_told_apart_and_written_down():
 
 def test_an_unsure_language_goes_and_empty_allow_takes_all():
     unsure = table(["ok", LANGUAGES["de"]])
-    assert language(unsure, Language())[0] == ["language_score", "language"]
-    assert language(unsure, Language(allow=()))[0] == ["language_score", ""]
-    assert language(unsure, Language(allow=(), min_score=0))[0] == ["", ""]
-    assert language(table([]), Language())[0] == []
+    assert judged(unsure, Language())[0] == ["language_score", "language"]
+    assert judged(unsure, Language(allow=()))[0] == ["language_score", ""]
+    assert judged(unsure, Language(allow=(), min_score=0))[0] == ["", ""]
+    assert judged(table([]), Language())[0] == []
 
 
 def test_only_so_many_characters_count():
     mixed = table([LANGUAGES["fr"] + "\n" + LANGUAGES["de"] * 5])
-    assert language(mixed, Language(allow=("fr",), max_characters=60))[0] == [""]
-    assert language(mixed, Language(allow=("fr",), max_characters=0))[0] == ["language"]
+    assert judged(mixed, Language(allow=("fr",), max_characters=60))[0] == [""]
+    assert judged(mixed, Language(allow=("fr",), max_characters=0))[0] == ["language"]
 
 
 @pytest.mark.parametrize("text", ["one\ntwo\r\nthree", "stops </s> here", "__label__x of\n", "", "\n", "a\x0bb"])
@@ -106,21 +109,21 @@ def test_the_model_agrees_with_the_library_that_trained_it(trained, model, tmp_p
     """floret reads its own format: put its two values back, and compare its scores with ours."""
     (tmp_path / "floret.bin").write_bytes(trained.model[:52] + (1).to_bytes(4, "little") * 2 + trained.model[52:])
     theirs = floret.load_model(str(tmp_path / "floret.bin"))
-    ours = fasttext_model.load(str(model)).scores(GOOD + POOR, classifier_training.LABEL)
+    ours = fasttext_model.load(str(model)).scores(GOOD + POOR, WANTED)
     for text, score in zip(GOOD + POOR, ours, strict=True):
         found = {label: value for value, label in theirs.f.predict(text + "\n", 2, 0.0, "strict")}
-        assert score == pytest.approx(min(found[classifier_training.LABEL], 1), abs=1e-6)
+        assert score == pytest.approx(min(found[WANTED], 1), abs=1e-6)
 
 
 def test_the_classifier_judges(model):
-    reasons, statistics, metas, quality = classifier(table([GOOD[0], POOR[0], ""]), Classifier(
+    reasons, statistics, metas, quality = judged(table([GOOD[0], POOR[0], ""]), Classifier(
         file=str(model), min_score=0.5, as_quality=True))
     assert reasons[:2] == ["", "classifier_score"]
     assert metas is None
     assert quality.dtype == np.float32
     assert quality.tolist() == statistics["classifier_score"].tolist()
     assert quality[0] > 0.5 > quality[1]
-    assert classifier(table([GOOD[0]]), Classifier(file=str(model)))[3] is None
+    assert judged(table([GOOD[0]]), Classifier(file=str(model)))[3] is None
 
 
 def test_an_unknown_label_is_told(model):

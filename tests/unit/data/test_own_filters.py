@@ -10,10 +10,10 @@ import pytest
 
 import tidewheel as tw
 from tests.plain_execution import without_ray
+from tidewheel import parts
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig, Step
-from tidewheel.data.filters import own
 from tidewheel.data.stages import filters
 from tidewheel.data.stages.outcomes import groups
 from tidewheel.errors import ConfigError, InputError
@@ -39,7 +39,7 @@ class Shouting(tw.Filter):
 
 class Trim(tw.Filter):
     """Cut off what is behind a bar."""
-    edits = "trimmed"
+    EDITS = "trimmed"
 
     def apply(self, batch):
         return tw.Verdicts([""] * len(batch), texts=[text.as_py().partition("|")[0] for text in batch.texts])
@@ -83,14 +83,15 @@ def table(*texts: str) -> pa.Table:
 def rules(*filters_of_step: object) -> list:
     step = build(Step, {"filter": dict(filters_of_step) if filters_of_step else {}}).filter
     assert step is not None
-    return list(step.rules())
+    return list(step.filters)
 
 
 def test_a_class_and_functions_beside_the_packages_own(module: str):
     lenient = {"min_sentences": 0, "min_words_per_line": 0, "terminal_punctuation": False}
     found = rules(("c4", lenient), (f"{module}:Shouting", None), (f"{module}:Trim", {}),
                   ("python", f"{module}:short"))
-    assert [name for name, _ in found] == ["c4", f"{module}:Shouting", f"{module}:Trim", f"{module}:short"]
+    assert [parts.name_of(type(filter)) for filter in found] == ["c4", f"{module}:Shouting", f"{module}:Trim",
+                                                                 f"{module}:short"]
     judged = filters.judge(found, table("LOUD WORDS ARE LOUD", "quiet words that stay | cut", "ab|cdefgh",
                                         "all is well"))
     assert judged.reasons.tolist() == ["shouting", "", "too_short", ""]
@@ -98,8 +99,7 @@ def test_a_class_and_functions_beside_the_packages_own(module: str):
     assert judged.statistics["upper"][1] == 0
     assert judged.histograms["upper"]["threshold"] == 0.3
     assert [edit.reason for edit in judged.edits] == ["trimmed"]
-    assert filters.changes([f"{module}:Trim"])
-    assert not filters.changes([f"{module}:Shouting", f"{module}:short"])
+    assert [filter.changes() for filter in found] == [True, False, True, False]
 
 
 def test_a_function_sees_the_document(module: str):
@@ -121,7 +121,7 @@ def test_a_filter_that_fails_is_told_with_its_place(module: str, name: str, told
 
 
 @pytest.mark.parametrize(("name", "settings", "told"), [
-    ("{}:Shoutin", {}, "'Shoutin' is not there"), ("{}:nothing", {}, "is no tw.Filter and no function"),
+    ("{}:Shoutin", {}, "'Shoutin' is not there"), ("{}:nothing", {}, "is no filter"),
     ("no_such_module_at_all:x", {}, "there is no module 'no_such_module_at_all'"),
     ("{}:Shouting", {"max_uper": 1}, "did you mean 'max_upper'"), ("{}:short", {"a": 1}, "a"),
 ])
@@ -146,17 +146,17 @@ def test_keys_follow_the_source_and_the_settings(module: str, tmp_path: Path):
     assert recipe(module, max_upper=0.4).recipe_hash() != plain
     assert build(PipelineConfig, recipe(module).canonical()).recipe_hash() == plain
     (tmp_path / f"{module}.py").write_text(MODULE + "# changed\n")
-    own.source_hash.cache_clear()
+    parts._source_hash.cache_clear()
     assert recipe(module).recipe_hash() != plain
 
 
 def test_a_worker_with_another_source_refuses(module: str):
-    ((name, rule),) = rules((f"{module}:Shouting", {"max_upper": 0.4}))
-    sent = own.bound(rule)
-    ((_, [(_, arrived)]),) = groups([[False, [[name, sent]]]])
+    (rule,) = rules((f"{module}:Shouting", {"max_upper": 0.4}))
+    name, settings, code = filters.bound(rule)
+    ((_, [arrived]),) = groups([[False, [[name, settings, code]]]])
     assert arrived == rule
     with pytest.raises(ConfigError, match="another one on this node"):
-        own.received(name, {**sent, own.CODE: {**sent[own.CODE], "hash": "blake3-0"}})
+        filters.received(name, settings, {**code, "hash": "blake3-0"})
 
 
 def test_a_pipeline_and_the_sdk(module: str, tmp_path: Path):
@@ -168,7 +168,9 @@ def test_a_pipeline_and_the_sdk(module: str, tmp_path: Path):
     made = tw.Pipeline("pipeline").set(partitions=1).read("*.jsonl")
     assert made.filter(mine.Shouting()).recipe_hash() == recipe(module).recipe_hash()
     assert made.filter(mine.Shouting(max_upper=0.4)).recipe_hash() == recipe(module, max_upper=0.4).recipe_hash()
-    assert [name for name, _ in made.filter(mine.short).config().step("filter").rules()] == [f"{module}:short"]
+    assert made.filter(mine.short).config().step("filter").filters == tuple(rules(("python", f"{module}:short")))
+    with pytest.raises(ConfigError, match="given twice"):
+        made.filter(mine.Shouting(), mine.Shouting(max_upper=0.4))
     with pytest.raises(ConfigError, match="workers cannot import"):
         made.filter(lambda document: True)
     with pytest.raises(ConfigError, match="is no filter"):

@@ -6,7 +6,7 @@ code points of that text, and shares of characters are of all of them.
 - Lines are cut at newlines (a run of them counts once), paragraphs at runs of two or more, after white space at
   both ends of the text is gone (datatrove leaves it for lines, and counts an empty line at either end).
   One equal to an earlier one is a duplicate.
-- Words are the tokens of `quality`, symbols included, as they are written (case matters).
+- Words are the tokens of `gopher_quality`, symbols included, as they are written (case matters).
 - Top n-gram: the one that occurs most often, the first seen of equals; its characters, with one space between
   words, times its occurrences. A text in which no n-gram repeats has its first as top n-gram.
 - Duplicate n-grams: read from left to right, the words of an n-gram that was met before count with their characters,
@@ -15,25 +15,23 @@ code points of that text, and shares of characters are of all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import numpy as np
 
-from tidewheel.config import Config
-from tidewheel.data.filters.rules import MOST, Rule, first_failing
-
-if TYPE_CHECKING:
-    from tidewheel.data.text import Texts
-    from tidewheel.data.text.textpass import Measured
-
-TOP, DUPLICATE = (2, 3, 4), (5, 6, 7, 8, 9, 10)
-COUNTS = ("characters", "lines", "duplicate_lines", "duplicate_line_characters",
-          "paragraphs", "duplicate_paragraphs", "duplicate_paragraph_characters",
-          *(f"top_{n}_gram" for n in TOP), *(f"duplicate_{n}_grams" for n in DUPLICATE))
+from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+from tidewheel.data.text.measures import REPETITION, Measures
+from tidewheel.data.text.measures import VERSION as MEASURES
+from tidewheel.data.thresholds import MOST, Rule, first_failing
+from tidewheel.versions import Version
 
 
-class GopherRepetition(Config):
-    """Thresholds; a share equal to one is kept."""
+class GopherRepetition(Filter):
+    """The repetition rules of Gopher: duplicate lines and paragraphs, frequent and repeated n-grams. A share equal to a
+    threshold is kept."""
+
+    VERSION: ClassVar[Version | None] = Version("filter_gopher_repetition", uses=(MEASURES,))
+    ORDER: ClassVar[int] = 30
 
     max_duplicate_paragraphs: float = 0.30
     """Largest share of paragraphs that repeat an earlier one."""
@@ -62,9 +60,24 @@ class GopherRepetition(Config):
     max_duplicate_10_grams: float = 0.10
     """The same for ten words."""
 
-    def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """(None, largest kept value) of each statistic of `gopher_repetition`, for histograms."""
+    def limits(self) -> Limits:
+        """Return the largest share by statistic."""
         return {name: (None, getattr(self, f"max_{name}")) for name in STATISTICS}
+
+    def measures(self) -> Measures:
+        """Ask for repeated lines, paragraphs and n-grams."""
+        return Measures(repetition=True)
+
+    def apply(self, batch: Batch) -> Verdicts:
+        """Judge documents.
+
+        Returns:
+            One of `REASONS` for each document that goes; statistics: those of `STATISTICS`, 0 for an empty document.
+        """
+        counts = batch.measure(self.measures()).repetition
+        assert counts is not None
+        statistics = _statistics(counts)
+        return Verdicts(first_failing(statistics, self.limits(), _RULES), statistics)
 
 
 # in the order in which rules are tried
@@ -73,32 +86,7 @@ _RULES: tuple[Rule, ...] = tuple((name, MOST, f"gopher_{name}") for name in STAT
 REASONS = tuple(reason for _, _, reason in _RULES)
 
 
-def gopher_repetition(texts: Texts, config: GopherRepetition, measured: Measured | None = None
-                      ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Judge documents.
-
-    Args:
-        measured: `textpass.measure` of the texts, when there is one.
-
-    Returns:
-        The reason per document ("" = keep, else one of `REASONS`), and float64 [n] per statistic of `STATISTICS`.
-        The statistics of an empty document are 0.
-    """
-    counts = None if measured is None else measured.repetition
-    statistics = _statistics(count_repetition(texts) if counts is None else counts)
-    return first_failing(statistics, config.limits(), _RULES), statistics
-
-
-def count_repetition(texts: Texts) -> np.ndarray:
-    """[n, 16] int64, columns `COUNTS`: the raw counts behind the statistics."""
-    from tidewheel.data.text import textpass
-
-    counts = textpass.measure(texts, repetition=True).repetition
-    assert counts is not None
-    return counts
-
-
 def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
-    column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(COUNTS)}
+    column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(REPETITION)}
     of = {"duplicate_lines": "lines", "duplicate_paragraphs": "paragraphs"}
     return {name: column[name] / np.maximum(column[of.get(name, "characters")], 1) for name in STATISTICS}

@@ -18,15 +18,14 @@ from pydantic import Field
 
 from tidewheel.config import Config
 from tidewheel.data.config import ReadConfig
-from tidewheel.data.filters import fasttext_model
-from tidewheel.data.filters.classifier import LABEL
+from tidewheel.data.fasttext import OTHER, WANTED
+from tidewheel.data.fasttext import model as fasttext_model
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers import read_records
 from tidewheel.errors import ConfigError, InputError
 from tidewheel.private_folders import temporary_folder
 from tidewheel.storage import split, store
 
-OTHER = "__label__lq"
 _HELD_OUT_SEED, _ORDER_SEED = 1, 2
 _MIN_HELD_OUT = 10
 # What floret, the fork of fastText that trains here, writes into the header beyond fastText's own format.
@@ -108,7 +107,7 @@ def train(positive: Sequence[str], negative: Sequence[str], settings: TrainClass
             raise InputError(f"only {len(found)} of the {name} documents are held out for the test, "
                              f"{_MIN_HELD_OUT} are needed", where="train-classifier",
                              mend="give more documents, or a larger --held-out")
-    rows = [(key, LABEL, text) for key, text in wanted_train] + [(key, OTHER, text) for key, text in others_train]
+    rows = [(key, WANTED, text) for key, text in wanted_train] + [(key, OTHER, text) for key, text in others_train]
     rows.sort(key=lambda row: (_hash(row[0], _ORDER_SEED), row[0]))
     with temporary_folder("classifier") as folder:
         model = _fit(rows, settings, folder)
@@ -116,7 +115,7 @@ def train(positive: Sequence[str], negative: Sequence[str], settings: TrainClass
         path.write_bytes(model)
         loaded = fasttext_model.Model(fasttext_model.library().load_model(str(path)),
                                       fasttext_model.check(model, "the trained model"))
-    scores = [loaded.scores([text for _, text in found], LABEL) for found in (wanted_test, others_test)]
+    scores = [loaded.scores([text for _, text in found], WANTED) for found in (wanted_test, others_test)]
     return Trained(model, measure(*scores, keep=settings.keep), len(rows), len(both))
 
 

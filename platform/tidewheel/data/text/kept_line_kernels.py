@@ -1,4 +1,4 @@
-"""Compiled passes of `c4`: citations, the verdict on each line, and the text without the lines that go.
+"""Compiled passes of `measures.LineRules`: citations, the verdict on each line, and the text without the lines that go.
 
 They read what `textpass_kernels.scan` wrote, a batch of documents at a time.
 """

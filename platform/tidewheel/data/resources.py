@@ -12,48 +12,15 @@ import gzip
 import importlib.util
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
 
-from tidewheel.config import Config
-from tidewheel.data.filters import own
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Store, content_hash, join, split
 
 PACKAGE = "package:"
 _HASH = "blake3-"
 _GZIP = b"\x1f\x8b"
-
-
-class FileConfig(Config):
-    """Base of settings with paths of files in them: a relative one is below the pipeline's input."""
-
-    FILES: ClassVar[tuple[str, ...]] = ()
-    """Fields that hold a path, or a tuple of paths."""
-
-    def paths(self) -> tuple[str, ...]:
-        """Every path in the settings."""
-        found: list[str] = []
-        for name in self.FILES:
-            value = getattr(self, name)
-            found += [value] if isinstance(value, str) else value
-        return tuple(found)
-
-    def with_files(self, change: Callable[[str], str]) -> Self:
-        """The settings with every path replaced by what `change` makes of it."""
-        values: dict[str, Any] = {}
-        for name in self.FILES:
-            value = getattr(self, name)
-            values[name] = change(value) if isinstance(value, str) else tuple(change(each) for each in value)
-        return self.model_copy(update=values)
-
-    def check(self) -> None:
-        """Raise at once what applying the settings to documents would: a file that is not what it should be."""
-
-    def versions(self) -> dict[str, str]:
-        """Versions of packages that decide the outcome, for unit keys."""
-        return {}
 
 
 def find(paths: Iterable[str], input: str) -> dict[str, str]:
@@ -74,23 +41,6 @@ def find(paths: Iterable[str], input: str) -> dict[str, str]:
             raise InputError("there is no such file", where=place.at(name),
                              mend="correct the recipe; relative paths are below --input") from None
     return found
-
-
-def bound(settings: Config, references: Mapping[str, str]) -> dict[str, Any]:
-    """Settings as JSON values for workers: paths are references."""
-    if isinstance(settings, own.Filter):
-        return own.bound(settings)
-    return (settings.with_files(references.__getitem__) if isinstance(settings, FileConfig) else settings).canonical()
-
-
-def identity(settings: Config, references: Mapping[str, str]) -> dict[str, Any]:
-    """Settings as JSON values for unit keys: in place of a path stands the content's hash."""
-    if isinstance(settings, own.Filter):
-        return own.identity(settings)
-    if isinstance(settings, FileConfig):
-        hashed = settings.with_files(lambda path: references[path].partition("@")[0])
-        return {**hashed.decisive(), **settings.versions()}
-    return settings.decisive()
 
 
 def read(reference: str) -> bytes:

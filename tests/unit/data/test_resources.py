@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tidewheel.data.filters import resources
+from tidewheel.data import resources
 from tidewheel.data.filters.urls import UrlFilter
 from tidewheel.data.filters.words import WordFilter
+from tidewheel.data.stages.filters import bound, identity, received
 from tidewheel.errors import InputError, StorageError
 
 
@@ -17,15 +18,16 @@ def test_keys_follow_the_content_and_not_the_place(tmp_path):
         (tmp_path / folder / "list.txt").write_text("bad\n")
         settings = WordFilter(files=("list.txt",))
         references = resources.find(settings.paths(), str(tmp_path / folder))
-        identities.append(resources.identity(settings, references))
-        bound = resources.bound(settings, references)
-        assert bound["files"][0].endswith(f"@{tmp_path}/{folder}/list.txt")
-        assert resources.lines(bound["files"]) == ["bad"]
+        identities.append(identity(settings, references))
+        arrived = received(*bound(settings, references))
+        assert isinstance(arrived, WordFilter)
+        assert arrived.files[0].endswith(f"@{tmp_path}/{folder}/list.txt")
+        assert resources.lines(arrived.files) == ["bad"]
     assert identities[0] == identities[1]
-    assert identities[0]["files"][0].startswith("blake3-")
+    assert identities[0][1]["files"][0].startswith("blake3-")
     plain = UrlFilter(domains=("a.com",))
-    assert resources.bound(plain, {}) == plain.canonical()
-    assert resources.identity(plain, {}) == plain.decisive() == {"domains": ["a.com"]}
+    assert received(*bound(plain, {})) == plain
+    assert identity(plain, {}) == ["urls", plain.settings()] == ["urls", {"domains": ["a.com"]}]
 
 
 def test_a_file_that_changes_is_told(tmp_path):

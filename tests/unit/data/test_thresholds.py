@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.data.filters.rules import LEAST, MOST, first_failing
+from tidewheel.data.thresholds import LEAST, MOST, first_failing
 
 RULES = (("a", LEAST, "a_small"), ("b", MOST, "b_large"), ("a", MOST, "a_large"))
 LIMITS = {"a": (2.0, 5.0), "b": (None, 3.0)}

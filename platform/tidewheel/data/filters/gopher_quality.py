@@ -1,6 +1,6 @@
 """Gopher quality rules (Rae et al. 2021, section A1.1; thresholds as in FineWeb / datatrove).
 
-Words are tokens of this rule (`TOKEN_VERSION`), close to spaCy's for English, which datatrove takes by default; dropped
+Words are tokens of this rule, close to spaCy's for English, which datatrove takes by default; dropped
 characters (diacritics, format characters) are as if they were not there. White space cuts the text into chunks, and a
 chunk into tokens:
 
@@ -22,24 +22,23 @@ Counts come from one compiled pass (`textpass`) over the raw text, not over the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import numpy as np
 
-from tidewheel.config import Config
-from tidewheel.data.filters.rules import LEAST, MOST, Rule, first_failing
-
-if TYPE_CHECKING:
-    from tidewheel.data.text import Texts
-    from tidewheel.data.text.textpass import Measured
-
-TOKEN_VERSION = "gopher-tokens-2"
-COUNTS = ("tokens", "symbol_tokens", "word_characters", "alphabetic_words", "stop_words",
-          "hashes", "ellipses", "lines", "bullet_lines", "ellipsis_lines")
+from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+from tidewheel.data.text.measures import TOKEN_COUNTS, Measures
+from tidewheel.data.text.measures import VERSION as MEASURES
+from tidewheel.data.thresholds import LEAST, MOST, Rule, first_failing
+from tidewheel.versions import Version
 
 
-class GopherQuality(Config):
-    """Thresholds; a value equal to one is kept."""
+class GopherQuality(Filter):
+    """The quality rules of Gopher: counts of words, their lengths, symbols, bullets, ellipses and stop words. A value
+    equal to a threshold is kept."""
+
+    VERSION: ClassVar[Version | None] = Version("filter_gopher_quality", uses=(MEASURES,))
+    ORDER: ClassVar[int] = 40
 
     min_words: int = 50
     """Fewest words (tokens that are not symbols)."""
@@ -62,8 +61,8 @@ class GopherQuality(Config):
     min_stop_words: int = 2
     """Fewest distinct words of {the, be, to, of, and, that, have, with}, in lower case."""
 
-    def limits(self) -> dict[str, tuple[float | None, float | None]]:
-        """(smallest, largest) kept value of each statistic of `gopher_quality`, for histograms."""
+    def limits(self) -> Limits:
+        """Return the thresholds by statistic."""
         return {
             "words": (self.min_words, self.max_words),
             "mean_word_length": (self.min_mean_word_length, self.max_mean_word_length),
@@ -74,6 +73,22 @@ class GopherQuality(Config):
             "alphabetic_words": (self.min_alphabetic_words, None),
             "stop_words": (self.min_stop_words, None),
         }
+
+    def measures(self) -> Measures:
+        """Ask for counts of tokens."""
+        return Measures(token_counts=True)
+
+    def apply(self, batch: Batch) -> Verdicts:
+        """Judge documents.
+
+        Returns:
+            One of `REASONS` for each document that goes; statistics: the keys of `limits`. Ratios of a document
+            without tokens or lines are 0.
+        """
+        counts = batch.measure(self.measures()).token_counts
+        assert counts is not None
+        statistics = _statistics(counts)
+        return Verdicts(first_failing(statistics, self.limits(), _RULES), statistics)
 
 
 # in the order in which rules are tried
@@ -92,34 +107,8 @@ _RULES: tuple[Rule, ...] = (
 REASONS = tuple(reason for _, _, reason in _RULES)
 
 
-def gopher_quality(texts: Texts, config: GopherQuality, measured: Measured | None = None
-                   ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Judge documents.
-
-    Args:
-        measured: `textpass.measure` of the texts, when there is one.
-
-    Returns:
-        The reason per document ("" = keep, else one of `REASONS`), and float64 [n] per statistic:
-        words, mean_word_length, hash_ratio, ellipsis_ratio, bullet_lines, ellipsis_lines,
-        alphabetic_words, stop_words. Ratios of a document without tokens or lines are 0.
-    """
-    counts = None if measured is None else measured.quality
-    statistics = _statistics(count_tokens(texts) if counts is None else counts)
-    return first_failing(statistics, config.limits(), _RULES), statistics
-
-
-def count_tokens(texts: Texts) -> np.ndarray:
-    """[n, 10] int64, columns `COUNTS`: the raw counts behind the statistics."""
-    from tidewheel.data.text import textpass
-
-    counts = textpass.measure(texts, quality=True).quality
-    assert counts is not None
-    return counts
-
-
 def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
-    column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(COUNTS)}
+    column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(TOKEN_COUNTS)}
     tokens, lines = np.maximum(column["tokens"], 1), np.maximum(column["lines"], 1)
     plain = column["tokens"] - column["symbol_tokens"]
     return {

@@ -1,0 +1,101 @@
+"""Parts are found by name: built-in ones, those of installed packages, and a user's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tidewheel as tw
+from tests.plain_execution import without_ray
+from tidewheel import parts
+from tidewheel.config import build
+from tidewheel.data import pipeline
+from tidewheel.data.config import PipelineConfig
+from tidewheel.data.filter import FILTERS
+from tidewheel.errors import ConfigError
+
+PACKAGE = '''
+import tidewheel as tw
+
+class Loud(tw.Filter):
+    """Drop documents in capitals."""
+    max_upper: float = 0.5
+
+    def apply(self, batch):
+        return tw.Verdicts(["loud" if sum(map(str.isupper, text)) > self.max_upper * len(text) else ""
+                            for text in batch.texts.to_pylist()])
+
+def short(document):
+    return len(document["text"]) > 5
+'''
+NAME = "tw_test_loud_filters"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package that offers filters, as pip leaves it in a folder of sys.path."""
+    site = tmp_path / "site"
+    about = site / f"{NAME}-1.0.dist-info"
+    about.mkdir(parents=True)
+    (site / f"{NAME}.py").write_text(PACKAGE)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        f"[tidewheel.filters]\nloud = {NAME}:Loud\ntoo_short = {NAME}:short\ngone = {NAME}:Gone\n")
+    monkeypatch.syspath_prepend(str(site))
+    parts._entry_points.cache_clear()
+    yield NAME
+    parts._entry_points.cache_clear()
+    parts._load.cache_clear()
+    sys.modules.pop(NAME, None)
+
+
+def recipe(*filters: object) -> PipelineConfig:
+    return build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]},
+                                  "steps": [{"filter": each} for each in filters]})
+
+
+def test_an_installed_package_offers_filters_in_recipes_and_in_python(installed: str, tmp_path: Path):
+    assert {"loud", "too_short", "pii"} <= set(FILTERS.names())
+    assert "loud" in dir(tw.filters)
+    written = recipe({"loud": {"max_upper": 0.2}, "too_short": None})
+    composed = tw.Pipeline("pipeline").set(partitions=1).read("*.jsonl").filter(
+        tw.filters.loud(max_upper=0.2), FILTERS.build("too_short"))
+    assert composed.recipe_hash() == written.recipe_hash() == recipe(
+        {f"{NAME}:Loud": {"max_upper": 0.2}, "python": f"{NAME}:short"}).recipe_hash()
+    assert build(PipelineConfig, written.canonical()) == written
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text('{"text": "LOUD WORDS"}\n{"text": "quiet words"}\n{"text": "few"}\n')
+    with without_ray():
+        summary = pipeline.run(written, input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+    assert summary.stage("filter")["dropped"] == {"loud": 1, "short": 1}
+
+
+def test_mistakes_about_an_installed_package_are_told(installed: str):
+    for given, told in (({"lout": {}}, "unknown key 'steps.0.filter.lout', did you mean 'loud'"),
+                        ({"loud": {"max_uper": 1}}, "'steps.0.filter.loud.max_uper', did you mean 'max_upper'"),
+                        ({"gone": {}}, "steps.0.filter.gone: 'Gone' is not there")):
+        with pytest.raises(ConfigError, match=told):
+            recipe(given)
+
+
+def test_built_in_names_are_their_modules():
+    for name in FILTERS.built_in():
+        part = FILTERS.find(name)
+        assert parts.name_of(part) == name
+        assert part.__module__ == f"tidewheel.data.filters.{name}"
+        assert part.VERSION is not None
+
+
+def test_a_setting_may_not_hide_what_keys_are_made_of():
+    with pytest.raises(TypeError, match="cannot be called 'kind'"):
+        type("Odd", (tw.Filter,), {"__annotations__": {"kind": str}, "__module__": __name__})
+
+
+def test_a_wrong_setting_in_python_is_told_at_once():
+    with pytest.raises(ConfigError, match="unknown key 'min_wordz', did you mean 'min_words'"):
+        tw.filters.gopher_quality(min_wordz=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="gopher_quality: min_words: Input should be a valid integer"):
+        tw.filters.gopher_quality(min_words="many")  # type: ignore[arg-type]
