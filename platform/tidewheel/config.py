@@ -157,11 +157,19 @@ def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = ()
     """Validate `values` with `overrides` applied as `cls`; see `load`."""
     merged = json.loads(json.dumps(values, default=str))
     for override in overrides:
+        _name_kinds(cls, merged)
         _apply(merged, override)
     try:
         return cls.model_validate(merged)
     except pydantic.ValidationError as error:
         raise ConfigError(explain(cls, error), where=where, mend="correct the keys named above") from None
+
+
+def _name_kinds(cls: type[Config], values: dict[str, Any]) -> None:
+    """Write parts that are given by name alone as groups, {"kind": name}, so that a setting of one can be set."""
+    for name, value in values.items():
+        if isinstance(value, str) and _default_kind(cls, name) is not None:
+            values[name] = {"kind": value}
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -14,6 +14,7 @@ class. Keys of finished work hold the declared version of a built-in part, and t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
@@ -21,7 +22,8 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -39,6 +41,9 @@ from tidewheel.versions import Version
 P = TypeVar("P", bound="Part")
 KIND, CODE = "kind", "code"
 """Keys under which `Part.decisive` holds the name of a part and the hash of its source; no setting is called so."""
+MISTAKES = (TypeError, ValueError, AttributeError, LookupError, NameError, ArithmeticError, ImportError,
+            NotImplementedError)
+"""Errors of code that fails in the same way each time. A RuntimeError may be another worker's, or the device's."""
 _names: dict[type[Part], str] = {}
 """Names of classes that were made of functions."""
 
@@ -267,6 +272,26 @@ class Code:
             raise ConfigError(f"the source of {self.name} is another one on this node than where the run began",
                               where=self.name, mend="bring every node to the same version, or submit with "
                               "--working-dir, and run again")
+
+
+@contextlib.contextmanager
+def calling(part: Part) -> Iterator[None]:
+    """Run a block that calls a part's code, and say where a mistake in code outside this package is.
+
+    Raises:
+        ConfigError: the code raised one of `MISTAKES`; another start would meet it again.
+    """
+    try:
+        yield
+    except MISTAKES as error:
+        name = name_of(type(part))
+        if not is_own(name):
+            raise
+        file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+        raise ConfigError(f"{name} failed: {type(error).__name__}: {error}", where=f"{frame.filename}:{frame.lineno}",
+                          mend="correct it there, and start again") from error
 
 
 @cache

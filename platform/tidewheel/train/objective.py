@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import LossConfig
-from tidewheel.parts import Part, name_of
+from tidewheel.parts import Part, calling, name_of
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,8 @@ class Objective(Part):
         import torch
 
         def of(hidden: torch.Tensor, make_logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-            sums = self.sums(Outputs(hidden, make_logits), batch)
+            with calling(self):
+                sums = self.sums(Outputs(hidden, make_logits), batch)
             _check(self, sums)
             loss = sums.loss.float()
             if not self.METRICS:

@@ -15,6 +15,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.provenance import git_commit, versions, without_secrets
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.past import last_step
 from tidewheel.train.record import PACKAGES
 
 RUN = "run.json"
@@ -76,14 +77,15 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
         epoch: in which the caller owns it.
 
     Raises:
-        ConfigError: a setting has changed that makes the run what it is; nothing was written.
+        ConfigError: a setting has changed that makes the run what it is; nothing was written. The source of a user's
+            own part may change as long as no step was done: its first mistake should not cost a run.
     """
     if not store.exists(RUN):
         return []
     run = store.read_json(RUN)
     changes = changed(last_settings(run), settings_of(config), reproducible=bool(run["config"].get("reproducible")))
     refused = [change for change in changes if change.refused]
-    if refused:
+    if refused and not (all(change.of_code for change in refused) and last_step(store) == 0):
         told = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}" for change in refused)
         back = " ".join(f"--set {change.key}={change.before}" for change in refused if not change.of_code)
         back = back or "the source that the run began with"

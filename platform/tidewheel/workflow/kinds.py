@@ -18,6 +18,7 @@ from typing import Any
 from tidewheel import storage
 from tidewheel.config import build
 from tidewheel.errors import ConfigError, ShardError
+from tidewheel.parts import Code
 from tidewheel.workflow.steps import REFERENCE, source_hash
 
 Entry = Mapping[str, Any]
@@ -144,6 +145,7 @@ class TrainKind:
     def recipe(self, entry: Entry) -> Any:
         from tidewheel.train.config import TrainConfig
 
+        _arrive(entry)
         config = build(TrainConfig, entry["config"], where=entry["name"])
         decisive = {name: value for name, value in config.decisive().items() if name not in UNDECISIVE}
         decisive["data"] = {"seed": config.data.seed}  # the sets' contents stand beside this; mixtures are in the hash
@@ -163,6 +165,7 @@ class TrainKind:
         """The run's `TrainConfig`, with the places of what it reads and writes."""
         from tidewheel.train.config import TrainConfig
 
+        _arrive(task.entry)
         runs, _, name = task.place.rpartition("/")
         overrides = [f"run.uri={json.dumps(runs)}", f"run.id={json.dumps(name)}"]
         for role, uri in task.needs.items():
@@ -300,6 +303,16 @@ class FunctionKind:
 
 KINDS: dict[str, Any] = {"pipeline": PipelineKind(), "tokenizer": TokenizerKind(), "train": TrainKind(),
                          "evaluate": EvaluateKind(), "export": ExportKind(), "function": FunctionKind()}
+
+
+def _arrive(entry: Entry) -> None:
+    """Make the modules importable that hold a training's own parts.
+
+    Raises:
+        ConfigError: one is not here, or has another source than where the workflow was made.
+    """
+    for code in entry.get("code", ()):
+        Code(**code).arrive()
 
 
 def imported(entry: Entry) -> Callable[..., Any]:

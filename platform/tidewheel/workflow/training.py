@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 from tidewheel import storage
@@ -127,7 +128,10 @@ class Train:
     def entry(self) -> dict[str, Any]:
         """What a workflow writes down about it; see `steps`."""
         overlap = {"overlap": True} if self.overlap else {}
-        return {"kind": "train", "name": self.name, "config": self.resolve().canonical(), **overlap}
+        config = self.resolve()
+        code = [asdict(each) for each in config.own_parts().values()]
+        return {"kind": "train", "name": self.name, "config": config.canonical(), **overlap,
+                **({"code": code} if code else {})}
 
     def run(self, *, address: str | None = None, data_uri: str | None = None,
             run_uri: str | None = None) -> TrainResult:

@@ -36,10 +36,15 @@ def test_it_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: P
     result = json.loads((tmp_path / "runs/halted/result.json").read_text())
     assert score.loss == pytest.approx(result["validation_loss"])
 
+    with monkeypatch.context() as patch:
+        patch.setattr(type(settings("x", 1).objective), "sums", lambda self, outputs, batch: batch.nothing)
+        with pytest.raises(ConfigError, match=f"{module}:Smooth failed: AttributeError"):
+            fit_local(settings("mistaken", 2))
     source = tmp_path / f"{module}.py"
     source.write_text(source.read_text() + "# another line\n")
     parts._source_hash.cache_clear()
     with pytest.raises(ConfigError, match=r"objective\.code was .* its source is another one") as refused:
         fit_local(settings("halted", 8))
     assert "restore them (the source that the run began with)" in refused.value.mend
+    fit_local(settings("mistaken", 2))  # it had done no step: the mistake may be corrected
     assert settings("halted", 6).recipe_hash() != run["recipe_hash"]

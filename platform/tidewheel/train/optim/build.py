@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.parts import name_of
+from tidewheel.parts import calling, name_of
 from tidewheel.train.optim.base import Named, Optimizer
 from tidewheel.train.optim.master import MasterWeights
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
@@ -27,15 +27,15 @@ def build_optimizer(model: HasParameters, config: Optimizer) -> ModelOptimizer:
     Parameters that are not fp32 get fp32 master weights.
 
     Raises:
-        ConfigError: `config` leaves out a parameter, or updates one twice.
+        ConfigError: `config` leaves out a parameter, updates one twice, or its code failed.
     """
     named: list[Named] = list(model.named_parameters())
-    if any(parameter.dtype != torch.float32 for _, parameter in named):
-        master = MasterWeights(named, config)
-        _each_once(master.named, master.parts, config)
-        return master
-    optimizer = ModelOptimizer(named, config.build_all(named), config.stored)
-    _each_once(named, optimizer.parts, config)
+    with calling(config):
+        if any(parameter.dtype != torch.float32 for _, parameter in named):
+            optimizer: ModelOptimizer = MasterWeights(named, config)
+        else:
+            optimizer = ModelOptimizer(named, config.build_all(named), config.stored)
+    _each_once(optimizer.named, optimizer.parts, config)
     return optimizer
 
 

@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import pydantic
 from pydantic import Field
 
-from tidewheel.parts import Part
+from tidewheel.errors import ConfigError
+from tidewheel.parts import Part, calling, name_of
 
 
 class Schedule(Part):
@@ -58,11 +60,19 @@ class Schedule(Part):
             done: steps or tokens (`unit`), those of this step included; 1 <= done <= total.
             total: of the whole run.
             peak: reached at the end of the warm-up, which is linear and takes at most half of the run.
+
+        Raises:
+            ConfigError: `factor` failed, or returned what is no share of the peak.
         """
         start = min(self.warmup, total // 2)
         if done <= start:
             return peak * done / start
-        return peak * self.factor(done, total, start)
+        with calling(self):
+            factor = float(self.factor(done, total, start))
+        if not 0.0 <= factor < math.inf:
+            raise ConfigError(f"the schedule {name_of(type(self))} gives {factor} at {done:,} of {total:,} {self.unit}",
+                              where="schedule.kind", mend="return a share of the peak learning rate, 0 or more")
+        return peak * factor
 
 
 class Decay(Schedule):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tidewheel
+import tidewheel as tw
 from tests.unit.train.optim.test_optimizers import Weights
 from tidewheel import parts
 from tidewheel.config import build
@@ -22,6 +23,7 @@ from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.starts import settings_of
+from tidewheel.workflow.kinds import TrainKind
 
 PACKAGE = Path(tidewheel.__file__).parent
 KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND]
@@ -123,6 +125,8 @@ def test_three_ways_to_give_one(own: str):
         optimizer=optimizers.Lion(learning_rate=1e-4))
     assert build(TrainConfig, named.canonical()) == named, "what is written down is read as the same"
     assert build(TrainConfig, {}, ["optimizer.kind=lion"]).optimizer == optimizers.Lion()
+    assert build(TrainConfig, {"optimizer": {"epsilon": 1e-6}}, [
+        "optimizer=lion", "optimizer.learning_rate=1e-4"]).optimizer == optimizers.Lion(learning_rate=1e-4)
 
 
 def test_the_recipe_holds_the_source_of_an_own_one(own: str):
@@ -196,6 +200,48 @@ def test_what_is_wrong_is_said_with_its_place(settings: dict[str, object], messa
 def test_an_own_learning_rate_has_the_bounds_of_any(own: str):
     with pytest.raises(pydantic.ValidationError, match="greater than 0"):
         optimizers.KIND.build(f"{own}:Momentum", {"learning_rate": 0})
+
+
+def test_an_installed_package_offers_one_by_name(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    described = tmp_path / "offers-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: offers\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text(f"[tidewheel.optimizers]\nmomentum = {own}:Momentum\n")
+    parts._entry_points.cache_clear()
+    try:
+        offered = config(optimizer={"kind": "momentum", "learning_rate": 0.2})
+        assert offered == config(optimizer={"kind": f"{own}:Momentum", "learning_rate": 0.2})
+        assert "momentum" in optimizers.KIND.names()
+    finally:
+        parts._entry_points.cache_clear()
+
+
+def test_a_mistake_in_an_own_part_is_told_with_its_place(own: str, tmp_path: Path):
+    (tmp_path / f"{own}_2.py").write_text(
+        "import tidewheel as tw\n\n\nclass Wrong(tw.Optimizer):\n    def build(self, groups):\n"
+        "        return groups.nothing\n\n\nclass Below(tw.Schedule):\n    def factor(self, done, total, start):\n"
+        "        return 1 / (done - 3) if done < 5 else -0.5\n")
+    with pytest.raises(ConfigError, match="Wrong failed: AttributeError") as error:
+        build_optimizer(Weights(), optimizers.KIND.build(f"{own}_2:Wrong"))
+    assert error.value.where == f"{tmp_path}/{own}_2.py:6"
+    below = schedules.KIND.build(f"{own}_2:Below", {"warmup_steps": 1})
+    with pytest.raises(ConfigError, match="Below failed: ZeroDivisionError"):
+        below.learning_rate(3, 6, 1.0)
+    with pytest.raises(ConfigError, match=r"gives -0.5 at 5 of 6 steps"):
+        below.learning_rate(5, 6, 1.0)
+
+
+def test_code_of_another_source_does_not_arrive(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    entry = tw.Train({}, optimizer=f"{own}:Momentum").entry()
+    for name in [name for name in sys.path if name == str(tmp_path)]:
+        sys.path.remove(name)
+    monkeypatch.delitem(sys.modules, own)
+    monkeypatch.chdir("/")
+    parts._load.cache_clear()
+    assert TrainKind().recipe(entry)["optimizer"]["kind"] == f"{own}:Momentum", "found where the workflow was made"
+    entry["code"][0]["hash"] = "other"
+    with pytest.raises(ConfigError, match="another one on this node"):
+        TrainKind().recipe(entry)
 
 
 def test_another_source_is_another_setting(own: str):
