@@ -55,8 +55,8 @@ def without_ray(seed: int = 0) -> Any:
         blocks = chain(dataset).blocks
         planned = [cloudpickle.dumps(function) for function in functions]
         for block in blocks:
-            for text in block["published"].to_pylist():
-                yield Published.from_json(text)
+            for unit in execute.units_of(block):
+                yield unit
                 # Ray pickles them in another thread whenever it submits a task
                 assert [cloudpickle.dumps(function) for function in functions] == planned, \
                     "a stage changed what its functions refer to while they were in use"

@@ -259,13 +259,11 @@ class PlainDataset:
 
 
 def _plain_results(tasks: Sequence[Any], chain: Callable[[Any], Any], partitions: int = 1) -> Iterator[Any]:
-    from tidewheel.data.stage import Published
     from tidewheel.data.stages import execute
 
     dataset = chain(PlainDataset(iter([pa.table({"task": [execute._encode(task)]}) for task in tasks])))
     for table in dataset.blocks:
-        for text in table["published"].to_pylist() if table.num_rows else []:
-            yield Published.from_json(text)
+        yield from execute.units_of(table)
 
 
 def main() -> None:

@@ -86,6 +86,8 @@ def data_run(
     print_table(summary.rows(), title="what each stage kept")
     for line in summary.most_frequent_reasons():
         print(line)
+    if speeds := summary.filter_speeds():
+        print_table(speeds, title="what filters cost")
     if written := summary.sets():
         print_table(written, title="what was written")
     if settings.step("pack"):

@@ -44,7 +44,7 @@ from tidewheel.data.stages.ray_data import placed
 from tidewheel.data.stages.summary import Ledger
 from tidewheel.errors import InputError, OwnershipError, StorageError
 from tidewheel.lease import Held, holding
-from tidewheel.parts import name_of
+from tidewheel.parts import is_own, name_of
 from tidewheel.shards.manifest import GROWING
 from tidewheel.shards.manifest import KEY as MANIFEST
 from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
@@ -104,6 +104,17 @@ class PipelineSummary:
             "quarantined": f"{entry['quarantined']:,}",
             "units": f"{entry['units']}", "reused": f"{entry['units_reused']}", "seconds": f"{entry['seconds']:.1f}",
         } for entry in self.value["stages"]]
+
+    def filter_speeds(self) -> list[dict[str, str]]:
+        """For a table: a line for each filter that was applied, the slowest first; none in a recipe without filters of
+        the user's own, and where every unit was there already."""
+        costs = [(stage["name"], cost) for stage in self.value["stages"] for cost in stage.get("filters", ())]
+        if not any(is_own(cost["name"]) for _, cost in costs):
+            return []
+        rates = [(cost["documents"] / max(cost["seconds"], 1e-9), stage, cost) for stage, cost in costs]
+        return [{"filter": cost["name"], "stage": stage, "documents": f"{cost['documents']:,}",
+                 "documents a second on a core": f"{rate:,.0f}"}
+                for rate, stage, cost in sorted(rates, key=lambda row: row[0])]
 
     def most_frequent_reasons(self) -> list[str]:
         """Return a line for each stage that drops documents for several reasons: the three most frequent ones."""

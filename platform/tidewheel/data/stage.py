@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from blake3 import blake3
@@ -52,6 +52,31 @@ class Unit:
         return f"stages/{self.stage}/units/{self.key}/{name}"
 
 
+class Cost(NamedTuple):
+    """What a filter took.
+
+    Args:
+        documents: that it judged.
+        seconds: of one core, about.
+    """
+
+    documents: int
+    seconds: float
+
+    def plus(self, other: Cost) -> Cost:
+        """Return the sum of both."""
+        return Cost(self.documents + other.documents, self.seconds + other.seconds)
+
+
+def summed(several: Iterable[Mapping[str, Cost]]) -> dict[str, Cost]:
+    """Return the costs of several units together, by filter."""
+    total: dict[str, Cost] = {}
+    for costs in several:
+        for name, cost in costs.items():
+            total[name] = total.get(name, Cost(0, 0.0)).plus(cost)
+    return total
+
+
 @dataclass(frozen=True)
 class Published:
     """A finished unit: its files by name, and what it counted (JSON values)."""
@@ -59,6 +84,8 @@ class Published:
     unit: Unit
     files: Mapping[str, Stamp]
     summary: Mapping[str, Any]
+    costs: Mapping[str, Cost] = field(default_factory=dict, compare=False)
+    """Of the filters that were applied, when this run did the unit. Not published: it is another one each time."""
 
     def content(self) -> list[str]:
         """Hashes of its files, for the keys of units downstream: equal content, equal keys."""
@@ -173,9 +200,9 @@ class UnitWriter:
         self.files[name] = stamp
         return stamp
 
-    def publish(self, summary: Mapping[str, Any]) -> Published:
-        """Commit: write the manifest."""
-        done = Published(self.unit, dict(self.files), dict(summary))
+    def publish(self, summary: Mapping[str, Any], costs: Mapping[str, Cost] | None = None) -> Published:
+        """Commit: write the manifest. `costs` go along to the driver."""
+        done = Published(self.unit, dict(self.files), dict(summary), dict(costs or {}))
         self.store.write(self.unit.manifest_key, done.to_json().encode())
         return done
 

@@ -71,6 +71,7 @@ def add_sections(page: Page, summary: dict[str, Any], output: storage.Store) -> 
     stages = [stage for stage in summary.get("stages", []) if stage.get("documents_in") or stage.get("documents_out")]
     if stages:
         page.section("What each stage kept", funnel(stages), tag("h3", "Stages"), _stages(summary),
+                     *_filters(stages),
                      note="Documents that went in and came out, and the text they hold; tokens are those of the final "
                           "tokenizer, estimated from bytes. Units already published are reused, not redone.")
         page.section("What was dropped, and why", _reasons(stages), *_other_verdicts(stages),
@@ -109,6 +110,15 @@ def _stages(summary: dict[str, Any]) -> Html:
                      f"{units} ({reused} reused)" if reused else f"{units}", seconds(stage.get("seconds"))))
     names = ("stage", "in", "out", "MB out", "≈ tokens", "dropped", "edited", "quarantined", "units", "time")
     return table(names, rows, numeric=range(1, len(names)))
+
+
+def _filters(stages: list[dict[str, Any]]) -> list[Html]:
+    """A table of what filters cost; none where every unit was there already."""
+    rows = [(cost["name"], stage["name"], f"{cost['documents']:,}",
+             f"{cost['documents'] / max(cost['seconds'], 1e-9):,.0f}", seconds(cost["seconds"]))
+            for stage in stages for cost in stage.get("filters", ())]
+    names = ("filter", "stage", "documents", "documents a second on a core", "time")
+    return [tag("h3", "What filters cost"), table(names, rows, numeric=(2, 3, 4))] if rows else []
 
 
 def _reasons(stages: list[dict[str, Any]]) -> Html:

@@ -17,6 +17,7 @@ from tidewheel.data.config import PipelineConfig, Step
 from tidewheel.data.stages import filters
 from tidewheel.data.stages.outcomes import groups
 from tidewheel.errors import ConfigError, InputError
+from tidewheel.report.pipeline import write_pipeline_report
 
 MODULE = '''
 """Filters of a user."""
@@ -59,6 +60,14 @@ def odd(document):
 class Wrong(tw.Filter):
     def apply(self, batch):
         return tw.Verdicts(["", ""])
+
+class Secret(tw.Filter):
+    def apply(self, batch):
+        return tw.Verdicts([""], texts=["changed"])
+
+class Ranks(tw.Filter):
+    def apply(self, batch):
+        return tw.Verdicts([""], quality=np.ones(1, np.float32))
 
 nothing = 5
 '''
@@ -111,6 +120,7 @@ def test_a_function_sees_the_document(module: str):
 
 @pytest.mark.parametrize(("name", "told"), [
     ("broken", "KeyError: 'txt'"), ("odd", "returned int for document d0"), ("Wrong", "reasons are 2, for 1 documents"),
+    ("Secret", "the class must say EDITS"), ("Ranks", "the class must say WRITES = True"),
 ])
 def test_a_filter_that_fails_is_told_with_its_place(module: str, name: str, told: str):
     with pytest.raises(InputError, match=told) as raised:
@@ -175,3 +185,38 @@ def test_a_pipeline_and_the_sdk(module: str, tmp_path: Path):
         made.filter(lambda document: True)
     with pytest.raises(ConfigError, match="is no filter"):
         made.filter(mine.Shouting)  # type: ignore[arg-type]
+
+
+def test_what_filters_cost_is_told_and_changes_no_byte_of_a_unit(module: str, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "LOUD WORDS"}\n{"text": "quiet words stay here"}\n')
+    lenient = {"gopher_quality": {"min_words": 1, "min_stop_words": 0}}
+    config = build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]}, "steps": [
+        {"filter": {**lenient, f"{module}:Shouting": {}}}, "dedup_exact",
+        {"filter": {**lenient, f"{module}:Trim": {}}}]})
+    with without_ray():
+        first = pipeline.run(config, input=str(tmp_path), output=str(tmp_path / "one"))
+        other = pipeline.run(config, input=str(tmp_path), output=str(tmp_path / "two"))
+        again = pipeline.run(config, input=str(tmp_path), output=str(tmp_path / "one"))
+    found = {(row["stage"], row["filter"]): row["documents"] for row in first.filter_speeds()}
+    counts = {"filter": "2", "filter_2": "1"}
+    names = {"filter": f"{module}:Shouting", "filter_2": f"{module}:Trim"}
+    assert found == {(stage, name): counts[stage] for stage in counts
+                     for name in (names[stage], "gopher_quality", filters.MEASURING)}
+    assert all(cost["seconds"] > 0 for cost in first.stage("filter")["filters"])
+    assert again.filter_speeds() == [], "nothing was judged"
+    units = [sorted(path.relative_to(tmp_path / name).as_posix() + path.read_text() for path in
+                    (tmp_path / name / "stages").rglob("units/*.json")) for name in ("one", "two")]
+    assert units[0] == units[1]
+    assert other.documents == first.documents
+
+
+def test_built_in_filters_alone_are_not_told_beside_others(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "A few words."}\n')
+    config = build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]}, "steps": [{"filter": "pii"}]})
+    with without_ray():
+        summary = pipeline.run(config, input=str(tmp_path), output=str(tmp_path / "out"))
+    assert summary.filter_speeds() == []
+    (cost,) = summary.stage("filter")["filters"]
+    assert (cost["name"], cost["documents"]) == ("pii", 1)
+    report = Path(write_pipeline_report(str(tmp_path / "out"))).read_text()
+    assert "What filters cost" in report

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from tidewheel.data import dedup, verdicts
-from tidewheel.data.stage import Published, Unit, UnitWriter, read_table, unit_key
+from tidewheel.data.stage import Cost, Published, Unit, UnitWriter, read_table, unit_key
 from tidewheel.data.stages import by_source, keys, partition
 from tidewheel.data.stages.execute import Hop, Task, shuffle_units
 from tidewheel.data.stages.job import Job
@@ -60,7 +60,8 @@ def with_partition(dropped: pa.Table, partitions: int) -> pa.Table:
     return dropped.append_column("partition", pa.array(numbers))
 
 
-def publish_duplicates(task: Task, reason: str, table: pa.Table, writer: UnitWriter | None = None) -> Published:
+def publish_duplicates(task: Task, reason: str, table: pa.Table, writer: UnitWriter | None = None,
+            costs: Mapping[str, Cost] | None = None) -> Published:
     """The unit of one partition of a deduplication, from its rows of `DROP_SCHEMA`.
 
     A survivor of an earlier dump is recorded by its id, and its index (of `against` in the inputs) in the detail.
@@ -84,7 +85,8 @@ def _details(survivors: pa.ChunkedArray, against: Sequence[str]) -> list[str]:
 
 
 def publish(task: Task, judged: pa.Table, heads: pa.Table | None, summary: Mapping[str, Any] | None = None,
-            writer: UnitWriter | None = None) -> Published:
+            writer: UnitWriter | None = None,
+            costs: Mapping[str, Cost] | None = None) -> Published:
     """The unit of one partition, from its verdict rows.
 
     Args:
@@ -93,6 +95,7 @@ def publish(task: Task, judged: pa.Table, heads: pa.Table | None, summary: Mappi
         heads: what `verdicts.samples` needs of the judged documents; None without any.
         summary: more counts of the stage.
         writer: with files of the unit that are written already, such as those of a `Rewriter`.
+        costs: of the filters that judged.
     """
     writer = writer or task.writer()
     gone = verdicts.dropped_ids(judged)
@@ -106,7 +109,7 @@ def publish(task: Task, judged: pa.Table, heads: pa.Table | None, summary: Mappi
     return writer.publish({
         "documents_in": count, "documents": count - len(gone), "dropped": verdicts.counts(judged),
         "edits": verdicts.counts(judged, verdicts.EDIT), "edited": verdicts.edited(judged), "samples": samples,
-        "left": _by_source(task, writer, gone), **(summary or {})})
+        "left": _by_source(task, writer, gone), **(summary or {})}, costs)
 
 
 def _by_source(task: Task, writer: UnitWriter, gone: pa.Array | pa.ChunkedArray) -> by_source.BySource:

@@ -11,19 +11,19 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tidewheel.data.stage import Published, Unit, UnitWriter, lookup
+from tidewheel.data.stage import Cost, Published, Unit, UnitWriter, lookup
 from tidewheel.data.stages.ray_data import settings
 from tidewheel.errors import root_cause
 from tidewheel.storage import Stamp, Store, store
 
 OnProgress = Callable[[str, int, int, str], None]
-_RESULT = pa.schema([pa.field("published", pa.string())])
+_RESULT = pa.schema([pa.field("published", pa.string()), pa.field("costs", pa.string())])
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,16 @@ def _reduce(hop: Hop, table: pa.Table) -> pa.Table:
 
 
 def _table(units: Sequence[Published]) -> pa.Table:
-    return pa.table([pa.array([unit.to_json() for unit in units], pa.string())], schema=_RESULT)
+    return pa.table([pa.array([unit.to_json() for unit in units], pa.string()),
+                     pa.array([json.dumps(unit.costs) for unit in units], pa.string())], schema=_RESULT)
+
+
+def units_of(table: pa.Table) -> Iterator[Published]:
+    """Yield the units in what `_do` or `_reduce` gave."""
+    rows = zip(table["published"].to_pylist(), table["costs"].to_pylist(), strict=True) if table.num_rows else ()
+    for published, costs in rows:
+        yield replace(Published.from_json(published), costs={name: Cost(*cost) for name, cost in
+                                                             json.loads(costs).items()})
 
 
 def _results(tasks: Sequence[Task], chain: Callable[[Any], Any], partitions: int = 1) -> Iterator[Published]:
@@ -185,8 +194,7 @@ def _results(tasks: Sequence[Task], chain: Callable[[Any], Any], partitions: int
         dataset = chain(ray.data.from_arrow([pa.table({"task": [_encode(task)]}) for task in tasks]))
         try:
             for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-                for text in table["published"].to_pylist() if table.num_rows else []:
-                    yield Published.from_json(text)
+                yield from units_of(table)
         except Exception as error:
             cause = root_cause(error)
             if cause is error:

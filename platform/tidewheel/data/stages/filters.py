@@ -5,8 +5,10 @@ A filter travels to workers as JSON values, `bound`; for keys it is another form
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +24,7 @@ from tidewheel.data.text.measures import Measures
 from tidewheel.parts import CODE, Code, is_own, name_of, source_hash
 from tidewheel.versions import Version
 
+MEASURING = "one pass over the text, for the filters that share it"
 
 @dataclass(frozen=True)
 class Edited:
@@ -53,6 +56,7 @@ class Judged:
         histograms: of the statistics, over all n documents.
         metas: JSON objects in place of meta; None when no filter gives them.
         quality: float32 [n]; None when no filter gives it.
+        seconds: taken by each filter, and by the pass that measures for several (`MEASURING`).
     """
 
     reasons: np.ndarray
@@ -62,6 +66,14 @@ class Judged:
     histograms: dict[str, histograms.Histogram] = field(default_factory=dict)
     metas: pa.StringArray | None = None
     quality: np.ndarray | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the time of the block for a filter."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def bound(filter: Filter, references: Mapping[str, str] | None = None) -> list[Any]:
@@ -122,16 +134,19 @@ def judge(filters: Sequence[Filter], table: pa.Table) -> Judged:
         needs = filter.measures()
         if needs is not None and (measured is None or not asked.covers(needs)):
             asked = Measures.of_all(rule.measures() for rule in filters[place:])
-            measured = textpass.measure(judged.texts, asked)
+            with judged.timed(MEASURING):
+                measured = textpass.measure(judged.texts, asked)
         name = name_of(type(filter))
-        verdicts = applied(filter, Batch(_view(table, judged), None if needs is None else measured))
+        with judged.timed(name):
+            verdicts = applied(filter, Batch(_view(table, judged), None if needs is None else measured))
         keeps = judged.reasons == ""
         judged.reasons = np.where(keeps, np.array(verdicts.reasons, dtype=object), judged.reasons)
         if verdicts.texts is not None:
             rows = _edit(judged, name, filter, verdicts.texts, verdicts.statistics)
             if measured is not None and len(rows):
                 rest = Measures.of_all(rule.measures() for rule in filters[place + 1 :])
-                measured = textpass.again(measured, judged.texts, rows, rest) if _known(asked, rest) else None
+                with judged.timed(MEASURING):
+                    measured = textpass.again(measured, judged.texts, rows, rest) if _known(asked, rest) else None
                 asked = rest
         judged.metas = judged.metas if verdicts.metas is None else verdicts.metas
         judged.quality = judged.quality if verdicts.quality is None else verdicts.quality

@@ -163,13 +163,14 @@ def ingest_file(task: Task) -> Published:
     quarantined = quarantine.count(tally.bad)
     gone = tally.outcomes.dropped + sum(quarantined.values())
     assert tally.records == tally.kept + gone, f"{task.unit.label}: counts differ"
-    return writer.publish({
+    summary = {
         "name": task.inputs["name"], "records": tally.records, "bad": sum(quarantined.values()),
         "quarantined": quarantined, **({"skipped": dict(sorted(tally.skipped.items()))} if tally.skipped else {}),
         "documents": tally.kept, "bytes": tally.kept_bytes,
         "dropped": verdicts.counts(judged), "edits": verdicts.counts(judged, verdicts.EDIT),
         "samples": verdicts.samples(judged, tally.outcomes.samples_of()),
-        "read": by_source.merge(tally.read), "left": by_source.merge(tally.left), **tally.outcomes.summary()})
+        "read": by_source.merge(tally.read), "left": by_source.merge(tally.left), **tally.outcomes.summary()}
+    return writer.publish(summary, tally.outcomes.costs)
 
 
 def _is_empty(task: Task) -> bool:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from tidewheel.data import verdicts
 from tidewheel.data.config import FilterStep
 from tidewheel.data.filter import Filter
-from tidewheel.data.stage import UnitWriter
+from tidewheel.data.stage import Cost, UnitWriter, summed
 from tidewheel.data.stages import filters, histograms
 from tidewheel.versions import Version
 
@@ -58,6 +58,7 @@ class Outcomes:
     annotations: list[pa.Table] = field(default_factory=list)
     edited: int = 0
     dropped: int = 0
+    costs: dict[str, Cost] = field(default_factory=dict)
 
     def apply(self, group: Sequence[Group], table: pa.Table) -> Passed:
         """Judge documents (columns of `DOCUMENT_SCHEMA`, and any others, which stay beside them)."""
@@ -66,6 +67,8 @@ class Outcomes:
         for annotate, rules in group:
             judged = filters.judge(rules, passed.table)
             found |= judged.histograms
+            self.costs = summed([self.costs, {name: Cost(len(passed.table), seconds)
+                                              for name, seconds in judged.seconds.items()}])
             if annotate:
                 self.annotations.append(_annotations(passed.table, judged))
             else:

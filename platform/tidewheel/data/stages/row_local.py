@@ -41,4 +41,4 @@ def filter_part(task: Task) -> Published:
                 rewriter.add(passed.table, passed.changed, passed.quality)
     writer = rewriter.writer if rewriter is not None else task.writer()
     found.write_annotations(writer, task.unit.stage)
-    return publish(task, found.verdicts(), found.samples_of(), found.summary(), writer)
+    return publish(task, found.verdicts(), found.samples_of(), found.summary(), writer, found.costs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel.data import verdicts
-from tidewheel.data.stage import Published, counts, read_table
+from tidewheel.data.stage import Published, counts, read_table, summed
 from tidewheel.data.stages import by_source, histograms, kept, ngrams
 from tidewheel.data.stages.execute import Finished
 from tidewheel.data.stages.job import Job
@@ -60,13 +60,17 @@ class Ledger:
             "units": len(done.units), "units_reused": done.reused, "seconds": round(done.seconds, 3)})
 
     def judged(self, name: str, units: Sequence[Published]) -> None:
-        """Samples, histograms and verdict files of a stage's units."""
+        """Samples, histograms, verdict files and costs of a stage's units; its line must be there."""
         found = verdicts.merge_samples([unit.summary.get("samples", {}) for unit in units])
         if found:
             self.samples[name] = found
         measured = histograms.merge([unit.summary.get("histograms", {}) for unit in units])
         for statistic, value in measured.items():
             self.histograms[statistic if statistic not in self.histograms else f"{name}.{statistic}"] = value
+        if costs := summed(unit.costs for unit in units):
+            entry = next(entry for entry in self.stages if entry["name"] == name)
+            entry["filters"] = [{"name": filter, "documents": cost.documents, "seconds": round(cost.seconds, 6)}
+                                for filter, cost in costs.items()]
         self.annotating += [unit for unit in units if "annotations" in unit.files]
         self.verdict_files[name] = [unit.files["verdicts"].key for unit in units if "verdicts" in unit.files]
 
