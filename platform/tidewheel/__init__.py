@@ -68,13 +68,14 @@ __all__ = ["Batch", "Call", "Evaluate", "Export", "Filter", "Objective", "Optimi
            "optimizers", "schedules"]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `import tidewheel` stays fast."""
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'tidewheel' has no attribute {name!r}; it has {', '.join(__all__)}")
+if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used, so that `import tidewheel` stays fast."""
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'tidewheel' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,8 @@
 
     tw.filters.gopher_quality(min_words=60)
 
-Those of installed packages (entry points of the group `tidewheel.filters`) are here too; an editor knows the built-in
-ones.
+Those of installed packages (entry points of the group `tidewheel.filters`) are here too. Checkers and editors know the
+built-in ones; import the class of another one from its package, and give that.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ __all__ = ["c4", "classifier", "fineweb", "gopher_quality", "gopher_repetition",
            "urls", "words"]
 
 
-def __getattr__(name: str) -> Any:
-    """Return the class of a filter, imported when it is first used.
+if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake
+    def __getattr__(name: str) -> Any:
+        """Return the class of a filter, imported when it is first used.
 
-    Raises:
-        AttributeError: there is none of this name.
-    """
-    if name not in FILTERS.names():
-        raise AttributeError(f"tidewheel.filters has no filter {name!r}; it has {', '.join(FILTERS.names())}")
-    return FILTERS.find(name)
+        Raises:
+            AttributeError: there is none of this name.
+        """
+        if name not in FILTERS.names():
+            raise AttributeError(f"tidewheel.filters has no filter {name!r}; it has {', '.join(FILTERS.names())}")
+        return FILTERS.find(name)
 
 
 def __dir__() -> list[str]:

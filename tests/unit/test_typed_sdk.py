@@ -1,0 +1,60 @@
+"""Checkers know the SDK's signatures: what is right passes, and each mistake is told in its line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tidewheel
+
+ROOT = Path(__file__).parents[2]
+CODE = """\
+import tidewheel as tw
+
+kept = tw.filters.gopher_quality(min_words=50, max_hash_ratio=0.2)
+languages = tw.filters.language(allow=("en", "de"), min_score=0.5)
+listed = tw.filters.words(files=("listed.txt",), max_count=2, max_share=None)
+scored = tw.filters.classifier(file="model.bin", as_quality=True)
+web = tw.filters.urls(domains=("bad.example",), max_soft_words=2)
+others = (tw.filters.gopher_repetition(), tw.filters.c4(terminal_punctuation=False), tw.filters.fineweb(),
+          tw.filters.refinedweb(max_removed_words=0.1), tw.filters.pii(emails=False))
+corpus = tw.Pipeline("web").read("corpus/*.jsonl").filter(kept, languages, listed, scored, web, *others)
+tw.filters.gopher_quality(min_wordz=50)  # wrong
+tw.filters.gopher_quality(min_words="many")  # wrong
+tw.filters.classifier()  # wrong
+tw.filters.gopher_qualty()  # wrong
+tw.Pipeline("web").filter(3)  # wrong
+"""
+WRONG = {number for number, line in enumerate(CODE.splitlines(), 1) if line.endswith("# wrong")}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.py").write_text(CODE)
+    return tmp_path / "recipe.py"
+
+
+def test_the_package_says_that_it_is_typed():
+    assert Path(tidewheel.__file__).with_name("py.typed").exists()
+
+
+def test_mypy_knows_the_filters(file: Path):
+    done = subprocess.run([sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert {int(line) for line in re.findall(r"recipe\.py:(\d+): error", done.stdout)} == WRONG, done.stdout
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+def test_pyright_in_strict_mode_knows_the_filters(file: Path):
+    (file.parent / "pyrightconfig.json").write_text(json.dumps({
+        "typeCheckingMode": "strict", "extraPaths": [str(ROOT / "platform")], "include": ["recipe.py"]}))
+    done = subprocess.run(["pyright", "--outputjson", "--pythonpath", sys.executable], cwd=file.parent,
+                          capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert {each["range"]["start"]["line"] + 1 for each in found} == WRONG, found
