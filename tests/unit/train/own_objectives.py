@@ -1,10 +1,22 @@
-"""Objectives as a user writes them."""
+"""Objectives, and an optimizer, as a user writes them."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 import tidewheel as tw
+
+
+class Momentum(tw.Optimizer):
+    """Gradient descent with momentum."""
+
+    STATE = ("momentum_buffer",)
+    NOT_REPRODUCIBLE = ""
+    learning_rate: float = 0.1
+
+    def build(self, groups):
+        return torch.optim.SGD(groups, lr=self.learning_rate, momentum=0.9, foreach=True)
 
 
 class LabelSmoothing(tw.Objective):
