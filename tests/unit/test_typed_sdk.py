@@ -25,6 +25,17 @@ web = tw.filters.urls(domains=("bad.example",), max_soft_words=2)
 others = (tw.filters.gopher_repetition(), tw.filters.c4(terminal_punctuation=False), tw.filters.fineweb(),
           tw.filters.refinedweb(max_removed_words=0.1), tw.filters.pii(emails=False))
 corpus = tw.Pipeline("web").read("corpus/*.jsonl").filter(kept, languages, listed, scored, web, *others)
+lion = tw.optimizers.Lion(learning_rate=1e-4, betas=(0.9, 0.95))
+first = tw.Train("a.yaml", data=corpus, run={"id": "first"}, optimizer={"learning_rate": 2e-4}, steps=3,
+                 model={"preset": "debug", "rope_scaling": {"factor": 8.0}}, elastic={"max_workers": 2})
+second = tw.Train({"steps": 3, "data": {"seed": 1}}, "clean", optimizer=lion, schedule=tw.schedules.WSD(warmup_steps=5),
+                  objective=tw.objectives.NextToken(z_loss=1e-4), init_from=first, precision="bf16")
+tw.Train("a.yaml", optimizer__learning_rate=1e-3)  # wrong
+tw.Train("a.yaml", optimiser={"learning_rate": 1e-3})  # wrong
+tw.Train("a.yaml", steps="many")  # wrong
+tw.Train("a.yaml", optimizer=tw.schedules.WSD())  # wrong
+tw.optimizers.AdamW(learning_rat=1e-3)  # wrong
+tw.optimizers.Adam()  # wrong
 tw.filters.gopher_quality(min_wordz=50)  # wrong
 tw.filters.gopher_quality(min_words="many")  # wrong
 tw.filters.classifier()  # wrong
@@ -44,14 +55,14 @@ def test_the_package_says_that_it_is_typed():
     assert Path(tidewheel.__file__).with_name("py.typed").exists()
 
 
-def test_mypy_knows_the_filters(file: Path):
+def test_mypy_knows_the_sdk(file: Path):
     done = subprocess.run([sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)], cwd=ROOT,
                           capture_output=True, text=True, check=False)
     assert {int(line) for line in re.findall(r"recipe\.py:(\d+): error", done.stdout)} == WRONG, done.stdout
 
 
 @pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
-def test_pyright_in_strict_mode_knows_the_filters(file: Path):
+def test_pyright_in_strict_mode_knows_the_sdk(file: Path):
     (file.parent / "pyrightconfig.json").write_text(json.dumps({
         "typeCheckingMode": "strict", "extraPaths": [str(ROOT / "platform")], "include": ["recipe.py"]}))
     done = subprocess.run(["pyright", "--outputjson", "--pythonpath", sys.executable], cwd=file.parent,
