@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 OWN_PARTS = '''
@@ -65,3 +66,42 @@ def overrides(module: str) -> tuple[str, ...]:
     return (f"optimizer.kind={module}:Momentum", "optimizer.learning_rate=0.05", "optimizer.clip_norm=1.0",
             f"schedule={{kind: '{module}:Stairs', warmup_steps: 0}}",
             f"objective={{kind: '{module}:Smooth', smoothing: 0.2}}", "reproducible=true")
+
+
+OWN_FILTERS = '''
+import pyarrow.compute as pc
+
+import tidewheel as tw
+
+
+class Opens(tw.Filter):
+    """Drop documents that open with a letter, and cut off what is behind a mark."""
+    EDITS = "cut_behind_mark"
+    letter: str = "q"
+    mark: str = "|"
+
+    def limits(self):
+        return {"own_characters": (None, None)}
+
+    def apply(self, batch):
+        first = pc.utf8_slice_codeunits(batch.texts, 0, 1).to_pylist()
+        return tw.Verdicts(["opens" if each == self.letter else "" for each in first],
+                           {"own_characters": pc.utf8_length(batch.texts).to_numpy()},
+                           [text.partition(self.mark)[0] for text in batch.texts.to_pylist()])
+
+
+def odd_words(document):
+    return len(document["text"].split()) % 7 != 0 or "sevens"
+'''
+
+
+def write_filters(folder: Path, name: str = "own_filters") -> str:
+    """Write a module of filters into `folder`, and return its name."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(OWN_FILTERS)
+    return name
+
+
+def without_sevens(document: Mapping[str, str]) -> bool:
+    """A filter in a module of its own, as `tw.Pipeline.filter` takes one."""
+    return len(document["text"].split()) % 7 != 0

@@ -108,7 +108,7 @@ class Driver:
     """The driver's process; everything it starts is in its session.
 
     Args:
-        arguments: of this module, behind the output: --cpus, --address, --plain.
+        arguments: of this module, behind the output: --cpus, --address, --plain, --code.
     """
 
     def __init__(self, recipe: dict[str, Any], input: str, output: str, *arguments: str) -> None:
@@ -275,7 +275,9 @@ def main() -> None:
     parser.add_argument("--address")
     parser.add_argument("--folder", help="of a private Ray")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--code", help="folder with modules of the user's own; only the driver knows it at first")
     given = parser.parse_args()
+    sys.path += [given.code] if given.code else []
     from tidewheel.cluster.few_processes import few_processes
     from tidewheel.cluster.session import KEEP_WORKERS, QUIET
     from tidewheel.config import build
