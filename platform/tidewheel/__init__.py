@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from tidewheel import filters
     from tidewheel.data.filter import Batch, Filter, Verdicts
     from tidewheel.errors import TidewheelError
-    from tidewheel.train import objectives, optimizers, schedules
+    from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
+    from tidewheel.train.callback import Callback, Step, Worker
+    from tidewheel.train.metrics.sinks import Record
+    from tidewheel.train.metrics.tracker import TrackedRun, Tracker
     from tidewheel.train.objective import Objective, Outputs, Sums
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
@@ -54,18 +57,27 @@ _HOMES = {
     "Sums": "tidewheel.train.objective",
     "Optimizer": "tidewheel.train.optim.base",
     "Schedule": "tidewheel.train.optim.schedule",
+    "Callback": "tidewheel.train.callback",
+    "Step": "tidewheel.train.callback",
+    "Worker": "tidewheel.train.callback",
+    "Record": "tidewheel.train.metrics.sinks",
+    "TrackedRun": "tidewheel.train.metrics.tracker",
+    "Tracker": "tidewheel.train.metrics.tracker",
     "TidewheelError": "tidewheel.errors",
 }
 _MODULES = {
+    "callbacks": "tidewheel.train.callbacks",
     "filters": "tidewheel.filters",
     "objectives": "tidewheel.train.objectives",
     "optimizers": "tidewheel.train.optimizers",
     "schedules": "tidewheel.train.schedules",
+    "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Batch", "Call", "Evaluate", "Export", "Filter", "Objective", "Optimizer", "Outputs", "Pipeline",
-           "Schedule", "Sums", "TidewheelError", "Tokenizer", "Train", "Verdicts", "Workflow", "filters", "objectives",
-           "optimizers", "schedules"]
+__all__ = ["Batch", "Call", "Callback", "Evaluate", "Export", "Filter", "Objective", "Optimizer", "Outputs", "Pipeline",
+           "Record", "Schedule", "Step", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
+           "Verdicts", "Worker", "Workflow", "callbacks", "filters", "objectives", "optimizers", "schedules",
+           "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -68,10 +68,9 @@ def train(
 
         print_table(plan(settings), title="what would run")
         return 0
-    from tidewheel.train.checks import read_data
-    from tidewheel.train.metrics.weights_and_biases import check
+    from tidewheel.train.checks import parts, read_data
 
-    check(settings.metrics.wandb)
+    parts(settings)
     read_data(settings)  # before a cluster is started for it
     if settings.model.init_from:
         from tidewheel.checkpoint.verify import locate

@@ -182,11 +182,11 @@ class Chosen:
 
     Args:
         kind: of the part.
-        default: name of the part that settings without `kind` are for.
+        default: name of the part that settings without `kind` are for; "": they are refused.
     """
 
     kind: Kind[Any]
-    default: str
+    default: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
         """Tell pydantic how the field is read and written."""
@@ -199,7 +199,11 @@ class Chosen:
             return self.kind.build(value)
         if isinstance(value, Mapping):
             settings = {key: setting for key, setting in value.items() if key != KIND}
-            return self.kind.build(str(value.get(KIND, self.default)), settings)
+            name = str(value.get(KIND, self.default))
+            if not name:
+                raise ValueError(f"which {self.kind.noun} is it? Give its name in `kind`; there are "
+                                 f"{', '.join(self.kind.names())}, and your own as module:name")
+            return self.kind.build(name, settings)
         return value
 
 

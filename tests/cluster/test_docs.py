@@ -31,7 +31,8 @@ SECONDS = 500
 #: `test_demo.py`; `make long` executes them.
 LONG = ("csv_to_model", "pretrain_on_a_cluster", "spot_training", "recover", "add_a_model", "bring_your_data")
 #: Pages that run many pipelines: on one cluster, as where RAY_ADDRESS is set. The others start a Ray for each command.
-ON_ONE_CLUSTER = ("bring_your_data", "clean_text", "csv_to_model", "inputs", "write_a_filter")
+ON_ONE_CLUSTER = ("bring_your_data", "clean_text", "csv_to_model", "inputs", "write_a_filter",
+                  "write_a_callback")
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ def test_quantities() -> None:
 def test_metrics_of_ours_are_those_that_a_run_reports() -> None:
     """The names are made by the gauges themselves, from a record with every figure that the loop writes."""
     from tidewheel.elastic.gauges import RayGauges
-    from tidewheel.train.metrics.tensorboard import GROUPS
+    from tidewheel.train.metrics.scalars import GROUPS
 
     made = set()
 

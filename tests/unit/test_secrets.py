@@ -61,7 +61,7 @@ def test_no_file_of_a_pipeline_or_a_run_holds_it(bucket: str, tmp_path):
 
     write_shards(tmp_path / "shards")
     write_shards(tmp_path / "validation", shards=1, rows=11, seed=1)
-    settings = config(tmp_path, "run", f"run.uri={bucket}/runs", "metrics.tensorboard=true")
+    settings = config(tmp_path, "run", f"run.uri={bucket}/runs", "metrics.trackers=[tensorboard]")
     checkpoints = CheckpointManager(store(settings.run_uri).child("checkpoints"))
     train(settings, Runtime(checkpoints=checkpoints))
     write_run_report(settings.run_uri)

@@ -27,7 +27,8 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import Score, ValidationSet
 from tidewheel.train.runtime import Runtime
 
-ONE_PROCESS = ("parallel", "compile", "compile_cache", "memory", "elastic", "optimizer", "schedule")
+ONE_PROCESS = ("parallel", "compile", "compile_cache", "memory", "elastic", "optimizer", "schedule", "metrics",
+               "callbacks")
 """Settings of a run that one process which evaluates has no use for."""
 
 LOOK_BACK = 100_000

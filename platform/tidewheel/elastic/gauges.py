@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tidewheel.train.metrics.scalars import scalars
 from tidewheel.train.metrics.sinks import Record
-from tidewheel.train.metrics.tensorboard import scalars
 
 
 class RayGauges:
     """A sink of gauges `ray_tidewheel_<name>` (`ray_tidewheel_train_loss`, `ray_tidewheel_speed_mfu`, ...) with the
     label `run`, and `domain` for those of the validation. To be made in a process that is connected to Ray."""
-
-    name = "prometheus"
 
     def __init__(self, run: str) -> None:
         self._run = run

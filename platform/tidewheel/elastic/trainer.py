@@ -28,7 +28,6 @@ from tidewheel.private_folders import temporary_folder
 from tidewheel.stopping import Stop
 from tidewheel.train import checks, starts
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.metrics import weights_and_biases
 from tidewheel.train.parallel import legal
 from tidewheel.train.record import TrainResult
 
@@ -66,7 +65,7 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over
     from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker
 
-    weights_and_biases.check(config.metrics.wandb)
+    checks.parts(config)
     checks.files(config, checks.read_data(config)[0])  # what is wrong with the data is said before any process starts
     with evaluating(config):
         return run_workers(config, run_worker, on_progress, take_over=take_over)
@@ -96,7 +95,7 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
                     coordinator.event.remote("setting_changed", _told_change(change))
             trainer = ElasticTrainer(
                 worker, {"config": config.canonical(), "coordinator": name,
-                         "code": [asdict(code) for code in config.own_parts().values()]},
+                         "code": [asdict(code) for code in config.code()]},
                 elastic=config.elastic, sizes=sizes, coordinator=coordinator, name=config.run.id,
                 storage_path=str(bookkeeping))
             try:
@@ -122,7 +121,7 @@ def _fetch_logs(run_uri: str, coordinator: Any) -> None:
             run_uri) for node in nodes.alive() if node.node_id in left]
         if tasks:
             ray.wait(tasks, num_returns=len(tasks), timeout=LOGS_SECONDS)
-    except ray.exceptions.RayError as error:  # how the run ended is what counts
+    except Exception as error:  # how the run ended is what counts
         logger.warning("the last words of killed workers were not fetched: %s", error)
 
 

@@ -11,7 +11,7 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -313,7 +313,7 @@ def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
         group.open(tuple(order["store"]), generation, rank, world_size, cuda=bool(config.elastic.gpus_per_worker))
         with limit.applied(), _checkpoints(config, order, control, group) as checkpoints:
             train(config, Runtime(rank=rank, world_size=world_size, device=_device(config), generation=generation,
-                                  checkpoints=checkpoints, control=control, sinks=_sinks(config, rank), node=node,
+                                  checkpoints=checkpoints, control=control, gauges=_gauges(config.run.id), node=node,
                                   past=Past(**order["past"]) if "past" in order else None, limit=limit,
                                   evaluated_beside=True))
     except MadeWay as left:
@@ -371,12 +371,13 @@ def _end_after(member: Member, said: Report) -> None:
     _exit(said.text)
 
 
-def _sinks(config: TrainConfig, rank: int) -> list[Any]:
-    if rank or not config.metrics.prometheus:
-        return []
-    from tidewheel.elastic.gauges import RayGauges
+def _gauges(run: str) -> Callable[[], Any]:
+    def gauges() -> Any:
+        from tidewheel.elastic.gauges import RayGauges
 
-    return [RayGauges(config.run.id)]
+        return RayGauges(run)
+
+    return gauges
 
 
 def _device(config: TrainConfig) -> Any:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from tidewheel import jsonlog, s3
 from tidewheel.ownership import REMOTE
+from tidewheel.parts import name_of
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
 from tidewheel.train import node_log, past
 from tidewheel.train.logs import worker_log
-from tidewheel.train.metrics.config import TENSORBOARD_SECONDS
 
 DAY = 86_400.0
 LISTED = 1_000
@@ -55,9 +55,10 @@ def requests(job: Job, cluster: ClusterConfig, step_seconds: float, checkpoint_b
              Requests("state.json", _times(past.STATE_SECONDS), f"put every {past.STATE_SECONDS:g} s"),
              # the owner's sign of life is put, and then the newest commit listed and read
              Requests("owner", 3 * _times(REMOTE.beat), f"put, list and get every {REMOTE.beat:g} s")]
-    if metrics.tensorboard:
-        found.append(Requests("tensorboard", _times(max(TENSORBOARD_SECONDS, line_seconds)),
-                              f"put every {TENSORBOARD_SECONDS:g} s"))
+    for tracker in metrics.trackers:
+        if seconds := tracker.STORE_SECONDS:
+            found.append(Requests(name_of(type(tracker)), _times(max(seconds, line_seconds)),
+                                  f"put every {seconds:g} s"))
     each = save_requests(cluster.gpus, checkpoint_bytes, job.config.checkpoint.keep_last)
     found.append(Requests("checkpoints", _times(interval_seconds) * each,
                           f"{each:,} for each, every {interval_seconds / 60:.1f} min"))

@@ -19,6 +19,12 @@ from tidewheel.train.positions import Positions
 from tidewheel.train.record import TrainResult, read_result
 
 
+def parts(config: TrainConfig) -> None:
+    """Raise ConfigError if a part of the configuration cannot work here."""
+    for tracker in config.metrics.trackers:
+        tracker.check()
+
+
 def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
     """The training data and the validation sets' manifests by domain, checked against the configuration and each other.
 

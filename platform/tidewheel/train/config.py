@@ -16,6 +16,8 @@ from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
 from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.batch_config import BatchConfig
+from tidewheel.train.callbacks import DEFAULT as CALLBACKS
+from tidewheel.train.callbacks import ChosenCallback
 from tidewheel.train.checkpoint_config import CheckpointConfig
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.logs.config import LogsConfig
@@ -252,6 +254,8 @@ class TrainConfig(Config):
     """Which steps are traced."""
     logs: LogsConfig = LogsConfig()
     """What workers log."""
+    callbacks: tuple[ChosenCallback, ...] = CALLBACKS
+    """What hears of each step: names of callbacks, or their settings with the name in `kind`."""
     elastic: ElasticConfig = ElasticConfig()
     """Number of workers."""
 
@@ -301,12 +305,17 @@ class TrainConfig(Config):
         codes = {name: Code.of(type(part)) for name, part in parts.items() if isinstance(part, Part)}
         return {name: code for name, code in codes.items() if code is not None}
 
+    def code(self) -> list[Code]:
+        """Return where the source of all parts outside this package is, also of those that decide no result."""
+        watching = [Code.of(type(part)) for part in (*self.metrics.trackers, *self.callbacks)]
+        return [*self.own_parts().values(), *(code for code in watching if code is not None)]
+
     def recipe_hash(self) -> str:
         """Return the hash of what decides the result: not where the run writes, nor the cluster and layout, nor how
         often it saves."""
         values = self.decisive()
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
-                      "profile", "logs"):
+                      "profile", "logs", "callbacks"):
             values.pop(group, None)
         for group, names in (("model", ("attention",)), ("objective", self.objective.UNDECISIVE),
                              ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):

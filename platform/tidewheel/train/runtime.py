@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tidewheel.time_limit import TimeLimit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     import torch
 
@@ -168,8 +168,8 @@ class Runtime:
     """How often the run was restarted or resized before; 0 the first time."""
     checkpoints: Checkpointer = field(default_factory=NoCheckpoints)
     control: Control = field(default_factory=NoControl)
-    sinks: Sequence[Sink] = ()
-    """Where metrics go beside what the configuration says, on rank 0."""
+    gauges: Callable[[], Sink] | None = None
+    """Makes the cluster's own gauges of metrics; None without a cluster."""
     node: str = field(default_factory=socket.gethostname)
     """Name of the node, for the ledger."""
     past: Past | None = None

@@ -41,7 +41,7 @@ REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
 }
 """Settings that a run in reproducible mode may not change besides."""
 SILENT = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics", "profile",
-          "logs", "data.uri", "data.cache", "data.prefetch", "data.validation", "data.wait_seconds")
+          "logs", "callbacks", "data.uri", "data.cache", "data.prefetch", "data.validation", "data.wait_seconds")
 """Groups and settings that do not change what a step computes: kept in run.json, and not told."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Never
 
@@ -18,6 +18,7 @@ from tidewheel.workflow.steps import REFERENCE
 if TYPE_CHECKING:
     from tidewheel.models.config import ModelConfig
     from tidewheel.train.batch_config import BatchConfig
+    from tidewheel.train.callback import Callback
     from tidewheel.train.checkpoint_config import CheckpointConfig
     from tidewheel.train.config import DataConfig, ElasticConfig, EvaluationConfig, RunConfig, TrainConfig
     from tidewheel.train.guards.config import GuardsConfig
@@ -70,6 +71,7 @@ class Train:
                  checkpoint: Settings | CheckpointConfig | None = None, guards: Settings | GuardsConfig | None = None,
                  metrics: Settings | MetricsConfig | None = None, logs: Settings | LogsConfig | None = None,
                  profile: Settings | ProfileConfig | None = None,
+                 callbacks: Sequence[str | Settings | Callback] | None = None,
                  elastic: Settings | ElasticConfig | None = None, **unknown: Never) -> None:
         if unknown:
             raise ConfigError(_no_argument(next(iter(unknown))), where="Train(...)",
@@ -87,7 +89,8 @@ class Train:
             "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps, "seed": seed,
             "precision": precision, "parameters": parameters, "reproducible": reproducible, "compile": compile,
             "compile_cache": compile_cache, "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint,
-            "guards": guards, "metrics": metrics, "logs": logs, "profile": profile, "elastic": elastic}
+            "guards": guards, "metrics": metrics, "logs": logs, "profile": profile,
+            "callbacks": callbacks, "elastic": elastic}
         self.settings: dict[str, Setting] = {
             name: _written(value, name) for name, value in given.items() if value is not None}
 
@@ -129,7 +132,7 @@ class Train:
         """What a workflow writes down about it; see `steps`."""
         overlap = {"overlap": True} if self.overlap else {}
         config = self.resolve()
-        code = [asdict(each) for each in config.own_parts().values()]
+        code = [asdict(each) for each in config.code()]
         return {"kind": "train", "name": self.name, "config": config.canonical(), **overlap,
                 **({"code": code} if code else {})}
 
@@ -153,6 +156,10 @@ def _written(value: Any, name: str) -> Setting:
         if is_own(kind):
             importable(kind, where=f"Train({name}=...)")
         return as_json(value)
+    if isinstance(value, Mapping):
+        return {key: _written(inner, f"{name}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(inner, name) for inner in value]
     written: Setting = value.canonical() if isinstance(value, Config) else value
     return written
 

@@ -20,7 +20,7 @@ from tidewheel.elastic.worker import take_part
 from tidewheel.errors import clear_frames, related
 from tidewheel.ownership import acquire
 from tidewheel.storage import store
-from tidewheel.train import loop
+from tidewheel.train import loop, parallel
 from tidewheel.train.guards.hang import HangError, Watch
 from tidewheel.train.parallel.caches import StaleProcessError
 from tidewheel.train.record import TrainResult
@@ -89,7 +89,7 @@ def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
                       "elastic.max_workers=1")
     models: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    build, train_step, steps = loop.parallel.build, loop.train_step, iter(range(1, 1000))
+    build, train_step, steps = parallel.build, loop.train_step, iter(range(1, 1000))
 
     def watched_build(*arguments: Any) -> Any:
         alive.append(sum(model() is not None for model in models))
@@ -105,7 +105,7 @@ def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
 
     monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
     monkeypatch.setattr(warm, "warm_up", lambda *_, **__: None)  # it freezes what is there for the collector
-    monkeypatch.setattr(loop.parallel, "build", watched_build)
+    monkeypatch.setattr(parallel, "build", watched_build)
     monkeypatch.setattr(loop, "train_step", failing_step)
     if hang:
         monkeypatch.setattr(Watch, "explained", lambda self, error: HangError("rank 1 does not answer"))

@@ -21,7 +21,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.plan.layout import Job
 from tidewheel.plan.memory import logit_rows
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.metrics.tensorboard import scalars
+from tidewheel.train.metrics.scalars import scalars
 
 OWN = "tests.unit.train.own_objectives"
 SMOOTH = {"kind": f"{OWN}:LabelSmoothing", "smoothing": 0.2}

@@ -54,7 +54,7 @@ CLOSE_SECONDS = 5.0
 """A worker that ends waits this long for its last lines to be written. What is left another process passes on."""
 LAST_WORDS_SECONDS = 1.0
 QUIET = ("botocore", "boto3", "s3transfer", "s3fs", "fsspec", "aiobotocore", "urllib3", "asyncio", "filelock",
-         "matplotlib", "numba", "ray")
+         "matplotlib", "numba")
 """Loggers of libraries that say much, and at level debug what requests are signed with: from warning on."""
 
 logger = logging.getLogger(__name__)

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pydantic
 from pydantic import Field
 
 from tidewheel.config import Config
-
-TENSORBOARD_SECONDS = 10.0
-"""Between two flushes of event files."""
-
-
-class WandbConfig(Config):
-    """Weights & Biases, where the package is installed. The key is read from the environment or ~/.netrc alone."""
-
-    project: str = Field(min_length=1)
-    """Project that the run appears in."""
-    entity: str = ""
-    """User or team; empty: the account's own."""
-    mode: Literal["online", "offline"] = "online"
-    """offline: written below `folder`, for `wandb sync`."""
-    folder: str = ""
-    """Local folder for what the client writes; empty: the system's temporary folder."""
+from tidewheel.train.trackers import DEFAULT, KIND, ChosenTracker
 
 
 class StragglerConfig(Config):
@@ -46,14 +29,19 @@ class MetricsConfig(Config):
 
     every_steps: int = Field(default=1, ge=1)
     """A line of metrics every so many steps, and at the last one; times and rates are those of the steps since."""
-    tensorboard: bool = True
-    """Event files in the run's tensorboard/."""
-    prometheus: bool = True
-    """Gauges `ray_tidewheel_*` at the Ray nodes' metrics ports (not with --local)."""
-    wandb: WandbConfig | None = None
-    """Weights & Biases."""
+    trackers: tuple[ChosenTracker, ...] = DEFAULT
+    """Where else they go: names of trackers, or their settings with the name in `kind`."""
     straggler: StragglerConfig = StragglerConfig()
     """When a slow rank is named."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _trackers_of_older_versions(cls, values: object) -> object:
+        for name in KIND.built_in():
+            if isinstance(values, dict) and name in values:
+                raise ValueError(f"{name} is a tracker: write trackers: [..., {name}], or [..., {{kind: {name}, ...}}] "
+                                 "with its settings, and leave it out where it is not wanted")
+        return values
 
 
 class ProfileConfig(Config):

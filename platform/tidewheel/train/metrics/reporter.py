@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tidewheel.parts import name_of
 from tidewheel.provenance import without_secrets
-from tidewheel.storage import Store
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.metrics.meter import Meter
 from tidewheel.train.metrics.profile import Profiler
 from tidewheel.train.metrics.sinks import Background, Sink, settle
 from tidewheel.train.metrics.straggler import Stragglers
+from tidewheel.train.metrics.tracker import TrackedRun, Tracker
 from tidewheel.train.record import RunRecord
 
 OnEvent = Callable[..., None]
 """Called with (kind, **detail) on rank 0."""
 SETTLE_SECONDS = 5.0
 """For the sinks of an earlier generation of this process, which may be slow."""
+OWN_NAMES = frozenset({"step", "time", "generation", "tokens", "loss", "validation_loss", "validation", "sample",
+                       "objective"})
+"""Names by which others find their way in metrics.jsonl."""
 LISTED_RANKS = 64
 """Of so many ranks each one's own time is in metrics.jsonl; of more, the slowest only."""
 
@@ -30,13 +35,13 @@ class Reporter:
 
     Args:
         flops_per_token: see `ModelConfig.flops_per_token`.
-        extra: sinks of whoever runs the loop.
+        gauges: makes the cluster's own gauges, if there is a cluster.
     """
 
     def __init__(self, config: TrainConfig, record: RunRecord, collectives: Collectives, *, flops_per_token: float,
-                 generation: int, extra: Sequence[Sink], on_event: OnEvent) -> None:
+                 generation: int, gauges: Callable[[], Sink] | None, on_event: OnEvent) -> None:
         self._config, self._record, self._generation = config, record, generation
-        self._extra, self._on_event, self._rank = tuple(extra), on_event, collectives.rank
+        self._gauges, self._on_event, self._rank = gauges, on_event, collectives.rank
         self._world_size = collectives.world_size
         self._meter = Meter(config.metrics.every_steps, config.steps, collectives.world_size, collectives.device,
                             flops_per_token)
@@ -50,8 +55,9 @@ class Reporter:
         """The run goes on after `step`; steps up to `recorded` have been told of before."""
         if self._rank == 0:
             settle(SETTLE_SECONDS)
-            sinks = _sinks(self._config, self._record.store, step, recorded, self._generation)
-            self._sinks = Background([*sinks, *self._extra], self._failed)
+            run = TrackedRun(self._config.run.id, self._record.store, step, recorded, self._generation,
+                             without_secrets(self._config.canonical()), self._gauges)
+            self._sinks = Background(_sinks(self._config.metrics.trackers, run), self._failed)
 
     def begin(self, step: int) -> None:
         """`step` is about to start."""
@@ -81,6 +87,18 @@ class Reporter:
         """A record of its own: an evaluation, a sample."""
         if self._sinks is not None:
             self._write({"time": time.time(), "step": step, **values})
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Record figures of whoever runs beside the training.
+
+        Raises:
+            ValueError: a name is the training's own, or a value is no number.
+        """
+        taken = sorted(OWN_NAMES & figures.keys())
+        if taken:
+            raise ValueError(f"{taken[0]!r} is a name of the training's own figures; choose another, such as "
+                             f"'my_{taken[0]}'")
+        self.record(step, {name: float(value) for name, value in figures.items()})
 
     def restart(self, step: int) -> None:
         """The run went back and goes on after `step`."""
@@ -125,16 +143,14 @@ class Reporter:
         return found
 
 
-def _sinks(config: TrainConfig, store: Store, step: int, recorded: int, generation: int) -> list[Sink]:
-    """The configured sinks beside metrics.jsonl."""
-    wanted, found = config.metrics, list[Sink]()
-    if wanted.tensorboard:
-        from tidewheel.train.metrics.tensorboard import TensorBoard
-
-        found.append(TensorBoard(store, step=step, generation=generation))
-    if wanted.wandb is not None:
-        from tidewheel.train.metrics.weights_and_biases import WeightsAndBiases
-
-        found.append(WeightsAndBiases(wanted.wandb, run=config.run.id, settings=without_secrets(config.canonical()),
-                                      recorded=recorded))
+def _sinks(trackers: Sequence[Tracker], run: TrackedRun) -> dict[str, Sink]:
+    """Return what takes the run's records beside metrics.jsonl, by name: a second tracker of a kind is "name 2"."""
+    found: dict[str, Sink] = {}
+    count = Counter[str]()
+    for tracker in trackers:
+        sink = tracker.open(run)
+        if sink is not None:
+            name = name_of(type(tracker))
+            count[name] += 1
+            found[name if count[name] == 1 else f"{name} {count[name]}"] = sink
     return found

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 Record = Mapping[str, Any]
@@ -19,8 +19,6 @@ WAITING = 10_000
 
 class Sink(Protocol):
     """Takes records; called from one thread."""
-
-    name: str
 
     def write(self, record: Record) -> None:
         """Take one record."""
@@ -55,12 +53,12 @@ class Background:
     the training.
 
     Args:
-        sinks: served in this order.
+        sinks: served in this order, by name.
         on_failure: called from the thread with (name of the sink, reason), once for each until it works again.
     """
 
-    def __init__(self, sinks: Sequence[Sink], on_failure: Callable[[str, str], None]) -> None:
-        self._sinks, self._on_failure = tuple(sinks), on_failure
+    def __init__(self, sinks: Mapping[str, Sink], on_failure: Callable[[str, str], None]) -> None:
+        self._sinks, self._on_failure = dict(sinks), on_failure
         self._failing: set[str] = set()
         self._left = False
         self._queue: queue.Queue[Callable[[Sink], None] | threading.Event | None] = queue.Queue(WAITING)
@@ -104,15 +102,15 @@ class Background:
             if isinstance(order, threading.Event):
                 order.set()
                 continue
-            for sink in self._sinks:
+            for name, sink in self._sinks.items():
                 try:
                     order(sink)
-                    self._failing.discard(sink.name)
+                    self._failing.discard(name)
                 except Exception as error:  # whatever a client library may raise
-                    self._told(sink, error)
+                    self._told(name, error)
 
-    def _told(self, sink: Sink, error: Exception) -> None:
-        if sink.name not in self._failing:
-            self._failing.add(sink.name)
+    def _told(self, name: str, error: Exception) -> None:
+        if name not in self._failing:
+            self._failing.add(name)
             with contextlib.suppress(Exception):  # the event log may be on the store that fails
-                self._on_failure(sink.name, f"{type(error).__name__}: {error}"[:300])
+                self._on_failure(name, f"{type(error).__name__}: {error}"[:300])

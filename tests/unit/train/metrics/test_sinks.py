@@ -15,11 +15,12 @@ from tidewheel import storage
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
-from tidewheel.train.metrics import tensorboard
-from tidewheel.train.metrics.config import MetricsConfig, WandbConfig
+from tidewheel.train.metrics.config import MetricsConfig
 from tidewheel.train.metrics.sinks import Background
-from tidewheel.train.metrics.tensorboard import TensorBoard
-from tidewheel.train.metrics.weights_and_biases import WeightsAndBiases, check
+from tidewheel.train.metrics.tracker import TrackedRun
+from tidewheel.train.trackers import WeightsAndBiases
+from tidewheel.train.trackers.clients import event_files
+from tidewheel.train.trackers.clients.event_files import EventFiles
 
 
 def line(step: int, loss: float) -> dict[str, Any]:
@@ -29,11 +30,11 @@ def line(step: int, loss: float) -> dict[str, Any]:
 
 def write_run(place: storage.Store) -> None:
     """Steps 1 to 6, killed; again from step 4, with an evaluation and a sample."""
-    first = TensorBoard(place)
+    first = EventFiles(place, flush_seconds=10.0)
     for step in range(1, 7):
         first.write(line(step, 10.0 - step))
     first.flush()  # and nothing more: killed
-    again = TensorBoard(place, step=3, generation=1)
+    again = EventFiles(place, step=3, generation=1, flush_seconds=10.0)
     again.write(line(4, 0.1))
     again.write(line(5, 0.1))
     again.restart(3)  # a rollback
@@ -79,11 +80,11 @@ def test_tensorboard_on_an_object_store(tmp_path: Path):
 
 def test_tensorboard_files_on_an_object_store_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """When they are long, and when a put may yet arrive late."""
-    monkeypatch.setattr(tensorboard, "FILE_BYTES", 1000)
+    monkeypatch.setattr(event_files, "FILE_BYTES", 1000)
     with S3Server() as server:
         server.create_bucket("runs")
         place = storage.store("s3://runs/two")
-        sink, late = TensorBoard(place), list[tuple[str, bytes]]()
+        sink, late = EventFiles(place, flush_seconds=10.0), list[tuple[str, bytes]]()
         for step in range(1, 101):
             sink.write(line(step, float(step)))
             if step % 40:
@@ -110,8 +111,8 @@ def test_tensorboard_files_on_an_object_store_end(tmp_path: Path, monkeypatch: p
 class Fragile:
     """A sink that waits until it may go on, and fails where it is told to."""
 
-    def __init__(self, name: str, failing: range = range(0)) -> None:
-        self.name, self._failing = name, failing
+    def __init__(self, failing: range = range(0)) -> None:
+        self._failing = failing
         self.may = threading.Event()
         self.taken: list[int] = []
         self.closed = False
@@ -134,9 +135,9 @@ class Fragile:
 
 def test_the_step_waits_for_no_sink_and_a_failing_one_is_told_of_once():
     told: list[tuple[str, str]] = []
-    slow, fragile = Fragile("slow"), Fragile("fragile", failing=range(3, 6))
+    slow, fragile = Fragile(), Fragile(failing=range(3, 6))
     fragile.may.set()
-    background = Background([slow, fragile], lambda *failure: told.append(failure))
+    background = Background({"slow": slow, "fragile": fragile}, lambda *failure: told.append(failure))
     for step in range(1, 11):
         background.write(line(step, 0.0))
     assert slow.taken == []  # it has not even begun, and all are handed over
@@ -151,21 +152,24 @@ def test_the_step_waits_for_no_sink_and_a_failing_one_is_told_of_once():
     assert fragile.closed
 
 
+def tracked(folder: Path) -> TrackedRun:
+    return TrackedRun("r", storage.store(folder), step=2, recorded=4, generation=0, settings={"steps": 8})
+
+
 def test_wandb_is_refused_without_its_package_and_without_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    config = WandbConfig(project="p")
+    config = WeightsAndBiases(project="p")
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed"):
-        check(config)
-    check(None)
+        config.check()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        WeightsAndBiases(config, run="r", settings={}, recorded=0)
+        config.open(tracked(tmp_path))
 
 
-def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch):
+def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The client's own calls, as its reference gives them, noted down by a module in its place."""
     calls: list[tuple[str, Any]] = []
 
@@ -186,7 +190,8 @@ def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setenv("WANDB_API_KEY", "sesame")
-    sink = WeightsAndBiases(WandbConfig(project="p"), run="r", settings={"steps": 8}, recorded=4)
+    sink = WeightsAndBiases(project="p").open(tracked(tmp_path))
+    assert sink is not None
     for step in (3, 4, 5):
         sink.write(line(step, 1.0))
     sink.close()
@@ -199,6 +204,12 @@ def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_a_configuration_may_say():
-    assert build(MetricsConfig, {"wandb": {"project": "p"}}).wandb is not None
-    with pytest.raises(ConfigError, match="did you mean 'tensorboard'"):
-        build(MetricsConfig, {"tensorbord": False})
+    [wandb] = build(MetricsConfig, {"trackers": [{"kind": "wandb", "project": "p"}]}).trackers
+    assert isinstance(wandb, WeightsAndBiases)
+    for wrong, hint in (({"straggle": {}}, "did you mean 'straggler'"),
+                        ({"trackers": ["tensorbord"]}, "did you mean 'tensorboard'"),
+                        ({"trackers": [{"kind": "wandb", "projct": "p"}]}, "did you mean 'project'"),
+                        ({"trackers": [{"project": "p"}]}, "which tracker is it"),
+                        ({"tensorboard": False}, "tensorboard is a tracker: write trackers")):
+        with pytest.raises(ConfigError, match=hint):
+            build(MetricsConfig, wrong)

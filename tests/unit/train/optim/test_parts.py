@@ -19,14 +19,14 @@ from tidewheel.config import build
 from tidewheel.errors import ConfigError
 from tidewheel.parts import Kind, Part
 from tidewheel.plan.layout import Job
-from tidewheel.train import objectives, optimizers, schedules
+from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.starts import settings_of
 from tidewheel.workflow.kinds import TrainKind
 
 PACKAGE = Path(tidewheel.__file__).parent
-KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND]
+KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND, trackers.KIND, callbacks.KIND]
 EVERYDAY = {"constant", "linear"}
 """Names of schedules that are words of other things as well."""
 

@@ -18,23 +18,15 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from tidewheel.private_folders import hold, make_temporary
 from tidewheel.storage import Store
-from tidewheel.train.metrics.config import TENSORBOARD_SECONDS
+from tidewheel.train.metrics.scalars import scalars
 from tidewheel.train.metrics.sinks import Record
 
 FOLDER = "tensorboard"
 FILE_BYTES = 1 << 20
 """On an object store a file that is this long is not put again."""
-GROUPS = {
-    "speed": ("tokens_per_second", "tokens_per_second_per_worker", "mfu", "step_seconds", "data_wait_seconds",
-              "world_size"),
-    "memory": ("host_resident_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"),
-    "checkpoint": ("failed_saves",)}
-"""Names that are not about the training itself; those others are under "train"."""
-_GROUP = {name: group for group, names in GROUPS.items() for name in names}
-_NO_CURVE = frozenset({"step", "time", "generation", "validation_loss"})
 
 
-class TensorBoard:
+class EventFiles:
     """A sink that writes event files.
 
     Args:
@@ -44,10 +36,8 @@ class TensorBoard:
         flush_seconds: between two flushes.
     """
 
-    name = "tensorboard"
-
     def __init__(self, store: Store, *, step: int = 0, generation: int = 0,
-                 flush_seconds: float = TENSORBOARD_SECONDS) -> None:
+                 flush_seconds: float) -> None:
         self._store, self._generation, self._flush_seconds = store, generation, flush_seconds
         local = store.local_path(FOLDER)
         self._remote = local is None
@@ -127,15 +117,3 @@ class TensorBoard:
                 self._end_file()
             if self._writer is None or path != self._newest:
                 path.unlink()
-
-
-def scalars(record: Record) -> dict[str, float]:
-    """{tag: value} of a record's numbers, by group: train/loss, speed/mfu, validation/web/bits_per_byte."""
-    found = {f"{_GROUP.get(name, 'train')}/{name}": float(value) for name, value in record.items()
-             if isinstance(value, int | float) and name not in _NO_CURVE}
-    found |= {f"objective/{name}": float(value) for name, value in record.get("objective", {}).items()
-              if isinstance(value, int | float)}
-    for domain, figures in record.get("validation", {}).items():
-        found |= {f"validation/{domain + '/' if domain else ''}{name}": float(value)
-                  for name, value in figures.items() if isinstance(value, int | float)}
-    return found

@@ -1,0 +1,148 @@
+"""What a callback is: a part that hears what the training loop does.
+
+    class Milestones(tw.Callback):
+        "Say when the loss falls below a bound."
+        below: float = 3.0
+
+        def on_step_end(self, worker: tw.Worker, step: tw.Step) -> None:
+            if step.loss is not None and step.loss < self.below:
+                print(f"{worker.run}: loss {step.loss:.3f} at step {step.step}")
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tidewheel.errors import ConfigError, TidewheelError
+from tidewheel.parts import Part, name_of
+
+if TYPE_CHECKING:
+    from tidewheel.train.evaluation import Score
+    from tidewheel.train.record import TrainResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The worker that a callback runs in, for one generation of workers."""
+
+    run: str
+    """Id of the run."""
+    uri: str
+    """Its folder."""
+    steps: int
+    """Of the whole run."""
+    rank: int
+    world_size: int
+    generation: int
+    record: Callable[[int, Mapping[str, float]], None]
+    """`record(step, {"name": number})` adds figures of a step to metrics.jsonl and hands them to the trackers, on
+    rank 0; elsewhere it does nothing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is done; the same on every rank, times apart."""
+
+    step: int
+    """Counts from 1."""
+    tokens: int
+    """Real tokens trained on since the run began."""
+    loss: float | None
+    """Nats per token over the global batch; None: not finite."""
+    gradient_norm: float | None
+    """Before clipping; None: not finite."""
+    learning_rate: float
+    seconds: float
+    """This rank's step took, with the wait for data."""
+    data_wait_seconds: float
+    redone: bool
+    """It was done before: a failure or rollback took the run back. Its figures may have been told before."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the objective measures beside the loss."""
+
+
+class Callback(Part):
+    """Base of every callback; its fields are its settings.
+
+    It is called in the training thread, which waits for it, of rank 0 alone unless `EVERY_RANK`. Each generation of
+    workers begins with a fresh copy: what must outlive a failure belongs in a file or a service.
+
+    Steps are told at least once. After a failure the run goes on from its newest checkpoint, and the steps behind it
+    are told again (`Step.redone`), with the same figures in reproducible mode. So a callback must be safe to repeat:
+    write under the step's number, do not add up. An error ends the run.
+    """
+
+    EVERY_RANK: ClassVar[bool] = False
+    """Also call it on the ranks beside the first."""
+
+    def on_start(self, worker: Worker, step: int) -> None:
+        """A generation of workers begins; the run goes on after `step`, 0 at its beginning."""
+
+    def on_step_end(self, worker: Worker, step: Step) -> None:
+        """A step is done, before what it brings about: a save, an evaluation."""
+
+    def on_evaluate(self, worker: Worker, step: int, scores: Mapping[str, Score]) -> None:
+        """The model of `step` was evaluated by the training itself; scores by name of the validation set."""
+
+    def on_sample(self, worker: Worker, step: int, text: str) -> None:
+        """The model of `step` wrote a text."""
+
+    def on_checkpoint(self, worker: Worker, step: int) -> None:
+        """The checkpoint of `step` is committed; told on rank 0, at the first step boundary after it.
+
+        One that is committed as its generation ends may not be told.
+        """
+
+    def on_rollback(self, worker: Worker, step: int, back_to: int) -> None:
+        """A guard took the run from `step` back to the checkpoint of `back_to`."""
+
+    def on_finish(self, worker: Worker, result: TrainResult) -> None:
+        """The run is over; its last checkpoint is committed."""
+
+    def on_close(self) -> None:
+        """The last call of a generation, however it ends; not after a kill."""
+
+
+class Callbacks:
+    """The callbacks of one worker and generation, called in the order of the configuration."""
+
+    def __init__(self, callbacks: Sequence[Callback], worker: Worker) -> None:
+        self._callbacks = [callback.model_copy() for callback in callbacks if worker.rank == 0 or callback.EVERY_RANK]
+        self._worker = worker
+
+    def tell(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of each callback.
+
+        Raises:
+            ConfigError: one raised an error.
+        """
+        for callback in self._callbacks:
+            self._call(callback, hook, self._worker, *arguments)
+
+    def close(self) -> None:
+        """Call `on_close` of each callback. What it raises is logged: how the generation ended is what counts."""
+        for callback in self._callbacks:
+            try:
+                callback.on_close()
+            except Exception:
+                logger.exception("the callback %s failed in on_close", name_of(type(callback)))
+
+    def _call(self, callback: Callback, hook: str, *arguments: Any) -> None:
+        try:
+            getattr(callback, hook)(*arguments)
+        except TidewheelError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the callback {name_of(type(callback))} failed in {hook}: {told}",
+                              where=f"{frame.filename}:{frame.lineno}",
+                              mend="correct it and start again: the run goes on from its last checkpoint") from error

@@ -1,0 +1,13 @@
+"""The built-in callbacks, a module each, and what finds any."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from tidewheel.parts import Chosen, Kind
+from tidewheel.train.callback import Callback
+from tidewheel.train.callbacks.log_progress import LogProgress as LogProgress
+
+KIND = Kind("callback", Callback, __name__, "tidewheel.callbacks")
+DEFAULT: tuple[Callback, ...] = (LogProgress(),)
+ChosenCallback = Annotated[Callback, Chosen(KIND)]

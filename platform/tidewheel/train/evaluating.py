@@ -1,0 +1,71 @@
+"""Evaluations and text samples of a run, at the steps that the configuration says."""
+
+from __future__ import annotations
+
+from tidewheel.train import evaluation
+from tidewheel.train.callback import Callbacks
+from tidewheel.train.metrics.reporter import Reporter
+from tidewheel.train.training import Training
+
+
+class Evaluating:
+    """One worker's side of it; all ranks make the same calls.
+
+    Args:
+        metrics: where results go.
+        callbacks: who hears of them.
+    """
+
+    def __init__(self, training: Training, metrics: Reporter, callbacks: Callbacks) -> None:
+        self._training, self._metrics, self._callbacks = training, metrics, callbacks
+        self._sets = training.patience(lambda: evaluation.open_sets(training.config, training.device))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the training itself evaluates the model of this step, the last one's apart."""
+        training, wanted = self._training, self._training.config.evaluation
+        return (bool(wanted.every_steps) and step % wanted.every_steps == 0 and 0 < step < training.config.steps
+                and not (wanted.separate and training.runtime.evaluated_beside))
+
+    def catch_up(self, validation_loss: float | None) -> None:
+        """Evaluate the model that the run goes on from, if that was due and nobody has: whoever was about to is gone.
+
+        Args:
+            validation_loss: as its checkpoint says.
+        """
+        training, step = self._training, self._training.progress.step
+        if validation_loss is None and self.is_due(step):
+            done = training.leads and training.patience(lambda: training.record.evaluated(step))
+            if not training.collectives.from_first(int(done)):
+                self.evaluate()
+
+    def evaluate(self) -> None:
+        """Evaluate the model as it is now, if there is a validation set."""
+        training, progress = self._training, self._training.progress
+        if not self._sets:
+            return
+        training.watch.mark(progress.step, "evaluate")
+        scores = evaluation.validate(training.model, self._sets, training.config, training.collectives)
+        progress.validation_loss = evaluation.overall(scores)
+        progress.validated = progress.step
+        self._metrics.record(progress.step, evaluation.record(scores))
+        self._callbacks.tell("on_evaluate", progress.step, scores)
+        training.timeline.spent("productive")
+
+    def sample_if_due(self, step: int) -> None:
+        """Write a text after this step, if that is wanted; not after the last, which has one anyway."""
+        config = self._training.config
+        every = config.evaluation.sample_every_steps
+        if every and step % every == 0 and step < config.steps:
+            self.sample()
+
+    def sample(self) -> str:
+        """Return a text by the model as it is now."""
+        training, step = self._training, self._training.progress.step
+        training.watch.mark(step, "sample")
+        text = evaluation.text_sample(training.model, training.source.domains[0], training.config,
+                                      training.collectives)
+        if text:
+            self._metrics.record(step, {"sample": text})
+            self._callbacks.tell("on_sample", step, text)
+        training.timeline.spent("productive")
+        return text

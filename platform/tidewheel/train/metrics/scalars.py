@@ -1,0 +1,26 @@
+"""The numbers of a record under names that say what they are about: train/loss, speed/mfu, validation/web/loss."""
+
+from __future__ import annotations
+
+from tidewheel.train.metrics.sinks import Record
+
+GROUPS = {
+    "speed": ("tokens_per_second", "tokens_per_second_per_worker", "mfu", "step_seconds", "data_wait_seconds",
+              "world_size"),
+    "memory": ("host_resident_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"),
+    "checkpoint": ("failed_saves",)}
+"""Names that are not about the training itself; those others are under "train"."""
+_GROUP = {name: group for group, names in GROUPS.items() for name in names}
+_NO_CURVE = frozenset({"step", "time", "generation", "validation_loss"})
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Return {tag: value} of a record's numbers, by group."""
+    found = {f"{_GROUP.get(name, 'train')}/{name}": float(value) for name, value in record.items()
+             if isinstance(value, int | float) and name not in _NO_CURVE}
+    found |= {f"objective/{name}": float(value) for name, value in record.get("objective", {}).items()
+              if isinstance(value, int | float)}
+    for domain, figures in record.get("validation", {}).items():
+        found |= {f"validation/{domain + '/' if domain else ''}{name}": float(value)
+                  for name, value in figures.items() if isinstance(value, int | float)}
+    return found

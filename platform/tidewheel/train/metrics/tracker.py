@@ -1,0 +1,77 @@
+"""What a tracker is: a part that takes a run's figures to where people look at them.
+
+    class Table(tw.Tracker):
+        "The loss of each step as a CSV file."
+        path: str
+
+        def write(self, record: tw.Record) -> None:
+            if "loss" in record:
+                with open(self.path, "a") as file:
+                    file.write(f"{record['step']},{record['loss']}\\n")
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tidewheel.parts import Part
+from tidewheel.storage import Store
+from tidewheel.train.metrics.sinks import Record, Sink
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run whose figures a tracker takes, as a generation of workers begins."""
+
+    id: str
+    store: Store
+    """The run's folder."""
+    step: int
+    """The run goes on after this step; 0 when it begins."""
+    recorded: int
+    """Steps up to it were told of before. Those behind `step` come again."""
+    generation: int
+    """Number of the generation of workers."""
+    settings: Mapping[str, Any]
+    """The run's configuration as JSON values, without secrets."""
+    gauges: Callable[[], Sink] | None = None
+    """Makes the cluster's own gauges; None without a cluster."""
+
+
+class Tracker(Part):
+    """Base of every tracker; its fields are its settings.
+
+    It runs in one thread of rank 0, behind the training: a slow tracker delays no step, and one that raises is told of
+    once, in an event `sink_failed`, and gets the next record nevertheless. Each generation of workers opens it anew. A
+    step that is done again after a failure comes again, with a larger "time".
+    """
+
+    STORE_SECONDS: ClassVar[float] = 0.0
+    """Between two writes to the run's folder, for `tidewheel plan`; 0: it writes nothing there."""
+
+    def check(self) -> None:
+        """Raise ConfigError if it cannot work here, such as without a package; before any process is started."""
+
+    def open(self, run: TrackedRun) -> Sink | None:
+        """Return what takes the records of a generation: a copy of this tracker, unless a subclass has something else.
+
+        None: there is nothing to write to here.
+        """
+        return self.model_copy()
+
+    def write(self, record: Record) -> None:
+        """Take one record: "step" and "time", numbers by name, or "validation" or "sample"."""
+        raise NotImplementedError
+
+    def restart(self, step: int) -> None:
+        """The run went back and goes on after `step`: what was told of later ones no longer holds."""
+
+    def flush(self) -> None:
+        """Write out what is collected."""
+
+    def close(self) -> None:
+        """The last call of a generation."""

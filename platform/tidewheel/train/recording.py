@@ -1,0 +1,64 @@
+"""What is written of each step: its figures, and which sequences it read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidewheel.train.batches import BatchDigest
+from tidewheel.train.callback import Callbacks, Step
+from tidewheel.train.metrics.reporter import Reporter
+from tidewheel.train.run_state import finite
+from tidewheel.train.step import StepResult
+from tidewheel.train.training import Training
+
+
+class Recording:
+    """One worker's side of it.
+
+    Args:
+        metrics: where figures go.
+        callbacks: who hears of steps.
+    """
+
+    def __init__(self, training: Training, metrics: Reporter, callbacks: Callbacks) -> None:
+        self._training, self._metrics, self._callbacks = training, metrics, callbacks
+        self.digest = BatchDigest(training.source, training.collectives, training.model.mesh, training.model.share,
+                                  training.config.batch.micro_sequences)
+
+    def step(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
+        """Tell of the step that is done.
+
+        Args:
+            digest: of the global batch's sequences, on rank 0.
+            seconds: this rank's step took, with the wait for data.
+            waited: for data.
+        """
+        training, progress = self._training, self._training.progress
+        figures: dict[str, Any] = {
+            "tokens": progress.tokens, "loss": finite(result.loss), "gradient_norm": finite(result.gradient_norm),
+            "learning_rate": training.optimizer.learning_rate}
+        if result.metrics:
+            figures["objective"] = {name: finite(value) for name, value in result.metrics.items()}
+        if training.loss_scale is not None:
+            figures["loss_scale"] = training.loss_scale.scale
+        if training.leads:
+            figures["failed_saves"] = training.runtime.checkpoints.saves().failed
+        self._metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited)
+        if training.leads:
+            self.batch(progress.step, digest)
+            training.runtime.control.progress(
+                progress.step, training.config.steps, loss=result.loss, tokens=progress.tokens,
+                tokens_per_second=result.tokens / max(seconds, 1e-9), world_size=training.runtime.world_size)
+        self._callbacks.tell("on_step_end", Step(
+            progress.step, progress.tokens, finite(result.loss), finite(result.gradient_norm),
+            training.optimizer.learning_rate, seconds, waited, progress.step <= progress.recorded, result.metrics))
+
+    def batch(self, step: int, digest: str | None) -> None:
+        """Record which sequences a step read, on rank 0."""
+        training = self._training
+        if training.leads:
+            taken, windows = training.positions.of(step), len(training.positions.windows)
+            training.record.batches.append({
+                "step": step, "digest": digest, "position": int(taken[0]), "count": len(taken),
+                "world_size": training.runtime.world_size, "generation": training.runtime.generation,
+                **({"passed_over": windows} if windows else {})})

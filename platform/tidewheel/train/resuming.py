@@ -1,0 +1,78 @@
+"""Where a generation of workers begins: at the newest intact checkpoint, or at step 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidewheel.train import checks, parallel
+from tidewheel.train.guards.policy import Guard
+from tidewheel.train.parallel.caches import check_current
+from tidewheel.train.positions import Window
+from tidewheel.train.record import read_rollbacks
+from tidewheel.train.saving import Saving
+from tidewheel.train.training import Training
+
+
+class Resuming:
+    """One worker's side of it."""
+
+    def __init__(self, training: Training, saving: Saving, guard: Guard) -> None:
+        self._training, self._saving, self._guard = training, saving, guard
+
+    def load(self) -> dict[str, Any] | None:
+        """Set the values of model and optimizer; return what the checkpoint says, None at step 0.
+
+        Raises:
+            ConfigError, CheckpointError: the checkpoint is not of this run as it is configured.
+        """
+        training = self._training
+        training.watch.mark(0, "load")
+        state = training.state()
+        tensors = [tensor for group in state.values() for tensor in group.values()]
+        check_current(tensors, training.model.mesh.mark)
+        extra = training.runtime.checkpoints.load_latest(state)
+        training.pass_over(self._windows())
+        if extra is None:
+            self._set_weights()
+            training.optimizer.started()
+            if training.config.guards.may_roll_back:
+                self._saving.save(0)
+            return None
+        checks.continues(extra["identity"], training.config, training.source)
+        checks.same_history(extra, training.positions, training.config)
+        self.take_up(extra)
+        if training.leads:
+            training.record.restore(extra.get("unwritten", {}))
+        self._saving.keep_if_wanted(training.progress.step)  # until then a part of a lost node has one copy only
+        return extra
+
+    def take_up(self, extra: dict[str, Any]) -> None:
+        """Be where the checkpoint that was loaded is."""
+        training, progress = self._training, self._training.progress
+        progress.step = int(extra["step"])
+        self._saving.taken_up(extra)
+        progress.tokens, progress.loss = int(extra["tokens"]), extra["loss"]
+        if "guard" in extra:
+            self._guard.load(extra["guard"])
+        if training.loss_scale is not None and extra.get("loss_scale"):
+            training.loss_scale.restore(extra["loss_scale"])
+        training.optimizer.restored()
+        training.model.refresh()
+
+    def _set_weights(self) -> None:
+        """Set the initial values, or those of `model.init_from`."""
+        training = self._training
+        if not training.config.model.init_from:
+            parallel.init_weights(training.model, training.config.seed)
+            return
+        weights = {name: parameter.detach() for name, parameter in training.model.named_parameters()}
+        training.runtime.checkpoints.load_from(training.config.model.init_from, {"model": weights})
+        training.model.refresh()
+
+    def _windows(self) -> list[Window]:
+        """Return what the run's rollbacks pass over, as rank 0 finds it recorded."""
+        training, first = self._training, self._training.collectives.from_first
+        lines = training.patience(lambda: read_rollbacks(training.record.store)) if training.leads else []
+        mine = [(line["start"], line["end"]) for line in lines]
+        count = first(len(mine))
+        return [(first(start), first(end)) for start, end in mine or [(0, 0)] * count]

@@ -1,0 +1,1 @@
+"""What built-in trackers write with."""

@@ -1,0 +1,112 @@
+"""What one worker trains, and with what: shared by the loop and its helpers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidewheel import storage
+from tidewheel.shards.loader import Loader
+from tidewheel.shards.source import Source, SourceReader
+from tidewheel.train import checks, parallel
+from tidewheel.train.batch_size import BatchSizes
+from tidewheel.train.batches import BatchReader
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.compile import use_cache
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.guards.hang import Watch
+from tidewheel.train.memory.host import keep_freed_memory
+from tidewheel.train.optim.build import build_optimizer, training_state
+from tidewheel.train.optim.model_optimizer import ModelOptimizer
+from tidewheel.train.outage import Patience
+from tidewheel.train.parallel import ParallelModel
+from tidewheel.train.positions import Positions, Window
+from tidewheel.train.precision import LossScale
+from tidewheel.train.record import RunRecord
+from tidewheel.train.run_state import Progress
+from tidewheel.train.runtime import Runtime, read_again
+from tidewheel.train.timeline import Category, Timeline
+
+
+@dataclass
+class Training:
+    """One worker's share of a run."""
+
+    config: TrainConfig
+    runtime: Runtime
+    timeline: Timeline
+    watch: Watch
+    patience: Patience
+    collectives: Collectives
+    source: Source
+    model: ParallelModel
+    optimizer: ModelOptimizer
+    loss_scale: LossScale | None
+    reader: BatchReader
+    record: RunRecord
+    positions: Positions
+    progress: Progress
+
+    @classmethod
+    def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source, watch: Watch,
+             patience: Patience) -> Training:
+        """Open the data and build the model; its values are not yet set."""
+        device = torch.device(runtime.device)
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
+            keep_freed_memory()
+        if config.compile:
+            use_cache(config.compile_cache)
+        collectives = Collectives(runtime)
+        model = parallel.build(config, config.model.vocabulary_size or source.manifest.vocabulary_size, runtime)
+        positions = Positions(BatchSizes.of(config.batch, source.manifest.sequence_length))
+        cache = Path(config.data.cache) if config.data.cache else None
+        reading = SourceReader(source, cache=cache, verify=config.data.verify,
+                               on_damage=partial(read_again, runtime.control))
+        reader = BatchReader(Loader(reading, prefetch=0), config.batch, positions, model.share, device=device,
+                             steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit)
+        return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, patience=patience,
+                   collectives=collectives, source=source, model=model,
+                   optimizer=build_optimizer(model, config.optimizer),
+                   loss_scale=LossScale() if config.precision == "fp16" else None, reader=reader,
+                   record=RunRecord(storage.store(config.run_uri), runtime.generation, runtime.past),
+                   positions=positions, progress=Progress())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes."""
+        return self.runtime.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device(self.runtime.device)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the embedding."""
+        return self.config.model.vocabulary_size or self.source.manifest.vocabulary_size
+
+    def state(self) -> dict[str, Any]:
+        """Return the tensors that make the run what it is now: of the model and of the optimizer."""
+        return training_state(self.model, self.optimizer)
+
+    def event(self, kind: str, **detail: Any) -> None:
+        """Record an event of the run, on rank 0."""
+        if self.leads:
+            self.runtime.control.event(kind, **detail)
+
+    def spent_on(self, step: int) -> Category:
+        """Return what the time of a step is for."""
+        return "redone" if step <= self.progress.recorded else "productive"
+
+    def pass_over(self, windows: Sequence[Window]) -> None:
+        """From now on steps take the positions that lie outside `windows`."""
+        self.positions = Positions(self.positions.sizes, windows)
+        checks.still_reaches(self.config, self.source, self.positions)
+        self.reader.start_over(self.positions)
