@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tidewheel as tw
 
@@ -51,6 +52,37 @@ class Smooth(tw.Objective):
         logits, targets = outputs.logits()[known].float(), batch.targets[known]
         loss = F.cross_entropy(logits, targets, label_smoothing=self.smoothing, reduction="sum")
         return tw.Sums(loss, {"accuracy": (logits.argmax(-1) == targets).sum()})
+
+
+class Mlp(nn.Module):
+    """down(gelu(up(x))), with biases."""
+
+    def __init__(self, dim, inner):
+        super().__init__()
+        self.up = nn.Linear(dim, inner)
+        self.down = nn.Linear(inner, dim)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Gelu(tw.Model):
+    """A decoder whose feed-forward has GELU and biases."""
+    PRESETS = {"tiny": {"dim": 32, "num_layers": 2, "num_heads": 4}}
+    FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)
+    RESIDUAL_OUTPUTS = ("attention.wo.weight", "ffn.down.weight")
+
+    def block(self):
+        from tidewheel.models.decoder import Attention, Block
+
+        return Block(self, Attention(self, bias=True), Mlp(self.dim, self.ffn_width))
+
+    def tensor_parallel(self):
+        return {**super().tensor_parallel(), "ffn.up": "columns", "ffn.down": "rows"}
+
+    def extra_parameters(self):
+        queries_keys_values = (self.num_heads + 2 * self.kv_heads) * self.head_width
+        return queries_keys_values + self.ffn_width, self.dim
 '''
 
 
@@ -65,7 +97,7 @@ def overrides(module: str) -> tuple[str, ...]:
     """Settings of a run that is made of these parts and reproducible."""
     return (f"optimizer.kind={module}:Momentum", "optimizer.learning_rate=0.05", "optimizer.clip_norm=1.0",
             f"schedule={{kind: '{module}:Stairs', warmup_steps: 0}}",
-            f"objective={{kind: '{module}:Smooth', smoothing: 0.2}}", "reproducible=true")
+            f"objective={{kind: '{module}:Smooth', smoothing: 0.2}}", f"model.kind={module}:Gelu", "reproducible=true")
 
 
 OWN_FILTERS = '''

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tidewheel import filters
     from tidewheel.data.filter import Batch, Filter, Verdicts
     from tidewheel.errors import TidewheelError
+    from tidewheel.models import families as models
+    from tidewheel.models.family import FeedForwardShape, Model
     from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
     from tidewheel.train.callback import Callback, Step, Worker
     from tidewheel.train.metrics.sinks import Record
@@ -45,6 +47,8 @@ _HOMES = {
     "Batch": "tidewheel.data.filter",
     "Filter": "tidewheel.data.filter",
     "Verdicts": "tidewheel.data.filter",
+    "FeedForwardShape": "tidewheel.models.family",
+    "Model": "tidewheel.models.family",
     "Call": "tidewheel.workflow.steps",
     "Evaluate": "tidewheel.workflow.steps",
     "Export": "tidewheel.workflow.steps",
@@ -68,16 +72,17 @@ _HOMES = {
 _MODULES = {
     "callbacks": "tidewheel.train.callbacks",
     "filters": "tidewheel.filters",
+    "models": "tidewheel.models.families",
     "objectives": "tidewheel.train.objectives",
     "optimizers": "tidewheel.train.optimizers",
     "schedules": "tidewheel.train.schedules",
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Batch", "Call", "Callback", "Evaluate", "Export", "Filter", "Objective", "Optimizer", "Outputs", "Pipeline",
-           "Record", "Schedule", "Step", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
-           "Verdicts", "Worker", "Workflow", "callbacks", "filters", "objectives", "optimizers", "schedules",
-           "trackers"]
+__all__ = ["Batch", "Call", "Callback", "Evaluate", "Export", "FeedForwardShape", "Filter", "Model", "Objective",
+           "Optimizer", "Outputs", "Pipeline", "Record", "Schedule", "Step", "Sums", "TidewheelError", "Tokenizer",
+           "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models",
+           "objectives", "optimizers", "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -23,12 +23,12 @@ def start(cache: str, layers: int, dim: int) -> None:
     """One start; prints {"seconds": [of each step], "losses"}."""
     import torch
 
-    from tidewheel.models.config import ModelConfig
     from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+    from tidewheel.models.families import Llama
     from tidewheel.train.compile import compile_blocks, use_cache
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = ModelConfig(dim=dim, num_layers=layers, num_heads=dim // 64)
+    config = Llama(dim=dim, num_layers=layers, num_heads=dim // 64)
     with torch.device("meta"):
         model = Decoder(config, 1024)
     model.to_empty(device=device)

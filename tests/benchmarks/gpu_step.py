@@ -9,7 +9,7 @@ its loss, as its trainer puts them together on one device, if it can be imported
 is `--tokens` tokens; documents are whole rows unless `--document` cuts them, and then only our side masks them.
 
 MFU = tokens/s x FLOPs per token / the dense bf16 peak (fp8 rows too); FLOPs per token = 6 N + 12 layers x heads x head
-width x L (`ModelConfig.flops_per_token`). Without a GPU a tiny shape runs on the CPU, to show that the script works:
+width x L (`Llama.flops_per_token`). Without a GPU a tiny shape runs on the CPU, to show that the script works:
 those figures say nothing about a GPU.
 """
 
@@ -29,8 +29,8 @@ import torch
 
 from tidewheel.config import build
 from tidewheel.console import print_table
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import next_tokens
+from tidewheel.models.families import Llama
 from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
@@ -53,7 +53,7 @@ Step = Callable[[MicroBatch], float | torch.Tensor]
 class Case:
     """What all sides train."""
 
-    model: ModelConfig
+    model: Llama
     vocabulary: int
     length: int
     rows: int
@@ -77,7 +77,7 @@ def main() -> int:
         given.lengths, given.tokens, given.steps = [128], 512, 5
     sides = _sides(device, fp8=not given.no_fp8)
     for length in given.lengths:
-        model = build(ModelConfig, {"preset": given.preset} if device.type == "cuda" else TINY)
+        model = build(Llama, {"preset": given.preset} if device.type == "cuda" else TINY)
         case = Case(model, VOCABULARY if device.type == "cuda" else 512, length, max(1, given.tokens // length), device,
                     device.type == "cuda")
         rows = [_measure(name, make, case, given) for name, make in sides.items()]

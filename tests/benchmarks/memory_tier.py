@@ -33,8 +33,8 @@ from tidewheel.checkpoint.memory.client import MemoryTier
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
 from tidewheel.console import print_table
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.families import Llama
 
 WANTED = 0.05
 TOKEN = "benchmark"
@@ -44,7 +44,7 @@ SMALL = {"dim": 192, "num_layers": 6, "num_heads": 3, "tie_embeddings": True}
 class Training:
     """A model, its optimizer and one step of them."""
 
-    def __init__(self, config: ModelConfig, vocabulary: int, tokens: int) -> None:
+    def __init__(self, config: Llama, vocabulary: int, tokens: int) -> None:
         self._model = Decoder(config, vocabulary)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
@@ -99,7 +99,7 @@ def main() -> int:
     try:
         overhead, missed = 0.0, list[str]()
         rows, times = [], []
-        models = [("3 M", ModelConfig(**SMALL), 2048), (given.preset, ModelConfig(preset=given.preset), 32768)]
+        models = [("3 M", Llama(**SMALL), 2048), (given.preset, Llama(preset=given.preset), 32768)]
         for generation, (name, config, vocabulary) in enumerate(models):
             training = Training(config, vocabulary, given.tokens)
             row, overhead, step = _steps(training, addresses, generation, given)

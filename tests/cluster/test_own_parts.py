@@ -1,4 +1,4 @@
-"""A user's optimizer, schedule and objective on a Ray cluster: workers find the code, also after one was killed."""
+"""A user's model family, optimizer, schedule and objective on Ray: workers find the code, also after one was killed."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def test_own_parts_travel_and_a_killed_worker_changes_no_bit(tmp_path: Path, mon
         calm = load(TrainConfig, file)
         killed = tw.Train(
             config(tmp_path, "killed", *SMALL, "reproducible=true").canonical(),
+            model=calm.model,
             optimizer=optimizers.KIND.build(f"{module}:Momentum", {"learning_rate": 0.05}),
             schedule=schedules.KIND.build(f"{module}:Stairs", {"warmup_steps": 0}),
             objective=objectives.KIND.build(f"{module}:Smooth", {"smoothing": 0.2})).resolve()

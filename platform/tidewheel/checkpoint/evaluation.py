@@ -19,7 +19,7 @@ from tidewheel.checkpoint.verify import list_checkpoints, locate
 from tidewheel.config import build
 from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.jsonlog import BESIDE, JsonLog
-from tidewheel.parts import is_own
+from tidewheel.parts import as_json, is_own
 from tidewheel.storage import Store
 from tidewheel.train import evaluation, parallel
 from tidewheel.train.collectives import Collectives
@@ -71,7 +71,7 @@ class Evaluator:
         run, place, name = locate(uri)
         self._manifest = read_manifest(place, name)
         model, vocabulary_size = exchange.model_of(self._manifest, place.at(name))
-        self._config = _config(run, self._manifest, model.canonical(), data, sequences)
+        self._config = _config(run, self._manifest, as_json(model), data, sequences)
         if not self._config.data.validation_sets:
             raise ConfigError("the run has no validation set", where=run.uri,
                               mend="give one: --data URI, the validation/ folder that a pipeline wrote")

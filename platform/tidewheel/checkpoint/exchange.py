@@ -17,8 +17,8 @@ from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.errors import CheckpointError, ConfigError, ShardError, StorageError
-from tidewheel.models import huggingface
-from tidewheel.models.config import ModelConfig
+from tidewheel.models import families, huggingface
+from tidewheel.models.family import Model
 from tidewheel.storage import Store
 
 TOKENIZER = "tokenizer.json"
@@ -30,7 +30,7 @@ class Exchanged:
 
     place: str
     parameters: int
-    config: ModelConfig
+    config: Model
     vocabulary_size: int
     tokenizer: bool
     """A tokenizer.json is beside the weights."""
@@ -38,7 +38,8 @@ class Exchanged:
     def settings(self) -> str:
         """The `model:` block, as YAML, of a training run that starts from it."""
         model = {**self.config.shape(), "vocabulary_size": self.vocabulary_size}
-        changed = {name: value for name, value in model.items() if value != ModelConfig.model_fields[name].default}
+        defaults = {name: field.default for name, field in type(self.config).model_fields.items()}
+        changed = {name: value for name, value in model.items() if value != defaults.get(name)}
         block = yaml.safe_dump({"model": {**changed, "init_from": self.place}}, sort_keys=False)
         return f"# {self.parameters:,} parameters\n{block}"
 
@@ -64,6 +65,8 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -
                               mend="`tidewheel checkpoint verify RUN` shows which are intact: export one of those")
     config, vocabulary_size = model_of(manifest, place.at(name))
     files, eos = _tokenizer(run, tokenizer)
+    config.hugging_face_names()  # a family without names is refused before anything is written
+    huggingface.to_config(config, vocabulary_size)
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         return read_weights(place, name, manifest, names)
@@ -118,21 +121,21 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Exc
     return Exchanged(target.uri, _count(config, wanted), config, wanted, has_tokenizer)
 
 
-def model_of(manifest: CheckpointManifest, where: str) -> tuple[ModelConfig, int]:
+def model_of(manifest: CheckpointManifest, where: str) -> tuple[Model, int]:
     """The model's configuration and vocabulary size in a checkpoint.
 
     Raises:
         CheckpointError: it holds no model that this version knows.
     """
     try:
-        return (ModelConfig.model_validate(manifest.extra["identity"]["model"]),
+        return (families.of_shape(manifest.extra["identity"]["model"]),
                 manifest.tensors["model/embedding.weight"].shape[0])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its model is not known: {' '.join(str(error).split())[:200]}", where=where,
                               mend="use the version of Tidewheel that wrote it") from None
 
 
-def _count(config: ModelConfig, vocabulary_size: int) -> int:
+def _count(config: Model, vocabulary_size: int) -> int:
     return sum(shape.numel() for shape in huggingface.parameter_shapes(config, vocabulary_size).values())
 
 

@@ -1,6 +1,5 @@
-"""The decoder: a stack of pre-norm blocks with RMSNorm, RoPE, grouped-query attention and SwiGLU.
+"""The decoder: a stack of a model family's blocks between an embedding and an output, and what blocks are made of.
 
-As in Llama 3 (https://arxiv.org/abs/2407.21783) and, with `qk_norm`, Qwen 3 (https://arxiv.org/abs/2505.09388).
 Suffixes of names give shapes: B rows, L positions, D model width, H query heads, K key heads, E head width,
 V vocabulary.
 """
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tidewheel.models.attention import DocumentMask, choose_kernel, document_attention, document_mask
-from tidewheel.models.config import LossConfig, ModelConfig
+from tidewheel.models.config import LossConfig
+from tidewheel.models.family import Model
 from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype
 from tidewheel.models.rope import RopeTable, apply_rope, rope_table
 
@@ -37,17 +37,23 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE and optional norms on queries and keys."""
+    """Grouped-query attention with RoPE.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: the model's.
+        qk_norm: norms on queries and keys.
+        bias: biases of queries, keys and values (Qwen 2).
+    """
+
+    def __init__(self, config: Model, *, qk_norm: bool = False, bias: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_width
-        self.wq = nn.Linear(config.dim, config.num_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.num_heads * self.head_dim, bias=bias)
+        self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
+        self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wo = nn.Linear(config.num_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_epsilon) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_dim, config.norm_epsilon) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_epsilon) if qk_norm else nn.Identity()
 
     def forward(self, x_BLD: torch.Tensor, rope: RopeTable, mask: DocumentMask) -> torch.Tensor:
         q_BHLE = apply_rope(self.q_norm(self._heads(self.wq(x_BLD))), rope)
@@ -62,8 +68,8 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+class SwiGLU(nn.Module):
+    """The feed-forward of Llama: w2(silu(w1 x) * w3 x)."""
 
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
@@ -78,12 +84,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Model, attention: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_epsilon)
-        self.attention = Attention(config)
+        self.attention = attention
         self.ffn_norm = RMSNorm(config.dim, config.norm_epsilon)
-        self.ffn = FeedForward(config.dim, config.ffn_width)
+        self.ffn = ffn
 
     def forward(self, x: torch.Tensor, rope: RopeTable, mask: DocumentMask) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rope, mask)
@@ -98,11 +104,11 @@ class Decoder(nn.Module):
     is given the residual stream in the place of tokens, without `norm` it returns it.
     """
 
-    def __init__(self, config: ModelConfig, vocabulary_size: int, loss: LossConfig | None = None) -> None:
+    def __init__(self, config: Model, vocabulary_size: int, loss: LossConfig | None = None) -> None:
         super().__init__()
         self.config, self.vocabulary_size = config, vocabulary_size
         self.embedding: nn.Embedding | None = nn.Embedding(vocabulary_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(config.block() for _ in range(config.num_layers))
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_epsilon)
         self.output = None if config.tie_embeddings else nn.Linear(config.dim, vocabulary_size, bias=False)
         self.token_loss = TokenLoss(loss or LossConfig())
@@ -168,16 +174,18 @@ def next_tokens(tokens: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor
     return targets
 
 
-def init_parameter(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch.Tensor:
+def init_parameter(name: str, shape: torch.Size, config: Model, seed: int) -> torch.Tensor:
     """Initial value of one whole parameter, fp32 on CPU: a function of (seed, name, shape) alone.
 
-    Norm weights are 1. Matrices are normal with `config.weight_std`, divided by sqrt(2 num_layers) for the
+    Norm weights are 1, biases 0. Matrices are normal with `config.weight_std`, divided by sqrt(2 num_layers) for the
     projections that write to the residual stream (GPT-2), so that its variance does not grow with depth.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape)
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
     std = config.weight_std
-    if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
+    if name.endswith(config.RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * config.num_layers)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,4 +1,4 @@
-"""Llama and Qwen 3 in Hugging Face's form: config.json and safetensors files, both ways.
+"""Models in Hugging Face's form: config.json and safetensors files, both ways.
 
 Nothing is unpickled: weights that are not safetensors are refused. RoPE turns the same pairs here and there, so that
 weights are renamed and never permuted.
@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import pydantic
 import safetensors
 import safetensors.torch
 import torch
 
 from tidewheel.errors import CheckpointError, ConfigError
-from tidewheel.models.config import ModelConfig
+from tidewheel.models import families
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.family import Model
 from tidewheel.storage import Store
 
 logger = logging.getLogger(__name__)
@@ -31,25 +31,18 @@ memory at a time."""
 
 _OUTER = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
           "output.weight": "lm_head.weight"}
-_INNER = {
-    "attention_norm": "input_layernorm", "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn.w1": "mlp.gate_proj",
-    "ffn.w3": "mlp.up_proj", "ffn.w2": "mlp.down_proj"}
-_PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-          "partial_rotary_factor": 1.0}
-"""Settings of theirs that have one value here, which is also their default."""
 
 
-def their_name(name: str) -> str:
+def their_name(name: str, config: Model) -> str:
     """Hugging Face's name of our parameter "blocks.3.attention.wq.weight": "model.layers.3.self_attn.q_proj.weight"."""
     if name in _OUTER:
         return _OUTER[name]
     _, layer, inner = name.split(".", 2)
-    return f"model.layers.{layer}.{_INNER[inner.removesuffix('.weight')]}.weight"
+    module, _, kind = inner.rpartition(".")
+    return f"model.layers.{layer}.{config.hugging_face_names()[module]}.{kind}"
 
 
-def parameter_shapes(config: ModelConfig, vocabulary_size: int) -> dict[str, torch.Size]:
+def parameter_shapes(config: Model, vocabulary_size: int) -> dict[str, torch.Size]:
     """Our parameters, in order."""
     with torch.device("meta"):
         model = Decoder(config, vocabulary_size)
@@ -57,75 +50,38 @@ def parameter_shapes(config: ModelConfig, vocabulary_size: int) -> dict[str, tor
 
 
 # -- config.json -------------------------------------------------------------------------------
-def to_config(config: ModelConfig, vocabulary_size: int, *, eos: int | None = None,
+def to_config(config: Model, vocabulary_size: int, *, eos: int | None = None,
               dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The content of config.json, for transformers 4 and 5: Qwen 3 with norms on queries and keys, else Llama.
+    """The content of config.json, for transformers 4 and 5.
 
     Raises:
         ConfigError: transformers has no such model.
     """
-    if not config.qk_norm and config.dim % config.num_heads:
-        raise ConfigError(f"dim {config.dim} is not a multiple of num_heads {config.num_heads}, which transformers "
-                          "demands of Llama", where="model", mend="export models with such widths or with qk_norm")
-    kind = "Qwen3" if config.qk_norm else "Llama"
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if (scaling := config.rope_scaling) is not None:
-        rope = {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_length}
-    values = {
-        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "vocab_size": vocabulary_size,
-        "hidden_size": config.dim, "intermediate_size": config.ffn_width, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width, "max_position_embeddings": config.max_sequence_length,
-        "rms_norm_eps": config.norm_epsilon, "tie_word_embeddings": config.tie_embeddings, "hidden_act": "silu",
-        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": config.weight_std,
-        "rope_theta": config.rope_theta, "rope_scaling": rope if scaling else None,  # transformers 4
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},  # transformers 5
-        "bos_token_id": None, "eos_token_id": eos, "torch_dtype": str(dtype).removeprefix("torch.")}
-    return values if config.qk_norm else {**values, "mlp_bias": False}
+    return config.to_hugging_face(vocabulary_size, eos=eos, dtype=str(dtype).removeprefix("torch."))
 
 
-def from_config(values: Mapping[str, Any], where: str) -> tuple[ModelConfig, int]:
+def from_config(values: Mapping[str, Any], where: str) -> tuple[Model, int]:
     """Our configuration and the vocabulary's size, of a config.json.
 
     Raises:
         ConfigError: another family, or a variant of it that is computed differently.
     """
-    family = values.get("model_type")
-    if family not in ("llama", "qwen3"):
-        raise ConfigError(f"model_type is {family!r}", where=where, mend="llama and qwen3 can be imported")
-    odd = [f"{name}: {values[name]!r}" for name, plain in _PLAIN.items() if values.get(name, plain) != plain]
-    rope = {"rope_theta": values.get("rope_theta", 10_000.0), "rope_type": "default",
-            **(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    kind = rope.get("type", rope["rope_type"]) if rope["rope_type"] == "default" else rope["rope_type"]
-    if kind not in ("default", "llama3"):
-        odd.append(f"rope_type: {kind!r}")
-    if odd:
-        raise ConfigError(f"not supported: {', '.join(odd)}", where=where,
-                          mend="models without biases and sliding windows, with plain or Llama-3 RoPE, can be imported")
-    try:
-        scaling = None if kind == "default" else {
-            "factor": rope["factor"], "low_frequency_factor": rope["low_freq_factor"],
-            "high_frequency_factor": rope["high_freq_factor"],
-            "original_length": rope["original_max_position_embeddings"]}
-        config = ModelConfig.model_validate({
-            "dim": values["hidden_size"], "num_layers": values["num_hidden_layers"],
-            "num_heads": values["num_attention_heads"],
-            "num_kv_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
-            "head_dim": values.get("head_dim") or (128 if family == "qwen3" else None),
-            "ffn_dim": values["intermediate_size"], "max_sequence_length": values["max_position_embeddings"],
-            "rope_theta": rope["rope_theta"], "rope_scaling": scaling, "norm_epsilon": values["rms_norm_eps"],
-            "qk_norm": family == "qwen3", "tie_embeddings": values.get("tie_word_embeddings", False)})
-        return config, int(values["vocab_size"])
-    except (KeyError, TypeError, pydantic.ValidationError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ConfigError(f"config.json is not complete: {reason[:300]}", where=where,
-                          mend="download the model anew") from None
+    wanted = values.get("model_type")
+    known: dict[str, type[Model]] = {}
+    for name in families.KIND.names():
+        family = families.KIND.find(name)
+        known |= dict.fromkeys(family.MODEL_TYPES, family)
+    if wanted not in known:
+        raise ConfigError(f"model_type is {wanted!r}", where=where, mend=f"{' and '.join(known)} can be imported")
+    config = known[wanted].from_hugging_face(values, where)
+    if "vocab_size" not in values:
+        raise ConfigError("config.json is not complete: 'vocab_size' is missing", where=where,
+                          mend="download the model anew")
+    return config, int(values["vocab_size"])
 
 
 # -- weights -----------------------------------------------------------------------------------
-def write(place: Store, config: ModelConfig, vocabulary_size: int, read: Callable[[list[str]], dict[str, torch.Tensor]],
+def write(place: Store, config: Model, vocabulary_size: int, read: Callable[[list[str]], dict[str, torch.Tensor]],
           *, dtype: torch.dtype = torch.float32, eos: int | None = None, shard_bytes: int = SHARD_BYTES) -> int:
     """Write config.json and the weights to `place`, ready for `AutoModelForCausalLM.from_pretrained`.
 
@@ -146,10 +102,10 @@ def write(place: Store, config: ModelConfig, vocabulary_size: int, read: Callabl
     where: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         key = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {their_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
+        tensors = {their_name(name, config): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
         place.write(key, safetensors.torch.save(tensors, {"format": "pt"}))
         logger.info("wrote %s with %d tensors", place.at(key), len(tensors))
-        where |= {their_name(name): key for name in names}
+        where |= {their_name(name, config): key for name in names}
     total = sum(sizes.values())
     if len(files) > 1:
         place.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
@@ -157,7 +113,7 @@ def write(place: Store, config: ModelConfig, vocabulary_size: int, read: Callabl
     return total
 
 
-def read_config(place: Store) -> tuple[ModelConfig, int]:
+def read_config(place: Store) -> tuple[Model, int]:
     """The configuration and vocabulary size of the model in `place`; ConfigError when it cannot be imported."""
     try:
         values = json.loads(place.read(CONFIG))
@@ -169,14 +125,14 @@ def read_config(place: Store) -> tuple[ModelConfig, int]:
     return from_config(values, place.at(CONFIG))
 
 
-def read_weights(place: Store, config: ModelConfig, vocabulary_size: int) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(place: Store, config: Model, vocabulary_size: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Our names and whole tensors of the model in `place`, as they are stored; each exactly once.
 
     Raises:
         CheckpointError: weights are missing, of another shape, unknown, damaged, or not safetensors.
     """
     shapes = parameter_shapes(config, vocabulary_size)
-    ours = {their_name(name): name for name in shapes}
+    ours = {their_name(name, config): name for name in shapes}
     for key in _weight_files(place):
         logger.info("reads weights from %s", place.at(key))
         for theirs, tensor in _tensors(place, key):

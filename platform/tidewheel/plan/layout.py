@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tidewheel.models.config import ModelConfig
+from tidewheel.models.family import Model
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
 from tidewheel.train.parallel.config import ParallelConfig
@@ -24,21 +24,19 @@ class Job:
     sequence_length: int
 
     @property
-    def model(self) -> ModelConfig:
+    def model(self) -> Model:
         """Its shape."""
         return self.config.model
 
     @cached_property
     def block_matrices(self) -> int:
-        """Parameters of a block that are cut by tensor parallelism."""
-        model = self.model
-        return (2 * model.dim * model.head_width * (model.num_heads + model.kv_heads)
-                + 3 * model.dim * model.ffn_width)
+        """Parameters of a block that are cut by tensor parallelism: its matrices and biases of their outputs."""
+        return self.model.block_matrices + self.model.extra_parameters()[0]
 
     @cached_property
     def block_norms(self) -> int:
-        """Parameters of a block that every tensor-parallel rank has."""
-        return 2 * self.model.dim + (2 * self.model.head_width if self.model.qk_norm else 0)
+        """Parameters of a block that every tensor-parallel rank has: its norms and other biases."""
+        return 2 * self.model.dim + self.model.extra_parameters()[1]
 
     @cached_property
     def vocabulary_matrix(self) -> int:

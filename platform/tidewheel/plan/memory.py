@@ -131,17 +131,17 @@ def _average_kept(job: Job, layout: Layout) -> float:
 def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
     """Bytes that one block keeps of one token of this rank's micro-batch.
 
-    none, eager: two norms' fp32 inputs 2 x 4 D/T; the products' inputs, which autocast casts once for each of the
-    five that read them, 5 a D (2 a D where nothing is cast); queries, keys, values a (H + 2 K) E/T; attention's
-    result a H E/T and 4 H/T of normalisers; four inner tensors of SwiGLU, 4 a F/T.
+    none, eager: two norms' fp32 inputs 2 x 4 D/T; the products' inputs, which autocast casts once for each of those
+    that read them, of llama five, 5 a D (2 a D where nothing is cast); queries, keys, values a (H + 2 K) E/T;
+    attention's result a H E/T and 4 H/T of normalisers; the inner tensors of the feed-forward, of SwiGLU four, 4 a F/T.
     none, compiled (what torch's min-cut partitioner saves): r D/T + a D/T of the two residuals, two normed inputs 2 a
-    D, attention as above, 3 a F/T.
+    D, attention as above, of SwiGLU 3 a F/T.
     full, offload: r D/T, the block's input (offload: in host memory).
     selective: that and attention's result, and products: all but every `recompute_products`-th of wq, wk, wv, wo, w1,
     w3, w2; with tensor parallelism also what the collectives returned, two gathered inputs and two outputs.
     With context parallelism the keys and values of the whole row are kept.
     """
-    model, parallel, memory = job.model, layout.parallel, layout.memory
+    model, ffn, parallel, memory = job.model, job.model.FEED_FORWARD, layout.parallel, layout.memory
     kind = kind or memory.activation_checkpointing
     a, tensor, dim = job.compute_bytes, parallel.tensor, job.model.dim
     residual = job.residual_bytes * dim / tensor
@@ -153,16 +153,16 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
     key, inner = model.kv_heads * model.head_width / tensor, model.ffn_width / tensor
     result = a * query + 4 * model.num_heads / tensor
     if kind == "selective":
-        products = [query, key, key, dim / tensor, inner, inner, dim / tensor]
+        products = [query, key, key, dim / tensor, *[inner] * ffn.inputs, dim / tensor]
         nth = memory.recompute_products
         saved = sum(size for number, size in enumerate(products, 1) if not nth or number % nth)
         collectives = 2 * dim * (job.residual_bytes + a / tensor) if tensor > 1 else 0.0
         return residual + result + a * saved + collectives
     attention = a * (query + 2 * key * parallel.context) + result
     if job.config.compile:
-        return residual + a * dim / tensor + 2 * a * dim + attention + 3 * a * inner
+        return residual + a * dim / tensor + 2 * a * dim + attention + ffn.kept_compiled * a * inner
     cast = a < job.residual_bytes or job.weight_bytes > a
-    return 2 * 4 * dim / tensor + (5 if cast else 2) * a * dim + attention + 4 * a * inner
+    return 2 * 4 * dim / tensor + (3 + ffn.inputs if cast else 2) * a * dim + attention + ffn.kept * a * inner
 
 
 def _stage_ends(job: Job, layout: Layout, share: Share, tokens: float) -> float:

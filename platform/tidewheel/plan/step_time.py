@@ -32,7 +32,7 @@ class StepTime:
     """Seconds of the update."""
     axes: tuple[Axis, ...]
     mfu: float
-    """Model FLOPs (`ModelConfig.flops_per_token`: attention full, nothing twice) over the peak of all GPUs."""
+    """Model FLOPs (`Model.flops_per_token`: attention full, nothing twice) over the peak of all GPUs."""
     tokens_per_second: float
     """Of all GPUs, without failures."""
 
@@ -125,7 +125,8 @@ def _traffic(job: Job, tensor: int) -> float:
     twice as much of all (fp32 intermediates)."""
     model, a, r = job.model, job.compute_bytes, job.residual_bytes
     turned = (model.num_heads + model.kv_heads) * model.head_width
-    found = (2 * (2 * r + 2 * a) * model.dim + 2 * a * turned + 3 * a * model.ffn_width) / tensor
+    inner = (model.FEED_FORWARD.inputs + 1) * a * model.ffn_width
+    found = (2 * (2 * r + 2 * a) * model.dim + 2 * a * turned + inner) / tensor
     return found if job.config.compile else 2 * found
 
 

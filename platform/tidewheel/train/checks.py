@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 
 from tidewheel.errors import CheckpointError, ConfigError, ShardError
-from tidewheel.models.config import ModelConfig
+from tidewheel.models import families
 from tidewheel.shards.integrity import check_files
 from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
 from tidewheel.shards.source import Source, open_source
@@ -133,8 +133,8 @@ def _same_model(saved: Any, config: TrainConfig) -> bool:
     A setting that a later version has added is not among them, and had its default.
     """
     try:
-        model = ModelConfig.model_validate(saved)
-    except pydantic.ValidationError:
+        model = families.of_shape(saved)
+    except (ConfigError, pydantic.ValidationError):
         return False
     return model.shape() == config.model.shape()
 

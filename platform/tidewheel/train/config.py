@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tidewheel import storage
 from tidewheel.config import Config, recipe_hash
-from tidewheel.models.config import ModelConfig
+from tidewheel.models import families
 from tidewheel.parts import Code, Part, name_of
 from tidewheel.placement import PlacementConfig
 from tidewheel.shards.config import MixtureConfig
@@ -211,8 +211,8 @@ class TrainConfig(Config):
     """Where it writes."""
     data: DataConfig = DataConfig()
     """What it reads."""
-    model: ModelConfig = ModelConfig()
-    """What it trains."""
+    model: families.ChosenModel = families.KIND.build(families.DEFAULT)
+    """What it trains: settings of the model family whose name is in `kind`."""
     objective: objectives.ChosenObjective = objectives.KIND.build(objectives.DEFAULT)
     """What it minimises: settings of the objective whose name is in `kind`. Files may say `loss`, its former name."""
     optimizer: optimizers.ChosenOptimizer = optimizers.KIND.build(optimizers.DEFAULT)

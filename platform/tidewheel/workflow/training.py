@@ -16,7 +16,7 @@ from tidewheel.workflow.pipeline import Pipeline
 from tidewheel.workflow.steps import REFERENCE
 
 if TYPE_CHECKING:
-    from tidewheel.models.config import ModelConfig
+    from tidewheel.models.family import Model
     from tidewheel.train.batch_config import BatchConfig
     from tidewheel.train.callback import Callback
     from tidewheel.train.checkpoint_config import CheckpointConfig
@@ -58,7 +58,7 @@ class Train:
     def __init__(self, config: str | Settings,
                  data: Pipeline | str | Mapping[str, str | Pipeline] | None = None, *, init_from: Train | None = None,
                  overlap: bool = False, run: Settings | RunConfig | None = None,
-                 reading: Settings | DataConfig | None = None, model: Settings | ModelConfig | None = None,
+                 reading: Settings | DataConfig | None = None, model: str | Settings | Model | None = None,
                  objective: str | Settings | Objective | None = None,
                  optimizer: str | Settings | Optimizer | None = None,
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,

@@ -16,8 +16,7 @@ from torch.nn.attention import flex_attention
 from tidewheel.errors import ConfigError
 from tidewheel.models import attention
 from tidewheel.models.attention import choose_kernel, document_attention, document_mask, document_offsets
-from tidewheel.models.config import ModelConfig
-from tidewheel.models.decoder import Block
+from tidewheel.models.families import Llama
 from tidewheel.models.rope import rope_table
 
 
@@ -118,9 +117,9 @@ def test_bf16_on_a_cpu():
 @torch.no_grad()
 def test_a_block_compiles_in_one_piece_with_every_kernel(kernel: str, device: str):
     """The real varlen operator runs on the meta device, which checks its arguments and shapes."""
-    config = ModelConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=32)
+    config = Llama(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=32)
     with torch.device(device):
-        block, x = Block(config), torch.zeros(2, 16, 32)
+        block, x = config.block(), torch.zeros(2, 16, 32)
         rope = rope_table(torch.arange(16).expand(2, 16), 8, 1e4)
     for parameter in block.parameters():
         parameter.fill_(0.1)

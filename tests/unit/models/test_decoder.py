@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from tidewheel.models.attention import document_attention, document_mask
-from tidewheel.models.config import PRESETS, ModelConfig
 from tidewheel.models.decoder import IGNORED, Decoder, init_parameter, next_tokens
+from tidewheel.models.families import Llama
 from tidewheel.models.generate import generate
 
 VOCABULARY = 64
-CONFIG = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, init_std=0.2)
+CONFIG = Llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, init_std=0.2)
 
 
-def build(config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
+def build(config: Llama = CONFIG, seed: int = 0) -> Decoder:
     model = Decoder(config, VOCABULARY)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -107,8 +107,8 @@ def test_initial_values_depend_on_name_and_seed_only(tied: bool):
 
 
 def test_the_count_of_parameters_matches_the_model():
-    for preset in PRESETS:
-        config = ModelConfig.model_validate({"preset": preset, "tie_embeddings": False})
+    for preset in Llama.PRESETS:
+        config = Llama.model_validate({"preset": preset, "tie_embeddings": False})
         with torch.device("meta"):
             model = Decoder(config, 1024)
         matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
@@ -122,14 +122,14 @@ def test_the_count_of_parameters_matches_the_model():
 def test_presets_have_the_published_number_of_parameters(preset: str, vocabulary: int, parameters: int):
     """As counted on the model cards; without the shared matrix where embeddings are tied."""
     with torch.device("meta"):
-        model = Decoder(ModelConfig.model_validate({"preset": preset}), vocabulary)
+        model = Decoder(Llama.model_validate({"preset": preset}), vocabulary)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_flops_follow_the_published_anchor():
     """Llama-3.2-1B at 4096 with a vocabulary of 128,256: 9.0255e9 FLOPs a token, from its published shape:
     6 x 1,235,814,400 + 12 x 16 layers x 2048 x 4096."""
-    config = ModelConfig.model_validate({"preset": "llama3_1b"})
+    config = Llama.model_validate({"preset": "llama3_1b"})
     assert config.flops_per_token(128_256, 4096) == pytest.approx(9.0255e9, rel=1e-4)
 
 
@@ -150,4 +150,4 @@ def test_generation_is_seeded_and_stops():
 ])
 def test_impossible_shapes_are_refused(values: dict, says: str):
     with pytest.raises(ValueError, match=says):
-        ModelConfig.model_validate(values)
+        Llama.model_validate(values)

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidewheel.config import build
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.families import Llama
 from tidewheel.models.generate import cached, draw, generate
 
 VOCABULARY = 96
 
 
 def decoder(**changes) -> Decoder:
-    config = build(ModelConfig, {"preset": "debug", "init_std": 0.2, **changes})
+    config = build(Llama, {"preset": "debug", "init_std": 0.2, **changes})
     model = Decoder(config, VOCABULARY)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

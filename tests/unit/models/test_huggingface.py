@@ -10,8 +10,8 @@ import transformers
 
 from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.models import huggingface
-from tidewheel.models.config import PRESETS, ModelConfig
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.families import Llama
 from tidewheel.storage import LocalStore, store
 
 VOCABULARY, LENGTH = 96, 48
@@ -84,9 +84,9 @@ def test_logits_are_those_of_transformers_and_the_way_back_is_exact(name: str, t
         assert torch.equal(value, weights[key]), key
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", Llama.PRESETS)
 def test_config_json_both_ways(preset: str):
-    config = ModelConfig.model_validate({"preset": preset})
+    config = Llama.model_validate({"preset": preset})
     values = json.loads(json.dumps(huggingface.to_config(config, 1024, eos=7)))
     back, vocabulary_size = huggingface.from_config(values, preset)
     assert vocabulary_size == 1024

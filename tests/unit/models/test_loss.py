@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tidewheel.models.config import LossConfig, ModelConfig
+from tidewheel.models.config import LossConfig
 from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.families import Llama
 from tidewheel.models.loss import IGNORED, WHOLE_BYTES, chunk_rows, cross_entropy, linear_cross_entropy
 
 N, D, V = 37, 16, 50
@@ -99,7 +100,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("tied", [True, False])
 def test_whole_logits_never_exist(tied: bool):
     """A decoder with a vocabulary far above its width: nothing is as large as the logits of two chunks."""
-    config = ModelConfig(dim=16, num_layers=1, num_heads=2, ffn_dim=32, tie_embeddings=tied)
+    config = Llama(dim=16, num_layers=1, num_heads=2, ffn_dim=32, tie_embeddings=tied)
     vocabulary, tokens = 512, torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
     positions, segments = torch.arange(64).expand(2, 64), torch.zeros(2, 64, dtype=torch.int64)
     found = {}

@@ -12,8 +12,8 @@ from tests.benchmarks.memory_table import MODELS, STAGES, measure
 from tests.benchmarks.pipeline_schedules import in_flight, timeline
 from tidewheel.config import build
 from tidewheel.models import loss
-from tidewheel.models.config import PRESETS, ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.families import Llama
 from tidewheel.plan import layout as layout_module
 from tidewheel.plan import memory as memory_module
 from tidewheel.plan.layout import Job, Layout, shares
@@ -68,10 +68,10 @@ def test_planned_as_measured(data: str):
 
 @pytest.mark.parametrize("preset", ["debug", "125m", "1b", "llama3_1b", "8b", "qwen3_0.6b", "qwen3_8b"])
 def test_parameters_are_counted_as_the_model_has_them(preset: str):
-    shape = ModelConfig.model_validate({"preset": preset})
+    shape = Llama.model_validate({"preset": preset})
     with torch.device("meta"):
         real = sum(parameter.numel() for parameter in Decoder(shape, 1024).parameters())
-    assert preset in PRESETS
+    assert preset in Llama.PRESETS
     assert job({"preset": preset}, 1024).parameters == real
 
 

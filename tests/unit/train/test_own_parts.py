@@ -31,7 +31,7 @@ def test_it_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: P
     halted = settings("halted", 6).run_uri
     assert digest(halted).state == digest(settings("straight", 6).run_uri).state
     run = json.loads((tmp_path / "runs/halted/run.json").read_text())
-    assert set(run["code"]) == {"optimizer", "schedule", "objective"}
+    assert set(run["code"]) == {"model", "optimizer", "schedule", "objective"}
     score = Evaluator(halted).evaluate(halted)
     result = json.loads((tmp_path / "runs/halted/result.json").read_text())
     assert score.loss == pytest.approx(result["validation_loss"])
@@ -43,7 +43,7 @@ def test_it_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: P
     source = tmp_path / f"{module}.py"
     source.write_text(source.read_text() + "# another line\n")
     parts._source_hash.cache_clear()
-    with pytest.raises(ConfigError, match=r"objective\.code was .* its source is another one") as refused:
+    with pytest.raises(ConfigError, match=r"model\.code was .* its source is another one") as refused:
         fit_local(settings("halted", 8))
     assert "restore them (the source that the run began with)" in refused.value.mend
     fit_local(settings("mistaken", 2))  # it had done no step: the mistake may be corrected

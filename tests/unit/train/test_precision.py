@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.families import Llama
 from tidewheel.train import precision
 from tidewheel.train.precision import LossScale
 
 CPU = torch.device("cpu")
-MODEL = ModelConfig(dim=32, num_layers=2, num_heads=2, ffn_dim=48)
+MODEL = Llama(dim=32, num_layers=2, num_heads=2, ffn_dim=48)
 
 
 def decoder() -> Decoder:
@@ -71,7 +71,7 @@ def test_fp8_is_refused_by_name_where_there_is_none():
 
 def test_fp8_converts_the_blocks_matrices_and_keeps_their_names():
     with torch.device("meta"):
-        model = Decoder(ModelConfig(dim=32, num_layers=1, num_heads=2, ffn_dim=40), 64)
+        model = Decoder(Llama(dim=32, num_layers=1, num_heads=2, ffn_dim=40), 64)
     names = [name for name, _ in model.named_parameters()]
     precision.convert_linears(model, "fp8")
     assert [name for name, _ in model.named_parameters()] == names

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.unit.train.test_step import VOCABULARY, micro, rows
-from tidewheel.models.config import ModelConfig
+from tidewheel.models.families import Llama
 from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
@@ -15,7 +15,7 @@ from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-MODEL = ModelConfig(dim=64, num_layers=2, num_heads=4, ffn_dim=128)
+MODEL = Llama(dim=64, num_layers=2, num_heads=4, ffn_dim=128)
 
 
 def losses(precision: str, steps: int = 30, **settings) -> list[float]:

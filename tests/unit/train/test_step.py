@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import next_tokens
+from tidewheel.models.families import Llama
 from tidewheel.train import optimizers, parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
@@ -13,7 +13,7 @@ from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch, StepResult, train_step
 
 VOCABULARY, LENGTH = 32, 16
-MODEL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, init_std=0.1)
+MODEL = Llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, init_std=0.1)
 
 
 def rows(count: int, seed: int = 0) -> list[torch.Tensor]:

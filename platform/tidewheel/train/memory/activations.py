@@ -7,6 +7,7 @@ outside, so that weights are gathered once for recomputation and backward.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +17,10 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tidewheel.models.decoder import Block
 from tidewheel.train.memory.config import MemoryConfig
 
 aten = torch.ops.aten
+_BLOCK = re.compile(r"(^|\.)blocks\.\d+$")
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default}
 """Matrix products with weights, in bf16, fp32 and fp8."""
 ATTENTION = {
@@ -37,7 +38,7 @@ COLLECTIVES = {torch.ops._c10d_functional.reduce_scatter_tensor.default,
 def checkpoint_blocks(model: nn.Module, config: MemoryConfig) -> None:
     """Replace `forward` of the blocks of `model`, a decoder or a pipeline stage's part of one; not for kind none."""
     kind = config.activation_checkpointing
-    blocks = [(name, block) for name, block in model.named_modules() if isinstance(block, Block)]
+    blocks = [(name, block) for name, block in model.named_modules() if _BLOCK.search(name)]
     for name, block in blocks:
         if kind == "every_nth" and int(name.rpartition(".")[2]) % config.every:  # its number in the whole model
             continue

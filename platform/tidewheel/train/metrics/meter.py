@@ -15,7 +15,7 @@ from tidewheel.train.metrics.measure import memory, peak_flops
 class Meter:
     """Speeds and memory of rank 0, over the steps since the last line.
 
-    MFU = tokens/s x FLOPs per token / (peak of one device x devices), with `ModelConfig.flops_per_token` (6 N + 12
+    MFU = tokens/s x FLOPs per token / (peak of one device x devices), with `Model.flops_per_token` (6 N + 12
     layers x heads x head width x L, attention counted as full, recomputation not counted) and the dense bf16 peak of
     `measure.PEAK_FLOPS`; left out where the peak is not known.
     """

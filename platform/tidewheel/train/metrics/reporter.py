@@ -34,7 +34,7 @@ class Reporter:
     """One rank's; all ranks make the same calls, only rank 0 writes.
 
     Args:
-        flops_per_token: see `ModelConfig.flops_per_token`.
+        flops_per_token: see `Model.flops_per_token`.
         gauges: makes the cluster's own gauges, if there is a cluster.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config import ModelConfig
+from tidewheel.models.family import Model
 from tidewheel.train import objective
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
@@ -102,7 +102,7 @@ def _workers(config: TrainConfig) -> str | None:
             f"{virtual}{copies}; nearest that is: {nearest(most, possible)}")
 
 
-def shape(parallel: ParallelConfig, model: ModelConfig, vocabulary_size: int | None) -> str | None:
+def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -> str | None:
     """Why the model cannot be cut like that, or None."""
     tensor = parallel.tensor
     shared = [("key and value heads", model.kv_heads), ("query heads", model.num_heads),

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.family import Model
 from tidewheel.train import memory, objectives
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
@@ -57,7 +57,7 @@ class ParallelModel:
         objective: what is minimised; default: the built-in default.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], data: Sequence[Alone], mesh: Mesh, config: ModelConfig,
+    def __init__(self, parts: Sequence[nn.Module], data: Sequence[Alone], mesh: Mesh, config: Model,
                  vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None,
                  order: Order | None = None, objective: Objective | None = None) -> None:
         self.pipeline, self.order = pipeline, order

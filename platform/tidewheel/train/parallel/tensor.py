@@ -1,17 +1,20 @@
 """Tensor parallelism with sequence parallelism, by torch's parallel styles.
 
-Queries, keys, values and the first two matrices of SwiGLU are cut by columns, the matrices that write to the residual
-stream by rows (Megatron-LM, https://arxiv.org/abs/1909.08053). Between them, the residual stream and the norms are
-spread over the positions (sequence parallelism, https://arxiv.org/abs/2205.05198): an all-gather before and a
-reduce-scatter after each half of a block, in the place of an all-reduce. The vocabulary: `vocabulary.py`.
+Queries, keys, values and the matrices that feed a feed-forward are cut by columns, those that write to the residual
+stream by rows, as the model family says (Megatron-LM, https://arxiv.org/abs/1909.08053). Between them, the residual
+stream and the norms are spread over the positions (sequence parallelism, https://arxiv.org/abs/2205.05198): an
+all-gather before and a reduce-scatter after each half of a block, in the place of an all-reduce. The vocabulary:
+`vocabulary.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -23,7 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tidewheel.errors import ConfigError
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.family import Cut
 from tidewheel.train.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss, spread_rows, whole_logits
 
 
@@ -34,7 +39,7 @@ def apply(model: Decoder, mesh: DeviceMesh) -> None:
     output, takes and gives the residual stream as [B, L/T, D], spread over the positions.
     """
     for block in model.blocks:
-        parallelize_module(block, mesh, _block_plan(qk_norm=model.config.qk_norm))
+        parallelize_module(block, mesh, _block_plan(block, model.config.tensor_parallel()))
     if model.embedding is not None:
         model.register_module("embedding", VocabularyEmbedding(model.embedding.weight, mesh))
     if model.norm is not None:
@@ -45,24 +50,31 @@ def apply(model: Decoder, mesh: DeviceMesh) -> None:
         model.output.weight = spread_rows(model.output.weight, mesh)
 
 
-def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
-    """Style by name of module; x [B, L/T, D] between modules is this rank's part of the positions."""
-    plan: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(input_layouts=(Shard(1), None, None),  # x, rope, mask
-                                        desired_input_layouts=(Replicate(), None, None)),
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
-        "ffn": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "ffn.w1": ColwiseParallel(),
-        "ffn.w3": ColwiseParallel(),
-        "ffn.w2": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    if qk_norm:  # on [B, H/T, L, E]: spread over the heads, but to the norm that is as good as over positions
-        plan["attention.q_norm"] = plan["attention.k_norm"] = SequenceParallel(use_local_output=True)
+def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, ParallelStyle]:
+    """Style by name of module; x [B, L/T, D] between modules is this rank's part of the positions.
+
+    Raises:
+        ConfigError: the family names a module that its block does not have.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    for name, cut in cuts.items():
+        try:
+            module = block.get_submodule(name)
+        except AttributeError:
+            raise ConfigError(f"tensor_parallel() names {name!r}, which a block does not have", where="model.kind",
+                              mend="name the modules as the block's attributes") from None
+        if cut == "gathered":
+            others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)  # of attention: rope, mask
+            plan[name] = PrepareModuleInput(input_layouts=(Shard(1), *others),
+                                            desired_input_layouts=(Replicate(), *others))
+        elif cut == "columns":
+            plan[name] = ColwiseParallel()
+        elif cut == "rows":
+            plan[name] = RowwiseParallel(output_layouts=Shard(1))
+        elif cut == "positions":
+            plan[name] = SequenceParallel()
+        else:  # on [B, H/T, L, E]: spread over the heads, but to the norm that is as good as over positions
+            plan[name] = SequenceParallel(use_local_output=True)
     return plan
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.families import Llama
 from tidewheel.train import memory
 from tidewheel.train.memory import MemoryConfig
 
-CONFIG = ModelConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, init_std=0.1)
+CONFIG = Llama(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, init_std=0.1)
 KINDS = [{"activation_checkpointing": "full"}, {"activation_checkpointing": "every_nth"},
          {"activation_checkpointing": "selective"},
          {"activation_checkpointing": "selective", "recompute_products": 0}, {"activation_checkpointing": "offload"}]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.families import Llama
 from tidewheel.train import optimizers
 from tidewheel.train.optim.build import build_optimizer, training_state
 
@@ -135,7 +135,7 @@ def test_eight_bits_follow_adamw_closely_and_are_eight_bits():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_matrices_outside_the_embedding_decay(kind: str):
-    model = Decoder(ModelConfig(dim=16, num_layers=1, num_heads=2, ffn_dim=32), 32)
+    model = Decoder(Llama(dim=16, num_layers=1, num_heads=2, ffn_dim=32), 32)
     optimizer = build_optimizer(model, optimizers.KIND.build(kind, {"weight_decay": 0.1}))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group for part in optimizer.parts for group in part.param_groups]

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
-from tidewheel.models.config import ModelConfig
+from tidewheel.models.families import Llama
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.mesh import mesh_sizes
 
-MODEL = ModelConfig(dim=64, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=192)
+MODEL = Llama(dim=64, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=192)
 
 
 def refused(*overrides: str) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.ranks import on_ranks
-from tidewheel.models.config import ModelConfig
+from tidewheel.models.families import Llama
 from tidewheel.train.parallel.caches import StaleProcessError, check_current, check_threads
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.data_parallel import _place, _shares
@@ -67,7 +67,7 @@ def meshes() -> None:
 def replicas(mesh: Mesh) -> None:
     """Each rank's share of a squared sum, with what `replicas` says, adds up to the whole."""
     whole = torch.arange(10.0)
-    model = ParallelModel([], [], mesh, ModelConfig(), 128, 10)
+    model = ParallelModel([], [], mesh, Llama(), 128, 10)
     tensor = whole
     if (shards := mesh.shard_mesh()) is not None:
         tensor = distribute_tensor(whole, shards, [Replicate()] * (shards.ndim - 1) + [Shard(0)])

@@ -1,0 +1,231 @@
+"""What a model family is: a part that builds the blocks of a decoder and says of itself what others must know.
+
+    class Gelu(tw.Model):
+        "A decoder with biases and GELU."
+        FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)
+
+        def block(self):
+            from tidewheel.models.decoder import Attention, Block
+            return Block(self, Attention(self), Mlp(self.dim, self.ffn_width))
+
+        def tensor_parallel(self):
+            return {**super().tensor_parallel(), "ffn.up": "columns", "ffn.down": "rows"}
+
+Embedding, attention masks, the final norm, the output and the loss are the decoder's own (`models/decoder.py`), and so
+are pipeline and context parallelism, FSDP2, checkpoints and resharding. Nothing here imports torch before a block is
+built.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.config import RopeScaling
+from tidewheel.parts import Part, name_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Cut = Literal["gathered", "columns", "rows", "positions", "heads"]
+"""How tensor parallelism treats a module of a block.
+
+gathered: it takes the residual stream of all positions. columns, rows: a linear layer, cut by its outputs or by its
+inputs; the rows' result is added up and spread over the positions. positions, heads: a norm of the residual stream, or
+of heads, that every rank has whole.
+"""
+
+
+@dataclass(frozen=True)
+class FeedForwardShape:
+    """What a feed-forward of inner width F computes and keeps, for FLOPs, memory and time.
+
+    Args:
+        inputs: its matrix products [D, F] that read the block's width D. One product [F, D] writes it.
+        kept: tensors of width F per token that eager autograd keeps for the backward pass.
+        kept_compiled: the same of a compiled block.
+    """
+
+    inputs: int
+    kept: int
+    kept_compiled: int
+
+
+class Model(Part):
+    """Base of every model family: the shape of a pre-norm decoder with RoPE and grouped-query attention."""
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named shapes of this family, for `preset`."""
+    FEED_FORWARD: ClassVar[FeedForwardShape]
+    """What its feed-forward computes and keeps."""
+    RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ("attention.wo.weight",)
+    """Ends of the names of matrices that write to the residual stream: their initial values are smaller."""
+    MODEL_TYPES: ClassVar[tuple[str, ...]] = ()
+    """The `model_type` of the configurations at Hugging Face that `from_hugging_face` takes."""
+
+    preset: str = Field(default="", exclude=True)
+    """Start from a named shape of the family (llama: debug, 125m, 1b, 8b, 70b, llama3_8b, qwen3_0.6b, ...); other keys
+    change it."""
+    vocabulary_size: int | None = Field(default=None, ge=2)
+    """Rows of the embedding; default: the padded vocabulary of the shard set."""
+    dim: int = Field(default=256, ge=8)
+    """Width of the residual stream."""
+    num_layers: int = Field(default=4, ge=1)
+    """Number of blocks."""
+    num_heads: int = Field(default=4, ge=1)
+    """Query heads."""
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads; default: num_heads."""
+    head_dim: int | None = Field(default=None, ge=2)
+    """Width of a head, even; default: dim / num_heads."""
+    ffn_dim: int | None = Field(default=None, ge=8)
+    """Inner width of the feed-forward; default of llama: 8/3 dim, rounded up to a multiple of 64."""
+    max_sequence_length: int = Field(default=8192, ge=2)
+    """Positions for which RoPE is tabulated; sequences may be shorter."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the RoPE frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch RoPE to longer sequences as Llama 3.1 does."""
+    norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = False
+    """One matrix for the embedding and the output."""
+    init_std: float | None = Field(default=None, gt=0)
+    """Standard deviation of initial weights, default 1 / sqrt(dim); projections into the residual stream get it
+    / sqrt(2 num_layers)."""
+    init_from: str = ""
+    """Start with the weights of a checkpoint instead of random ones: the URI of a run (its newest), of RUN/checkpoints/
+    step_00000100, or of what `tidewheel checkpoint import` wrote."""
+    attention: Literal["auto", "masked", "flex", "varlen"] = "auto"
+    """Attention kernel: a dense mask, FlexAttention with a block mask, or flash attention over documents of varying
+    length (16-bit, CUDA); auto: the best for the device. It changes speed and rounding only."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, values: Any) -> Any:
+        name = values.get("preset") if isinstance(values, dict) else None
+        if not name:
+            return values
+        if name not in cls.PRESETS:
+            near = difflib.get_close_matches(str(name), cls.PRESETS, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"no preset {name!r}{hint}; presets: {', '.join(cls.PRESETS) or 'none'}")
+        return {**cls.PRESETS[name], **values}
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> Model:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}")
+        if self.head_dim is None and self.dim % self.num_heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; set head_dim")
+        if self.head_width % 2:
+            raise ValueError(f"the head width {self.head_width} is odd; RoPE turns pairs")
+        return self
+
+    # -- what a family says of itself ----------------------------------------------------------
+    def block(self) -> nn.Module:
+        """Return one block, its parameters unset: forward(x [B, L, D], rope, mask) -> [B, L, D].
+
+        It may be built on the meta device, and is built for each layer.
+        """
+        raise NotImplementedError
+
+    def tensor_parallel(self) -> dict[str, Cut]:
+        """Return how tensor parallelism treats the modules of a block, by name; others are left alone."""
+        return {"attention_norm": "positions", "attention": "gathered", "attention.wq": "columns",
+                "attention.wk": "columns", "attention.wv": "columns", "attention.wo": "rows",
+                "ffn_norm": "positions", "ffn": "gathered"}
+
+    def extra_parameters(self) -> tuple[int, int]:
+        """Return how many parameters a block has beside its matrices and its two norms.
+
+        Returns:
+            Those that tensor parallelism cuts (biases of layers cut by columns), and those that each rank has whole
+            (biases of layers cut by rows, further norms).
+        """
+        return 0, 0
+
+    @property
+    def ffn_width(self) -> int:
+        """Inner width of the feed-forward, resolved."""
+        return self.ffn_dim or 4 * self.dim
+
+    def hugging_face_names(self) -> dict[str, str]:
+        """Return Hugging Face's names of the modules of a block, by ours: {"attention.wq": "self_attn.q_proj", ...}.
+
+        Raises:
+            ConfigError: transformers has no such model.
+        """
+        raise self._unknown_elsewhere()
+
+    def to_hugging_face(self, vocabulary_size: int, *, eos: int | None, dtype: str) -> dict[str, Any]:
+        """Return the content of config.json, for transformers 4 and 5.
+
+        Raises:
+            ConfigError: transformers has no such model.
+        """
+        raise self._unknown_elsewhere()
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any], where: str) -> Model:
+        """Return the configuration of a config.json whose `model_type` is one of `MODEL_TYPES`.
+
+        Raises:
+            ConfigError: a variant of the model that is computed differently, or a setting is missing.
+        """
+        raise NotImplementedError
+
+    def _unknown_elsewhere(self) -> ConfigError:
+        return ConfigError(f"the model family {name_of(type(self))} has no counterpart at Hugging Face",
+                           where="model.kind", mend="export models of a family that has one, or give the family "
+                           "hugging_face_names and to_hugging_face")
+
+    # -- what follows from it ------------------------------------------------------------------
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, resolved."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, resolved."""
+        return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def weight_std(self) -> float:
+        """Standard deviation of initial weights, resolved."""
+        return self.init_std or self.dim**-0.5
+
+    @property
+    def block_matrices(self) -> int:
+        """Parameters of a block's matrices, which tensor parallelism cuts."""
+        attention = 2 * self.dim * self.head_width * (self.num_heads + self.kv_heads)
+        return attention + (self.FEED_FORWARD.inputs + 1) * self.dim * self.ffn_width
+
+    def shape(self) -> dict[str, Any]:
+        """Return the settings that decide what is computed, with the family's name as `kind` unless it is the default:
+        not the kernel, nor where the first weights come from."""
+        from tidewheel.models.families import DEFAULT
+
+        name = name_of(type(self))
+        kind = {} if name == DEFAULT else {"kind": name}
+        return {**kind, **self.model_dump(mode="json", exclude={"attention", "init_from"})}
+
+    def matmul_parameters(self, vocabulary_size: int) -> int:
+        """Return the parameters that multiply every token: the blocks and the output matrix, not the embedding."""
+        return self.num_layers * self.block_matrices + vocabulary_size * self.dim
+
+    def flops_per_token(self, vocabulary_size: int, sequence_length: int) -> int:
+        """Return training FLOPs per token: 6 N + 12 layers x heads x head width x L.
+
+        N is `matmul_parameters`; attention counts as full; recomputation does not count (the PaLM convention,
+        https://arxiv.org/abs/2204.02311 appendix B).
+        """
+        attention = 12 * self.num_layers * self.num_heads * self.head_width * sequence_length
+        return 6 * self.matmul_parameters(vocabulary_size) + attention

@@ -1,0 +1,126 @@
+"""A model family of the user's own: found, counted, planned and cut as it says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.own_parts import write_parts
+from tests.ranks import on_ranks
+from tests.unit.plan.test_memory import FLATTENED, NORM, saved_bytes
+from tests.unit.train.helpers import config as training
+from tests.unit.train.helpers import write_shards
+from tests.unit.train.parallel.layouts import assert_same_training, config
+from tidewheel.checkpoint import exchange
+from tidewheel.config import build
+from tidewheel.elastic.trainer import fit_local
+from tidewheel.errors import ConfigError
+from tidewheel.models import families, huggingface
+from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.families import Llama
+from tidewheel.plan.layout import Job, Layout
+from tidewheel.plan.memory import kept_per_token
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.memory.config import MemoryConfig
+from tidewheel.train.parallel.config import ParallelConfig
+
+LENGTH = 1100  # as in `test_memory`
+
+
+@pytest.fixture
+def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return f"{write_parts(tmp_path)}:Gelu"
+
+
+def test_settings_without_a_kind_are_of_the_default_and_are_saved_as_before():
+    made = build(TrainConfig, {"model": {"preset": "debug"}})
+    assert isinstance(made.model, Llama)
+    assert "kind" not in made.model.shape()
+    assert families.of_shape(made.model.shape()).shape() == made.model.shape()
+
+
+def test_one_of_the_users_own_is_found_by_its_name(family: str):
+    made = build(TrainConfig, {"model": {"kind": family, "preset": "tiny", "num_layers": 3}})
+    assert (made.model.dim, made.model.num_layers, made.model.ffn_width) == (32, 3, 128)
+    assert made.model.shape()["kind"] == family
+    assert families.of_shape(made.model.shape()).shape() == made.model.shape()
+    assert list(made.own_parts()) == ["model"]
+    assert build(TrainConfig, made.canonical()).canonical() == made.canonical()
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"kind": "lama"}, "did you mean 'llama'"), ({"kind": "llama", "qk_nrm": False}, "did you mean 'qk_norm'"),
+    ({"preset": "125"}, "did you mean '125m'"), ({"num_heads": 3, "dim": 64}, "not a multiple")])
+def test_mistakes_are_told(values: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        build(TrainConfig, {"model": values})
+
+
+def decoder(family: str, **settings: Any) -> tuple[Decoder, TrainConfig]:
+    made = build(TrainConfig, {"model": {"kind": family, "preset": "tiny", **settings}, "precision": "bf16"})
+    model = Decoder(made.model, 128)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(init_parameter(name, parameter.shape, made.model, 0))
+    return model, made
+
+
+def test_initial_biases_are_zero_and_what_writes_to_the_residual_stream_is_small(family: str):
+    model, made = decoder(family, dim=256, ffn_dim=512)
+    held = model.state_dict()
+    assert held["blocks.0.ffn.up.bias"].abs().max() == 0
+    std = made.model.weight_std
+    assert held["blocks.0.ffn.up.weight"].std() == pytest.approx(std, rel=0.05)
+    assert held["blocks.0.ffn.down.weight"].std() == pytest.approx(std / 2, rel=0.05)  # / sqrt(2 x 2 layers)
+
+
+def test_a_plan_counts_its_parameters_and_what_a_block_keeps(family: str):
+    model, made = decoder(family, dim=64, num_layers=1, ffn_dim=192)
+    job = Job(made, 128, LENGTH)
+    assert job.parameters == sum(parameter.numel() for parameter in model.parameters())
+    x = torch.randn(1, LENGTH, 64, requires_grad=True)
+    arguments = x, model.rope(torch.arange(LENGTH)[None]), model.mask(torch.zeros(1, LENGTH, dtype=torch.int64), x)
+    layout = Layout(ParallelConfig(data="ddp"), MemoryConfig(), 1, 1, 1)
+    normalised = 2 * 4 * 64  # a CPU's RMSNorm keeps x / rms(x) as well
+    assert saved_bytes(model, arguments) == kept_per_token(job, layout) + NORM + FLATTENED + normalised
+
+
+def test_hugging_face_does_not_know_it(family: str):
+    made = build(TrainConfig, {"model": {"kind": family}}).model
+    with pytest.raises(ConfigError, match="no counterpart at Hugging Face"):
+        huggingface.to_config(made, 128)
+
+
+def test_an_export_that_is_refused_writes_nothing(family: str, tmp_path: Path):
+    write_shards(tmp_path / "shards")
+    write_shards(tmp_path / "validation", rows=4, seed=1)
+    run = training(tmp_path, "gelu", "steps=1", "evaluation.sample_tokens=0", f"model.kind={family}")
+    fit_local(run)
+    with pytest.raises(ConfigError, match="no counterpart"):
+        exchange.export(run.run_uri, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def _in_every_layout(folder: str, family: str) -> None:
+    import sys
+
+    sys.path.insert(0, folder)
+    for parallel in ({"data": "zero3"}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}):
+        assert_same_training(config(parallel, model={"kind": family}))
+
+
+def test_no_layout_changes_what_it_learns(family: str, tmp_path: Path):
+    on_ranks(2, _in_every_layout, str(tmp_path), family)
+
+
+def test_a_module_that_a_block_does_not_have_is_told(family: str):
+    from tidewheel.train.parallel.tensor import _block_plan
+
+    model, made = decoder(family)
+    with pytest.raises(ConfigError, match=r"'ffn\.w1'"):
+        _block_plan(model.blocks[0], {**made.model.tensor_parallel(), "ffn.w1": "columns"})
