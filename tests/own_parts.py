@@ -83,6 +83,24 @@ class Gelu(tw.Model):
     def extra_parameters(self):
         queries_keys_values = (self.num_heads + 2 * self.kv_heads) * self.head_width
         return queries_keys_values + self.ffn_width, self.dim
+
+
+class Diary(tw.Callback):
+    """Say what it is told, on each rank."""
+    EVERY_RANK = True
+
+    def on_step_end(self, worker, step):
+        print(f"told of step {step.step}", "again" if step.redone else "first")
+
+
+class Table(tw.Tracker):
+    """Append the accuracy of each step to a file."""
+    path: str
+
+    def write(self, record):
+        if "objective" in record:
+            with open(self.path, "a") as file:
+                file.write(f"{record['step']} {record['objective']['accuracy']}\\n")
 '''
 
 

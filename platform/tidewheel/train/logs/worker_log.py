@@ -189,6 +189,7 @@ def _handling(handler: logging.Handler, level: str) -> Iterator[None]:
     """Hand all records from `level` on to a handler during the block."""
     root, quiet = logging.getLogger(), [logging.getLogger(name) for name in QUIET]
     before = [(each, each.level) for each in (root, *quiet)]
+    handler.setLevel(level.upper())  # some libraries' loggers have a level of their own
     root.addHandler(handler)
     root.setLevel(level.upper())
     for each in quiet:

@@ -55,11 +55,13 @@ def left_on_the_node(tmp_path: Path) -> list[str]:
 
 
 def test_records_carry_where_the_worker_was(place: storage.Store, tmp_path: Path):
+    logging.getLogger("chatty").setLevel(logging.DEBUG)
     with logging_worker(LogsConfig(), place, run="run", node="a b", capture=False):
         HERE.begin(2, 5)
         HERE.step = 17
         logger.info("read %d rows", 3)
         logger.debug("not written")
+        logging.getLogger("chatty").debug("nor is this, of a logger with a level of its own")
         logging.getLogger("botocore.auth").info("signed with ...")
         HERE.step = 18
         try:
