@@ -30,6 +30,27 @@ first = tw.Train("a.yaml", data=corpus, run={"id": "first"}, optimizer={"learnin
                  model={"preset": "debug", "rope_scaling": {"factor": 8.0}}, elastic={"max_workers": 2})
 second = tw.Train({"steps": 3, "data": {"seed": 1}}, "clean", optimizer=lion, schedule=tw.schedules.WSD(warmup_steps=5),
                   objective=tw.objectives.NextToken(z_loss=1e-4), init_from=first, precision="bf16")
+third = tw.Train("a.yaml", callbacks=[tw.callbacks.LogProgress(every_seconds=5), "log_progress", {"kind": "my:Own"}])
+sink = tw.trackers.WeightsAndBiases(project="p", mode="offline")
+
+
+class Own(tw.Callback):
+    below: float = 3.0
+
+    def on_step_end(self, worker: tw.Worker, step: tw.Step) -> None:
+        if step.loss is not None and step.loss < self.below:
+            worker.record(step.step, {"below": step.loss})
+
+
+class Printed(tw.Tracker):
+    def write(self, record: tw.Record) -> None:
+        print(record["step"])
+
+
+tw.Train("a.yaml", callbacks=[Own(below=2.0)])
+tw.Train("a.yaml", callbacks=[3])  # wrong
+tw.callbacks.LogProgress(every_second=5)  # wrong
+tw.trackers.WeightsAndBiases()  # wrong
 tw.Train("a.yaml", optimizer__learning_rate=1e-3)  # wrong
 tw.Train("a.yaml", optimiser={"learning_rate": 1e-3})  # wrong
 tw.Train("a.yaml", steps="many")  # wrong

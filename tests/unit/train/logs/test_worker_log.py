@@ -197,7 +197,8 @@ def test_a_buffer_that_is_full_drops_the_oldest_and_the_log_says_so(place: stora
             logger.info("line %d", number)
         log = worker_log._running[0]
         wait(lambda: log._reader.offset == os.fstat(log._output.descriptor).st_size)
-        away[0] = False
+        with log._passing:  # what was read has been handed over
+            away[0] = False
     found = lines(place)
     dropped = [line for line in found if "missing here" in line.text]
     assert len(dropped) == 1
