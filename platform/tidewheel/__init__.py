@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tidewheel import filters
     from tidewheel.data.filter import Batch, Filter, Verdicts
+    from tidewheel.data.reader import Reader
     from tidewheel.errors import TidewheelError
     from tidewheel.models import families as models
     from tidewheel.models.family import FeedForwardShape, Model
@@ -49,6 +50,7 @@ _HOMES = {
     "Verdicts": "tidewheel.data.filter",
     "FeedForwardShape": "tidewheel.models.family",
     "Model": "tidewheel.models.family",
+    "Reader": "tidewheel.data.reader",
     "Call": "tidewheel.workflow.steps",
     "Evaluate": "tidewheel.workflow.steps",
     "Export": "tidewheel.workflow.steps",
@@ -80,9 +82,9 @@ _MODULES = {
 }
 
 __all__ = ["Batch", "Call", "Callback", "Evaluate", "Export", "FeedForwardShape", "Filter", "Model", "Objective",
-           "Optimizer", "Outputs", "Pipeline", "Record", "Schedule", "Step", "Sums", "TidewheelError", "Tokenizer",
-           "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models",
-           "objectives", "optimizers", "schedules", "trackers"]
+           "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Schedule", "Step", "Sums", "TidewheelError",
+           "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
+           "models", "objectives", "optimizers", "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

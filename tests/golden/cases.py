@@ -25,6 +25,7 @@ from tests.plain_execution import without_ray
 from tidewheel.config import Config, build
 from tidewheel.data import pipeline, readers
 from tidewheel.data.config import PipelineConfig, ReadConfig, Step
+from tidewheel.data.reader import READERS
 from tidewheel.data.readers import code
 from tidewheel.data.stage import UNIT_FILES, Published, unit_key
 from tidewheel.data.stages import (
@@ -161,7 +162,7 @@ def reader_case(kind: str) -> Outcome:
         shape = readers.shape_of(place, name, config)
         assert shape.format == kind, shape
         records = [repr(record) for record in readers.read_records(place, name, config, shape=shape)]
-    return _outcome(readers.version(kind), config, records)
+    return _outcome(READERS.find(kind).VERSION, config, records)
 
 
 def code_case() -> Outcome:
@@ -175,7 +176,7 @@ def code_case() -> Outcome:
             place.write(name, text.encode())
         records = [repr(record) for record in code.records(place, [(name, name) for name in sorted(files)], config)]
         by_name = {name: code.reason_by_name(name, len(text), config.code) for name, text in files.items()}
-    return _outcome(readers.version("code"), config, [records, by_name])
+    return _outcome(READERS.find("code").VERSION, config, [records, by_name])
 
 
 def _file(kind: str, docs: list[dict[str, Any]]) -> bytes:

@@ -13,12 +13,12 @@ import pytest
 import tidewheel.data
 from tests.golden import cases
 from tests.golden.cases import Outcome
-from tidewheel.data import readers
 from tidewheel.data.filter import FILTERS
+from tidewheel.data.reader import READERS
 from tidewheel.versions import Version
 
 RECORDED = Path(cases.__file__).with_name("outputs.json")
-UNHELD = {"filter_language", "filter_classifier", "read_warc", "own_filters"}
+UNHELD = {"filter_language", "filter_classifier", "read_warc", "own_filters", "own_readers"}
 """Parts whose output follows from packages, whose versions are in the keys beside these, or from the code of users."""
 
 
@@ -71,8 +71,7 @@ def test_every_filter_and_reader_gives_what_its_version_promises(name: str, reco
 
 def test_no_part_is_without_a_promise(recorded: dict[str, Any]):
     held = {part for case in recorded.values() for part in case["versions"]}
-    parts = {f"read_{kind}" for kind in readers.FORMATS}
-    parts |= {FILTERS.find(name).VERSION.part for name in FILTERS.built_in()}
+    parts = {kind.find(name).VERSION.part for kind in (FILTERS, READERS) for name in kind.built_in()}
     for module in pkgutil.walk_packages(tidewheel.data.__path__, "tidewheel.data."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Version):

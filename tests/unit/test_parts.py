@@ -15,6 +15,7 @@ from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.filter import FILTERS
+from tidewheel.data.reader import READERS
 from tidewheel.errors import ConfigError
 
 PACKAGE = '''
@@ -30,6 +31,14 @@ class Loud(tw.Filter):
 
 def short(document):
     return len(document["text"]) > 5
+
+class Pairs(tw.Reader):
+    """A record a line: a name and a text."""
+
+    def records(self, stream):
+        for line in stream:
+            name, _, text = line.decode().partition("=")
+            yield {"id": name, "text": text}
 '''
 NAME = "tw_test_loud_filters"
 
@@ -43,7 +52,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (site / f"{NAME}.py").write_text(PACKAGE)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
-        f"[tidewheel.filters]\nloud = {NAME}:Loud\ntoo_short = {NAME}:short\ngone = {NAME}:Gone\n")
+        f"[tidewheel.filters]\nloud = {NAME}:Loud\ntoo_short = {NAME}:short\ngone = {NAME}:Gone\n"
+        f"[tidewheel.readers]\npairs = {NAME}:Pairs\n")
     monkeypatch.syspath_prepend(str(site))
     parts._entry_points.cache_clear()
     yield NAME
@@ -73,6 +83,17 @@ def test_an_installed_package_offers_filters_in_recipes_and_in_python(installed:
     assert summary.stage("filter")["dropped"] == {"loud": 1, "short": 1}
 
 
+def test_an_installed_package_offers_readers(installed: str, tmp_path: Path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.pairs").write_text("one=some words\ntwo=more of them\n")
+    config = build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.pairs"], "format": "pairs"}, "steps": [
+        "dedup_exact"]})
+    assert config.read.canonical()["format"] == {"kind": f"{NAME}:Pairs"}
+    with without_ray():
+        summary = pipeline.run(config, input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+    assert summary.documents == 2
+
+
 def test_mistakes_about_an_installed_package_are_told(installed: str):
     for given, told in (({"lout": {}}, "unknown key 'steps.0.filter.lout', did you mean 'loud'"),
                         ({"loud": {"max_uper": 1}}, "'steps.0.filter.loud.max_uper', did you mean 'max_upper'"),
@@ -81,11 +102,13 @@ def test_mistakes_about_an_installed_package_are_told(installed: str):
             recipe(given)
 
 
-def test_built_in_names_are_their_modules():
-    for name in FILTERS.built_in():
-        part = FILTERS.find(name)
+@pytest.mark.parametrize("kind", [FILTERS, READERS], ids=lambda kind: kind.noun)
+def test_built_in_names_are_their_modules(kind: parts.Kind):
+    assert kind.built_in()
+    for name in kind.built_in():
+        part = kind.find(name)
         assert parts.name_of(part) == name
-        assert part.__module__ == f"tidewheel.data.filters.{name}"
+        assert part.__module__ == f"{kind.package}.{name}"
         assert part.VERSION is not None
 
 

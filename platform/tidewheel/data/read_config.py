@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import (
     Discriminator,
     Field,
     Tag,
+    field_serializer,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from tidewheel.config import Config
+from tidewheel.data.reader import AUTO, Reader, chosen
 from tidewheel.data.text_template import TextTemplate
+from tidewheel.errors import ConfigError
+from tidewheel.parts import as_json, name_of
 
 
 class CodeConfig(Config):
@@ -67,13 +73,14 @@ class ReadConfig(Config):
     """Field with the language; `meta` holds it as `language`."""
     license: str | None = "license"
     """Field with the licence; `meta` holds it as `license`."""
-    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "warc", "code"] = "auto"
-    """What the files are. `auto` goes by their first bytes, also of gzip, zstd and UTF-16, and by their ending where
-    that decides (.txt and .md are text, whatever is in them). `json` is an array of records, or records over several
-    lines; the first row of `csv` and `tsv` names the fields. A text file is one document: its path is its id, its
-    folder its source. A page of a web archive has the fields id, url, host and date: with `source: host` each host is a
-    source. `code` is a tree of source files, each a document with the fields path, language, id (its path) and source
-    (the first folder of its path)."""
+    format: str | pydantic.InstanceOf[Reader] = AUTO
+    """What the files are: auto, jsonl, json, csv, tsv, parquet, arrow, text, warc, code, or a reader of your own,
+    `my_readers:Games`, with settings `{kind: "my_readers:Games", moves: 40}`. `auto` goes by their first bytes, also of
+    gzip, zstd and UTF-16, and by their ending where that decides (.txt and .md are text, whatever is in them). `json`
+    is an array of records, or records over several lines; the first row of `csv` and `tsv` names the fields. A text
+    file is one document: its path is its id, its folder its source. A page of a web archive has the fields id, url,
+    host and date: with `source: host` each host is a source. `code` is a tree of source files, each a document with the
+    fields path, language, id (its path) and source (the first folder of its path)."""
     code: CodeConfig = CodeConfig()
     """Which files of a source tree are documents."""
     max_record_bytes: int = Field(default=64 << 20, ge=1, le=1 << 30)
@@ -120,6 +127,24 @@ class ReadConfig(Config):
     limit: int | None = Field(default=None, ge=1)
     """Read at most so many documents: of each file the first ones, in proportion to its size, and no further. A file
     may have fewer than its part."""
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _reader(cls, value: Any) -> Any:
+        try:
+            return chosen(value)
+        except ConfigError as error:
+            message = f"{error.what}; {error.mend}"
+            raise PydanticCustomError("no_reader", "{message}", {"message": message}) from None
+
+    @field_serializer("format")
+    def _format_as_json(self, value: str | Reader) -> Any:
+        return as_json(value) if isinstance(value, Reader) else value
+
+    @property
+    def format_name(self) -> str:
+        """The name of the format that the files are said to be; "auto" where their content says it."""
+        return name_of(type(self.format)) if isinstance(self.format, Reader) else self.format
 
     @model_validator(mode="after")
     def _one_text(self) -> ReadConfig:

@@ -36,8 +36,21 @@ class Pipeline:
         return replace(self, options=(*self.options, *options.items()))
 
     def read(self, *paths: str, **fields: Any) -> Pipeline:
-        """Read documents from files that match `paths` (with *, **, ?); `fields` name their keys (text=, id=, ...)."""
-        return replace(self, source=(("paths", list(paths)), *fields.items()))
+        """Read documents from files that match `paths` (with *, **, ?); `fields` name their keys (text=, id=, ...).
+
+        `format` takes a `tw.Reader` of your own, too.
+
+        Raises:
+            ConfigError: it is not at the top of a module, where workers can find it.
+        """
+        from tidewheel.data.reader import Reader
+        from tidewheel.parts import as_json, importable, name_of
+
+        values = dict(fields)
+        if isinstance(given := values.get("format"), Reader):
+            importable(name_of(type(given)), "Pipeline.read")
+            values["format"] = as_json(given)
+        return replace(self, source=(("paths", list(paths)), *values.items()))
 
     def filter(self, *filters: Filter | Callable[[Mapping[str, Any]], bool | str],
                annotate: bool = False) -> Pipeline:

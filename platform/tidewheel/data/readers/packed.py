@@ -103,6 +103,13 @@ def opened(place: Store, key: str) -> Iterator[Any]:
         yield io.BufferedReader(Recoded(unpacked, encoding)) if encoding else unpacked
 
 
+@contextlib.contextmanager
+def unpacked(place: Store, key: str) -> Iterator[Any]:
+    """The file as a stream of bytes, unpacked, whatever they stand for; errors as in `opened`."""
+    with told(place, key), place.open(key) as stream:
+        yield _unpacked(stream, packing_of(key, stream.read(_LOOK_BYTES)))
+
+
 def _unpacked(stream: Any, packing: str) -> Any:
     """The file from its beginning."""
     stream.seek(0)

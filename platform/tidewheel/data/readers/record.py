@@ -12,7 +12,12 @@ from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers.conversations import as_document
 from tidewheel.data.readers.messages import UnusableError
 from tidewheel.data.text_template import TextTemplate
+from tidewheel.versions import Version
 
+RECORDS = Version("records")
+"""How a file is unpacked, its format is recognised, and fields become a document or a bad record."""
+OWN_READERS = Version("own_readers", uses=(RECORDS,))
+"""The same for readers from outside the package; their source is in the keys beside this."""
 CANONICAL = ("url", "language", "license")
 """Fields that `meta` holds under these names, whatever the input calls them."""
 

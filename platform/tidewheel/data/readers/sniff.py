@@ -10,9 +10,11 @@ import io
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from tidewheel.data.config import ReadConfig
+from tidewheel.data.reader import AUTO, READERS
 from tidewheel.data.readers.csv_fields import MalformedError, split_line
 from tidewheel.data.readers.packed import (
     DAMAGE,
@@ -24,20 +26,11 @@ from tidewheel.data.readers.packed import (
     told,
     unpacked_name,
 )
+from tidewheel.parts import is_own
 from tidewheel.storage import Store
 
 HEAD_BYTES = 64 << 10
 _READ_BYTES = 4096
-ENDINGS = {
-    "parquet": (".parquet", ".pq"),
-    "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
-    "text": (".txt", ".text", ".md", ".markdown", ".rst"),
-    "warc": (".warc", ".wet"),
-    "csv": (".csv",),
-    "tsv": (".tsv", ".tab"),
-    "jsonl": (".jsonl", ".ndjson"),
-}
-"""Endings of each format, before that of a compression. Files with others are what their content is, JSONL in doubt."""
 _UNPACK = "unpack it, or leave it out of read.paths"
 _LEAVE = "leave it out of read.paths"
 #: What begins so, what it is, and what to do about it.
@@ -75,8 +68,6 @@ _FOREIGN = (
 _TAR = (257, b"ustar")
 _MARKUP = re.compile(rb"\s*<(!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 _DELIMITERS = {"csv": ",;|\t", "tsv": "\t,;|"}  # in the order in which they are tried
-_FORMAT_NAMES = {"parquet": "a Parquet file", "arrow": "an Arrow file", "warc": "a web archive", "csv": "CSV",
-                 "tsv": "TSV", "json": "JSON, an array or an object over several lines", "jsonl": "JSONL"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ class Shape:
     """What a file holds.
 
     Args:
-        format: one of `ReadConfig.format` without "auto".
+        format: name of its reader.
         packing: "gzip", "zstd" or "".
         encoding: "utf-16-le", "utf-16-be", or "" for UTF-8 and what is no text.
         delimiter: what stands between the fields of a CSV or TSV file, else "".
@@ -114,10 +105,18 @@ class Shape:
 
 def format_of_name(key: str, config: ReadConfig) -> str:
     """What the settings or the file's name say it is; "" when neither says it."""
-    if config.format != "auto":
-        return config.format
+    if config.format != AUTO:
+        return config.format_name
     name = unpacked_name(key)
-    return next((kind for kind, endings in ENDINGS.items() if name.endswith(endings)), "")
+    return next((kind for kind, endings in endings().items() if name.endswith(endings)), "")
+
+
+@cache
+def endings() -> dict[str, tuple[str, ...]]:
+    """Endings of each format, before that of a compression. Files with others are what their content is, JSONL in
+    doubt."""
+    found = {kind: READERS.find(kind).ENDINGS for kind in READERS.built_in()}
+    return {kind: endings for kind, endings in found.items() if endings}
 
 
 def shape_of(place: Store, key: str, config: ReadConfig) -> Shape:
@@ -131,6 +130,8 @@ def shape_of(place: Store, key: str, config: ReadConfig) -> Shape:
         raw = stream.read(HEAD_BYTES)
     named = format_of_name(key, config)
     packing = packing_of(key, raw)
+    if is_own(named):
+        return Shape(named, packing)
     if raw.startswith((b"PAR1", b"ARROW1")) or (raw.startswith(b"\xff\xff\xff\xff") and named != "text"):
         return _checked(Shape("parquet" if raw.startswith(b"PAR1") else "arrow"), named, config)
     head, encoding = raw, ""
@@ -172,19 +173,20 @@ def _of_content(head: bytes, named: str, packing: str, encoding: str, config: Re
 
     if named == "text" or (named == "warc" and head[:1] != b"{"):
         return shape(named)
-    if config.format in _DELIMITERS and (table := _table(head.removeprefix(b"\xef\xbb\xbf").lstrip(), named, config)):
+    bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if config.format_name in _DELIMITERS and (table := _table(bare, named, config)):
         return shape(table[0], delimiter=table[1], problem=table[2], hint=table[3])
     if head.startswith(b"WARC/"):
         return shape("warc")
     if packing and head.startswith((b"PAR1", b"ARROW1")):
         return shape(named or "jsonl", problem=f"a columnar file packed with {packing}", hint="unpack it")
-    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    text = bare
     is_whole = len(head) < HEAD_BYTES
     if text.startswith(b"{"):
         return shape("json" if _is_object_over_lines(text) else "jsonl")
     if text.startswith(b"["):
         return shape("json" if _is_array(text, is_whole) else "jsonl")
-    may_be_table = named in ("csv", "tsv") or (named not in ("parquet", "arrow", "warc") and config.format == "auto")
+    may_be_table = named in ("csv", "tsv") or (named not in ("parquet", "arrow", "warc") and config.format == AUTO)
     if may_be_table and (table := _table(text, named, config)):
         return shape(table[0], delimiter=table[1], problem=table[2], hint=table[3])
     if _MARKUP.match(text):
@@ -195,14 +197,14 @@ def _of_content(head: bytes, named: str, packing: str, encoding: str, config: Re
 
 def _checked(found: Shape, named: str, config: ReadConfig) -> Shape:
     """`found`, or the problem that `read.format` names another format."""
-    if found.problem or config.format in ("auto", found.format) or named == "":
+    if found.problem or config.format_name in (AUTO, found.format) or named == "":
         return found
-    if {config.format, found.format} == {"csv", "tsv"}:  # the delimiter is told by the header
+    if {config.format_name, found.format} == {"csv", "tsv"}:  # the delimiter is told by the header
         return found
     if found.format == "jsonl":  # anything may be a damaged line
-        return Shape(config.format, found.packing, found.encoding)
-    return Shape(config.format, found.packing, found.encoding, "",
-                 f"{_FORMAT_NAMES[found.format]}, where read.format says {config.format}",
+        return Shape(config.format_name, found.packing, found.encoding)
+    return Shape(config.format_name, found.packing, found.encoding, "",
+                 f"{READERS.find(found.format).SHOWN}, where read.format says {config.format_name}",
                  "leave out read.format: the content decides then")
 
 

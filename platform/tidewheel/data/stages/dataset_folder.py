@@ -12,20 +12,21 @@ import json
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import yaml
 
 from tidewheel import yaml_text
 from tidewheel.data.readers.packed import unpacked_name
-from tidewheel.data.readers.sniff import ENDINGS
+from tidewheel.data.readers.sniff import endings
 from tidewheel.errors import InputError
 from tidewheel.storage import Store, matches
 
 ALL = "all"
 _STATE, _DICT, _CARD = "state.json", "dataset_dict.json", "README.md"
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", _STATE, _DICT)
-_ENDINGS = (".json", *(ending for endings in ENDINGS.values() for ending in endings if ending not in (".md", ".rst")))
+_DOCUMENTATION = (".md", ".rst")
 _WORDS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"),
           "test": ("test", "testing", "eval", "evaluation")}
 _SHARD = re.compile(r"(?:^|/)data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*$")
@@ -63,8 +64,9 @@ def data_files(place: Store, folder: str, *, subset: str | None, split: str) -> 
                              mend="leave out read.subset")
         splits = described or _by_name(names)
     if not splits:
+        known = ", ".join(sorted(_data_endings()))
         raise InputError("no file in this folder is a data set's", where=where,
-                         mend=f"files end in {', '.join(sorted(_ENDINGS))}; or name them with a pattern in read.paths")
+                         mend=f"files end in {known}; or name them with a pattern in read.paths")
     wanted = list(splits) if split == ALL else [name.strip() for name in split.split("+")]
     if missing := [name for name in wanted if name not in splits]:
         raise InputError(f"there is no split {', '.join(map(repr, missing))}; there are "
@@ -195,9 +197,16 @@ def _by_name(names: Sequence[str]) -> Splits:
 
 def _is_data(name: str) -> bool:
     parts = name.split("/")
-    return (unpacked_name(name).endswith(_ENDINGS) and parts[-1] not in _NOT_DATA
+    return (unpacked_name(name).endswith(_data_endings()) and parts[-1] not in _NOT_DATA
             and not any(part.startswith((".", "__")) for part in parts))
 
 
 def _says(text: str, words: Sequence[str]) -> bool:
     return re.search(rf"(?:^|[-._ 0-9/])(?:{'|'.join(words)})(?:[-._ 0-9/]|$)", text) is not None
+
+
+@cache
+def _data_endings() -> tuple[str, ...]:
+    """Endings of files that are data in any data set."""
+    known = [ending for several in endings().values() for ending in several]
+    return (".json", *(ending for ending in known if ending not in _DOCUMENTATION))

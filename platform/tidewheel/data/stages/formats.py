@@ -57,7 +57,7 @@ def by_format(files: Sequence[SourceFile], config: ReadConfig) -> tuple[FormatLi
 def _records(place: Store, file: SourceFile, config: ReadConfig) -> Iterator[Record | Bad]:
     if not file.members:
         return readers.read_records(place, file.key, config, name=file.name, shape=file.shape)
-    read = code.records(place, [(member.key, member.name) for member in file.members], config)
+    read = readers.read_bundle(place, [(member.key, member.name) for member in file.members], config, file.shape)
     return (record for record in read if not isinstance(record, code.Skipped))
 
 

@@ -19,6 +19,7 @@ from tidewheel.data import document, quarantine, readers, verdicts, warm_up
 from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
+from tidewheel.data.reader import Reader, bound, reader_of, received, version_of
 from tidewheel.data.readers import Record, UnreadableFile, code, sniff
 from tidewheel.data.stage import Published, Unit, UnitWriter, counts, ipc_stream, unit_key
 from tidewheel.data.stages import by_source, empty, filters, keys
@@ -66,28 +67,29 @@ def tasks(job: Job) -> list[Task]:
     leading = [filter for step in leading_filters(job.config) for filter in step.filters]
     filtering = (FILTERING, *filters.versions(leading)) if leading else ()
     rules = grouped(leading_filters(job.config), job.bound)
+    reading = bound(job.config.read, read)
     found: list[Task] = []
     for file in job.files:
-        kind = "code" if file.members else file.shape.format
-        version = VERSION.using(readers.version(kind), *filtering)
-        packages = readers.versions(file.shape)
+        reader = reader_of(file.shape.format, job.config.read)
+        version = VERSION.using(version_of(reader), *filtering)
+        packages = reader.packages()
         for span in file.ranges or [None]:
             inputs = [file.name, file.fingerprint, *packages, *(map(str, span or ()))]
             inputs += [] if file.limit is None else [f"limit {file.limit}"]
-            unit = Unit(STAGE, _label(file, span),
+            unit = Unit(STAGE, _label(file, span, reader),
                         unit_key(STAGE, settings=settings, version=version, inputs=inputs), len(found))
-            found.append(Task(job.output, unit, {**settings, "filters": rules, "root": file.root, "key": file.key,
-                                                 "name": file.name, "fingerprint": file.fingerprint, "span": span,
+            found.append(Task(job.output, unit, {**settings, "read": reading, "filters": rules, "root": file.root,
+                                                 "key": file.key, "name": file.name, "fingerprint": file.fingerprint,
+                                                 "span": span,
                                                  "shape": sniff.values_of(file.shape), "limit": file.limit,
                                                  "members": [(one.key, one.name) for one in file.members]}))
     return found
 
 
-def _label(file: SourceFile, span: tuple[int, int] | None) -> str:
+def _label(file: SourceFile, span: tuple[int, int] | None, reader: Reader) -> str:
     if span is None:
         return file.name
-    what = "row groups" if file.shape.format == "parquet" else "bytes"
-    return f"{file.name}[{what} {span[0]}-{span[1] - 1}]"
+    return f"{file.name}[{reader.RANGES} {span[0]}-{span[1] - 1}]"
 
 
 def run(job: Job, runner: Runner) -> Finished:
@@ -180,7 +182,7 @@ def _is_empty(task: Task) -> bool:
         return False
     if span is None:
         return True
-    config = ReadConfig(paths=("-",), **task.inputs["read"])
+    config = received(task.inputs["read"])
     return span[0] == 0 and readers.is_empty(store(task.inputs["root"]), task.inputs["key"], config,
                                               sniff.shape_from(task.inputs["shape"]))
 
@@ -196,7 +198,7 @@ def _documents(task: Task, writer: UnitWriter, tally: Tally) -> None:
     minhash = inputs["minhash"]
     target = schema(minhash["num_permutations"] if minhash else 0)
     rules = groups(inputs["filters"])
-    config = ReadConfig(paths=("-",), **inputs["read"])
+    config = received(inputs["read"])
     with writer.store.writer(task.unit.file_key("documents")) as sink:
         with ipc_stream(sink, target) as stream:
             for records in batches(task, config, tally):
@@ -224,7 +226,7 @@ def batches(task: Task, config: ReadConfig, tally: Tally) -> Iterator[list[Recor
     limit = task.inputs["limit"]
     taken = 0
     found: Iterator[Record | Bad | code.Skipped] = (
-        code.records(place, task.inputs["members"], config) if task.inputs["members"] else
+        readers.read_bundle(place, task.inputs["members"], config, shape) if task.inputs["members"] else
         readers.read_records(place, task.inputs["key"], config, name=name, span=span and tuple(span), shape=shape))
     for record in found:
         if isinstance(record, code.Skipped):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig
+from tidewheel.data.reader import reader_of, version_of
 from tidewheel.data.readers import sniff
+from tidewheel.data.readers.record import RECORDS
 from tidewheel.data.stages import (
     decontaminate,
     dedup_exact,
@@ -33,7 +34,7 @@ _STEPS: dict[str, tuple[Version, ...]] = {
 
 def of_steps(config: PipelineConfig) -> dict[str, int]:
     """Return {part: number} of all parts that the recipe's steps use."""
-    used = [ingest.VERSION, partition.VERSION, readers.RECORDS]
+    used = [ingest.VERSION, partition.VERSION, RECORDS]
     for step in config.steps:
         if step.filter is not None:
             used += [row_local.VERSION, *filters.versions(step.filter.filters)]
@@ -48,4 +49,4 @@ def of_steps(config: PipelineConfig) -> dict[str, int]:
 def of_files(names: Iterable[str], config: PipelineConfig) -> dict[str, int]:
     """Return {format: number} of the readers of these files, as their names tell them."""
     kinds = {sniff.format_of_name(name, config.read) for name in names}
-    return {kind: readers.FORMATS[kind] for kind in sorted(kinds) if kind}
+    return {kind: version_of(reader_of(kind, config.read)).number for kind in sorted(kinds) if kind}

@@ -15,6 +15,7 @@ from pathlib import Path
 from tidewheel import hub
 from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig, ReadConfig
+from tidewheel.data.reader import AUTO, reader_of
 from tidewheel.data.stages import code_tree, dataset_folder, hub_commits
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Stamp, Store, content_hash, is_remote, store
@@ -83,7 +84,7 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
     for pattern in config.read.paths:
         for file in _of_pattern(pattern, config.read, input, output, commits):
             found.setdefault(file.place.at(file.key), file)
-    if config.read.format == "code":
+    if _is_tree(config.read):
         sources = _bundled(list(found.values()), config.read)
         limit = config.read.limit
         return sources if limit is None else replace(sources, files=limited(sources.files, limit))
@@ -101,8 +102,13 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
     with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
         files = tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
     _check_formats(files, config.max_bad_fraction)
-    readers.check_installed(file.shape for file in files)
+    readers.check_installed((file.shape for file in files), config.read)
     return Sources(files if config.read.limit is None else limited(files, config.read.limit))
+
+
+def _is_tree(read: ReadConfig) -> bool:
+    """Whether the files are a tree that is read in bundles."""
+    return read.format != AUTO and reader_of(read.format_name, read).TREE
 
 
 def _bundled(found: Sequence[_Found], read: ReadConfig) -> Sources:
@@ -125,7 +131,7 @@ def _bundled(found: Sequence[_Found], read: ReadConfig) -> Sources:
                 files.append(SourceFile(
                     place.uri, "", f"{prefix}source files, bundle {number} of {len(bundles)}",
                     sum(member.bytes for member in members), content_hash(repr(members).encode()),
-                    shape=readers.Shape("code"), members=members))
+                    shape=readers.Shape(read.format_name), members=members))
     if not files:
         told = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
         raise InputError(f"no file of the source tree is read ({told})", where=found[0].place.uri,
@@ -139,7 +145,7 @@ def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits
     folder = _folder(pattern, input, is_relative)
     if folder is not None:
         place, prefix = folder
-        keys: Sequence[str] = ([stamp.key for stamp in place.list(prefix)] if read.format == "code" else
+        keys: Sequence[str] = ([stamp.key for stamp in place.list(prefix)] if _is_tree(read) else
                                dataset_folder.data_files(place, prefix, subset=read.subset, split=read.split))
     else:
         place, rest = _locate(pattern, input, is_relative)

@@ -186,8 +186,8 @@ def test_the_text_depends_on_nothing_but_the_page():
 
 
 def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
-    readers.check_installed([readers.Shape("warc", "gzip")])
+    readers.check_installed([readers.Shape("warc", "gzip")], ReadConfig(paths=("*",)))
     monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"tidewheel\[web\]"):
-        readers.check_installed([readers.Shape("jsonl"), readers.Shape("warc", "gzip")])
-    readers.check_installed([readers.Shape("jsonl")])
+        readers.check_installed([readers.Shape("jsonl"), readers.Shape("warc", "gzip")], ReadConfig(paths=("*",)))
+    readers.check_installed([readers.Shape("jsonl")], ReadConfig(paths=("*",)))

@@ -1,0 +1,24 @@
+"""Arrow IPC files and streams: a row is a record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from tidewheel.data.quarantine import Bad
+from tidewheel.data.reader import Reader, SourceBytes
+from tidewheel.data.readers import columns
+from tidewheel.data.readers.record import RECORDS, Record
+from tidewheel.versions import Version
+
+
+class Arrow(Reader):
+    """A row a record."""
+
+    VERSION: ClassVar[Version | None] = Version("read_arrow", uses=(RECORDS,))
+    ENDINGS: ClassVar[tuple[str, ...]] = (".arrow", ".arrows", ".feather", ".ipc")
+    SHOWN: ClassVar[str] = "an Arrow file"
+
+    def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
+        """Yield the records of a file."""
+        return columns.records(source.place, source.key, "arrow", source.config, source.name, source.span)

@@ -1,0 +1,23 @@
+"""JSON that is no JSONL: an array of records, or records over several lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from tidewheel.data.quarantine import Bad
+from tidewheel.data.reader import Reader, SourceBytes
+from tidewheel.data.readers import json_values
+from tidewheel.data.readers.record import RECORDS, Record
+from tidewheel.versions import Version
+
+
+class Json(Reader):
+    """An array of objects, or objects over several lines."""
+
+    VERSION: ClassVar[Version | None] = Version("read_json", uses=(RECORDS,))
+    SHOWN: ClassVar[str] = "JSON, an array or an object over several lines"
+
+    def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
+        """Yield the records of a file."""
+        return json_values.records(source.place, source.key, source.config, source.name)

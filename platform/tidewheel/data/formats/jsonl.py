@@ -1,0 +1,36 @@
+"""Lines of JSON, an object each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from tidewheel.data.quarantine import Bad
+from tidewheel.data.reader import Reader, SourceBytes
+from tidewheel.data.readers import lines
+from tidewheel.data.readers.packed import opened
+from tidewheel.data.readers.record import RECORDS, Record
+from tidewheel.versions import Version
+
+
+class JsonLines(Reader):
+    """An object a line. Plain files are read in ranges of bytes."""
+
+    VERSION: ClassVar[Version | None] = Version("read_jsonl", uses=(RECORDS,))
+    ENDINGS: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    SHOWN: ClassVar[str] = "JSONL"
+
+    def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
+        """Yield the records of a file."""
+        return lines.records(source.place, source.key, source.config, source.name, source.span)
+
+    def ranges(self, source: SourceBytes, size: int) -> list[tuple[int, int]]:
+        """Return ranges of about `unit_bytes`, of a file that can be read from its middle."""
+        step = source.config.unit_bytes
+        return list(itertools.pairwise([*range(0, size, step), size])) if source.shape.is_seekable else []
+
+    def is_empty(self, source: SourceBytes) -> bool:
+        """Return whether there are blank lines only."""
+        with opened(source.place, source.key) as stream:
+            return lines.is_blank(stream)

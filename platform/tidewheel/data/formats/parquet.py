@@ -1,0 +1,30 @@
+"""Parquet files: a row is a record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from tidewheel.data.quarantine import Bad
+from tidewheel.data.reader import Reader, SourceBytes
+from tidewheel.data.readers import columns
+from tidewheel.data.readers.record import RECORDS, Record
+from tidewheel.versions import Version
+
+
+class Parquet(Reader):
+    """A row a record. Large files are read in ranges of row groups."""
+
+    VERSION: ClassVar[Version | None] = Version("read_parquet", uses=(RECORDS,))
+    ENDINGS: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+    SHOWN: ClassVar[str] = "a Parquet file"
+    RANGES: ClassVar[str] = "row groups"
+
+    def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
+        """Yield the records of a file."""
+        return columns.records(source.place, source.key, "parquet", source.config, source.name, source.span)
+
+    def ranges(self, source: SourceBytes, size: int) -> list[tuple[int, int]]:
+        """Return ranges of row groups of about `unit_bytes` each."""
+        found = columns.row_groups(source.place, source.key, source.config.unit_bytes)
+        return found if len(found) > 1 else []

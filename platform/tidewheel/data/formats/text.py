@@ -1,0 +1,24 @@
+"""Text files: each is a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from tidewheel.data.quarantine import Bad
+from tidewheel.data.reader import Reader, SourceBytes
+from tidewheel.data.readers import trees
+from tidewheel.data.readers.record import RECORDS, Record
+from tidewheel.versions import Version
+
+
+class Text(Reader):
+    """A file a document: its path is the id, its folder the source."""
+
+    VERSION: ClassVar[Version | None] = Version("read_text", uses=(RECORDS,))
+    ENDINGS: ClassVar[tuple[str, ...]] = (".txt", ".text", ".md", ".markdown", ".rst")
+    SHOWN: ClassVar[str] = "a text file"
+
+    def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
+        """Yield the records of a file."""
+        return trees.records(source.place, source.key, source.config, source.name)
