@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tidewheel as tw
-from tests.own_parts import without_sevens
+from tests.own_parts import overrides, without_sevens, write_parts
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.jobs import JobServer
 from tidewheel.cluster.local import LocalCluster
@@ -49,25 +49,31 @@ def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[
         check=False)
 
 
-def test_data_is_prepared_then_a_training_is_stopped_and_saves_first(cluster, place):
-    """By `ray job submit` and by `tidewheel submit`. `tidewheel job stop` is SIGTERM, as `ray job stop` is."""
+def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_first(cluster, place):
+    """By `ray job submit` and by `tidewheel submit`. `tidewheel job stop` is SIGTERM, as `ray job stop` is.
+
+    The training's model family, optimizer, schedule and objective are in the folder that is submitted.
+    """
     prepared = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
                       "--input", str(place / "raw"), "--output", str(place / "clean"))
     assert prepared.returncode == 0, prepared.stdout
     assert "shards:" in prepared.stdout  # the logs reach the one who submits
     assert (place / "clean/shards/manifest.json").is_file()
 
-    run = place / "runs/stopped"
-    command = ["train", "--config", "jobs/configs/demo.yaml", "--set", f"data.uri={place}/clean/shards",
+    run, own = place / "runs/stopped", place / "own"
+    own.mkdir()
+    chosen = [word for setting in overrides(write_parts(own)) for word in ("--set", setting)]
+    command = ["train", "--config", str(ROOT / "jobs/configs/demo.yaml"), *chosen,
+               "--set", f"data.uri={place}/clean/shards",
                "--set", f"run.uri={place}/runs", "--set", "run.id=stopped", "--set", "checkpoint.every_steps=100000",
-               "--set", "model={dim: 32, num_layers: 1, num_heads: 2, tie_embeddings: true}",
+               "--set", "model.dim=32", "--set", "model.num_layers=1", "--set", "model.num_heads=2",
                "--set", "evaluation.sample_tokens=0", "--set", "steps=1000000"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {**cluster.client_environment, "RAY_API_SERVER_ADDRESS": cluster.dashboard_url,
                     "PYTHONPATH": str(ROOT / "platform")}
     tidewheel = [sys.executable, "-m", "tidewheel.cli"]
     following = subprocess.Popen([*tidewheel, "submit", "--id", "to-stop", "--", *command],
-                                 cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                                 cwd=own, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until = time.monotonic() + 120
     while not read(store(run), "batches.jsonl"):
         assert following.poll() is None, following.communicate()[0]
@@ -82,6 +88,7 @@ def test_data_is_prepared_then_a_training_is_stopped_and_saves_first(cluster, pl
     saved = [found.step for found in list_checkpoints(store(run).child("checkpoints")) if found.complete]
     assert len(saved) == 1
     assert saved[0] >= 1
+    assert set(store(run).read_json("run.json")["code"]) == {"model", "optimizer", "schedule", "objective"}
 
 
 @pytest.mark.long  # `test_bad_input.py` has the message, `test_background.py` a job's exit code
