@@ -27,11 +27,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tidewheel import filters
-    from tidewheel.data.filter import Batch, Filter, Verdicts
+    from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
     from tidewheel.data.reader import Reader
     from tidewheel.errors import TidewheelError
     from tidewheel.models import families as models
-    from tidewheel.models.family import FeedForwardShape, Model
+    from tidewheel.models.family import Cut, FeedForwardShape, Model
     from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
     from tidewheel.train.callback import Callback, Step, Worker
     from tidewheel.train.metrics.sinks import Record
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tidewheel.train.objective import Objective, Outputs, Sums
     from tidewheel.train.optim.base import Optimizer
     from tidewheel.train.optim.schedule import Schedule
+    from tidewheel.train.step import MicroBatch
     from tidewheel.workflow.pipeline import Pipeline
     from tidewheel.workflow.steps import Call, Evaluate, Export, Tokenizer
     from tidewheel.workflow.training import Train
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "tidewheel.data.filter",
     "Filter": "tidewheel.data.filter",
+    "Limits": "tidewheel.data.filter",
     "Verdicts": "tidewheel.data.filter",
+    "Cut": "tidewheel.models.family",
     "FeedForwardShape": "tidewheel.models.family",
     "Model": "tidewheel.models.family",
     "Reader": "tidewheel.data.reader",
@@ -58,6 +61,7 @@ _HOMES = {
     "Pipeline": "tidewheel.workflow.pipeline",
     "Train": "tidewheel.workflow.training",
     "Workflow": "tidewheel.workflow.workflow",
+    "MicroBatch": "tidewheel.train.step",
     "Objective": "tidewheel.train.objective",
     "Outputs": "tidewheel.train.objective",
     "Sums": "tidewheel.train.objective",
@@ -81,10 +85,10 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Batch", "Call", "Callback", "Evaluate", "Export", "FeedForwardShape", "Filter", "Model", "Objective",
-           "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Schedule", "Step", "Sums", "TidewheelError",
-           "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
-           "models", "objectives", "optimizers", "schedules", "trackers"]
+__all__ = ["Batch", "Call", "Callback", "Cut", "Evaluate", "Export", "FeedForwardShape", "Filter", "Limits",
+           "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Schedule",
+           "Step", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker",
+           "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

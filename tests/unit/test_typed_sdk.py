@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tidewheel
+from tests.docs_pages import DOCS, ROOT, blocks
 
-ROOT = Path(__file__).parents[2]
 CODE = """\
 import tidewheel as tw
 
@@ -82,11 +82,36 @@ def test_mypy_knows_the_sdk(file: Path):
     assert {int(line) for line in re.findall(r"recipe\.py:(\d+): error", done.stdout)} == WRONG, done.stdout
 
 
-@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+def pyright(folder: Path) -> list[dict[str, Any]]:
+    """Return what pyright in strict mode says about the files of a folder."""
+    (folder / "pyrightconfig.json").write_text(json.dumps({
+        "typeCheckingMode": "strict", "extraPaths": [str(ROOT / "platform")]}))
+    done = subprocess.run([Path(sys.executable).parent / "basedpyright", "--outputjson", "--pythonpath",
+                           sys.executable], cwd=folder, capture_output=True, text=True, check=False)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["generalDiagnostics"]
+    return found
+
+
 def test_pyright_in_strict_mode_knows_the_sdk(file: Path):
-    (file.parent / "pyrightconfig.json").write_text(json.dumps({
-        "typeCheckingMode": "strict", "extraPaths": [str(ROOT / "platform")], "include": ["recipe.py"]}))
-    done = subprocess.run(["pyright", "--outputjson", "--pythonpath", sys.executable], cwd=file.parent,
-                          capture_output=True, text=True, check=False)
-    found = json.loads(done.stdout)["generalDiagnostics"]
+    found = pyright(file.parent)
     assert {each["range"]["start"]["line"] + 1 for each in found} == WRONG, found
+
+
+#: What strict mode says of code that uses a package without types, as pyarrow is.
+UNTYPED = {"reportMissingTypeStubs", "reportUnknownMemberType", "reportUnknownVariableType",
+           "reportUnknownArgumentType", "reportAttributeAccessIssue"}
+
+
+def test_pyright_in_strict_mode_finds_nothing_in_the_examples(tmp_path: Path):
+    """Of README and docs: those that use the SDK."""
+    for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        folder = tmp_path / page.stem
+        for block in blocks(page):
+            if block.language == "python" and "import tidewheel" in block.text:
+                folder.mkdir(exist_ok=True)
+                (folder / Path(block.file or f"line_{block.line}.py").name).write_text(block.text)
+    examples = list(tmp_path.rglob("*.py"))
+    assert len(examples) >= 6
+    wrong = [each for each in pyright(tmp_path)
+             if each["rule"] not in UNTYPED or "import pyarrow" not in Path(each["file"]).read_text()]
+    assert not wrong, [(each["file"], each["range"]["start"]["line"] + 1, each["message"]) for each in wrong]

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from tidewheel.data.text.measures import Measures
     from tidewheel.data.text.textpass import Measured
 
-Limits = dict[str, tuple[float | None, float | None]]
+Limits = Mapping[str, tuple[float | None, float | None]]
+"""(smallest, largest) kept value by statistic."""
 OWN = Version("own_filters")
 """How filters from outside the package are applied; their source is in the keys beside this."""
 

@@ -136,7 +136,7 @@ class Model(Part):
         """
         raise NotImplementedError
 
-    def tensor_parallel(self) -> dict[str, Cut]:
+    def tensor_parallel(self) -> Mapping[str, Cut]:
         """Return how tensor parallelism treats the modules of a block, by name; others are left alone."""
         return {"attention_norm": "positions", "attention": "gathered", "attention.wq": "columns",
                 "attention.wk": "columns", "attention.wv": "columns", "attention.wo": "rows",

@@ -73,7 +73,7 @@ class Llama(Model):
 
         return Block(self, Attention(self, qk_norm=self.qk_norm), SwiGLU(self.dim, self.ffn_width))
 
-    def tensor_parallel(self) -> dict[str, Cut]:
+    def tensor_parallel(self) -> Mapping[str, Cut]:
         plan: dict[str, Cut] = {**super().tensor_parallel(), "ffn.w1": "columns", "ffn.w3": "columns",
                                 "ffn.w2": "rows"}
         return {**plan, "attention.q_norm": "heads", "attention.k_norm": "heads"} if self.qk_norm else plan
