@@ -28,9 +28,12 @@ def _in_label(code):
 
 @numba.njit(nogil=True)
 def _host(chars, a, b):
-    """Whether [a, b) is host.name, perhaps with :port, perhaps with /path, ?query or #fragment."""
+    """Whether [a, b) is host.name, perhaps with :port, perhaps with /path, ?query or #fragment.
+
+    A letter beyond the basic plane may be in the last label only.
+    """
     k = label = a
-    labels, numbers, lower, plain = 0, 0, True, True  # whole labels so far, those of digits; the open one
+    labels, numbers, lower, plain, last = 0, 0, True, True, False  # whole labels so far, those of digits; the open one
     while k < b:
         code = code_of(chars, k)
         inside = _in_label(code)
@@ -39,7 +42,9 @@ def _host(chars, a, b):
             plain &= bits_of(chars, k) & NUMERAL != 0
         elif inside == 2 and k > label:
             lower = plain = False
-        elif code == 0x2E and k > label and _in_label(code_of(chars, k - 1)) == 1:
+        elif code > 0xFFFF and bits_of(chars, k) & LOWER != 0:
+            plain, last = False, True
+        elif code == 0x2E and k > label and not last and _in_label(code_of(chars, k - 1)) == 1:
             labels += 1
             numbers += plain and k - label <= 3
             label, lower, plain = k + 1, True, True

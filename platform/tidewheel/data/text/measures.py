@@ -13,7 +13,7 @@ from tidewheel.versions import Version
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = Version("text_measures", uses=(text.VERSION,))
+VERSION = Version("text_measures", 2, uses=(text.VERSION,))
 """What one pass over a text counts and hashes."""
 PHRASES = ("javascript", "lorem ipsum", "terms of use", "privacy policy", "cookie policy", "uses cookies",
            "use of cookies", "use cookies")

@@ -44,6 +44,15 @@ def test_counts_match_the_oracle(documents: list[str], config: FineWeb):
         assert value == (clean(document).count("\n") / tokens if tokens else 0)
 
 
+@needs_frozen
+@pytest.mark.parametrize("document", [
+    "a.\u066e\U00016800\n", "a.\U00020000\U00020001\n", "a.\U00020000b.cc\n", "ab.c\U00020000:80/x\n", "a.\U00020000\n",
+    "a.\U00010400\U00010400\n", "x@a.\U00020000\U00020001\n", "http://a.\U00020000\U00020001\n", "\U00020000.ab\n"])
+def test_hosts_with_letters_beyond_the_basic_plane_match_the_oracle(document: str):
+    _, statistics = judged([document], FineWeb())
+    assert statistics["fineweb_newlines_per_word"][0] == 1 / len(slow_tokens(clean(document)))
+
+
 LINES = [" ".join(WORDS[place : place + 10]) + "." for place in range(0, 190, 10)]
 OPEN = [line.replace(".", ",") for line in LINES]
 
