@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tidewheel import filters
     from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
     from tidewheel.data.reader import Reader
+    from tidewheel.data.similar import SimilarityIndex
     from tidewheel.errors import TidewheelError
     from tidewheel.models import families as models
     from tidewheel.models.family import Cut, FeedForwardShape, Model
@@ -51,6 +52,7 @@ _HOMES = {
     "Limits": "tidewheel.data.filter",
     "Verdicts": "tidewheel.data.filter",
     "Cut": "tidewheel.models.family",
+    "SimilarityIndex": "tidewheel.data.similar",
     "FeedForwardShape": "tidewheel.models.family",
     "Model": "tidewheel.models.family",
     "Reader": "tidewheel.data.reader",
@@ -87,8 +89,9 @@ _MODULES = {
 
 __all__ = ["Batch", "Call", "Callback", "Cut", "Evaluate", "Export", "FeedForwardShape", "Filter", "Limits",
            "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Schedule",
-           "Step", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker",
-           "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "schedules", "trackers"]
+           "SimilarityIndex", "Step", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
+           "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "schedules",
+           "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -11,7 +11,8 @@ import pytest
 from tidewheel.cli import run_command
 
 COMMANDS = [
-    [], ["data"], ["data", "run"], ["data", "example"], ["data", "train-classifier"],
+    [], ["data"], ["data", "run"], ["data", "example"], ["data", "similar"],
+    ["data", "train-classifier"],
     ["shards"], ["shards", "inspect"], ["shards", "verify"], ["shards", "trace"],
     ["train"], ["checkpoint"], ["checkpoint", "list"], ["checkpoint", "verify"], ["report"], ["audit"], ["doctor"],
     ["demo"], ["plan"], ["plan", "goodput"],

@@ -12,11 +12,12 @@ from cyclopts import Parameter
 from tidewheel.commands import outputs
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.commands.preview import preview
+from tidewheel.commands.similar import similar
 from tidewheel.console import console, print_table
 from tidewheel.errors import ConfigError
 
 app = cyclopts.App(name="data", help="Clean, deduplicate, tokenize and pack documents into shards.")
-for command in (outputs.clean, outputs.diff, preview):
+for command in (outputs.clean, outputs.diff, preview, similar):
     app.command(command)
 
 

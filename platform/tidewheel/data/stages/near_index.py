@@ -94,28 +94,58 @@ def open_indexes(step: DedupNearStep, input: str) -> tuple[Index, ...]:
     return tuple(found)
 
 
-def _open(step: DedupNearStep, number: int, uri: str) -> Index:
+@dataclass(frozen=True)
+class Manifest:
+    """What the manifest of an index says.
+
+    Args:
+        parameters: `parameters` of the step that wrote it, not checked yet.
+        files: one for each of its partitions of the ids.
+        documents: how many there are in the files.
+        hash: content hash of the manifest.
+    """
+
+    parameters: Mapping[str, Any]
+    files: tuple[Stamp, ...]
+    documents: int
+    hash: str
+
+
+def read_manifest(uri: str) -> Manifest:
+    """Read the manifest of the index in the folder `uri`.
+
+    Raises:
+        InputError: it is missing, damaged, or of a format that this version does not read.
+    """
+    folder = store(uri)
     try:
-        data = store(uri).read(MANIFEST)
+        data = folder.read(MANIFEST)
     except FileNotFoundError:
         raise InputError("there is no index of an earlier dump", where=uri,
                          mend="give the folder near_index of an output written with dedup_near: {write_index: true}"
                          ) from None
     try:
-        manifest = json.loads(data)
-        known, files = manifest["parameters"], tuple(
-            Stamp(safe_key(key), size, digest) for key, size, digest in manifest["files"])
-        assert manifest["version"] == FORMAT
-        assert files
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise InputError("not a manifest of an index that this version reads", where=store(uri).at(MANIFEST),
-                         mend="write the index again with write_index") from None
+        content = json.loads(data)
+        files = tuple(Stamp(safe_key(key), size, digest) for key, size, digest in content["files"])
+        manifest = Manifest(dict(content["parameters"]), files, int(content["documents"]), content_hash(data))
+        readable = content["version"] == FORMAT and bool(files)
+    except (ValueError, KeyError, TypeError):
+        readable = False
+    if not readable:
+        raise InputError("not a manifest of an index that this version reads", where=folder.at(MANIFEST),
+                         mend="write the index again with write_index")
+    return manifest
+
+
+def _open(step: DedupNearStep, number: int, uri: str) -> Index:
+    manifest = read_manifest(uri)
+    known = manifest.parameters
     wrong = [f"{name} is {known.get(name)!r} there and {value!r} here" for name, value in parameters(step).items()
              if known.get(name) != value]
     if wrong:
         raise InputError(f"the index was made with other parameters: {'; '.join(wrong)}", where=uri,
                          mend="use the parameters of the index, or write it again with these")
-    return Index(number, uri, content_hash(data), _ABOVE * (len(step.against) - number), files)
+    return Index(number, uri, manifest.hash, _ABOVE * (len(step.against) - number), manifest.files)
 
 
 def source_tasks(job: Job, settings: Mapping[str, Any]) -> list[Task]:
