@@ -20,7 +20,8 @@ from tidewheel.parts import Part
 from tidewheel.train.config import TrainConfig
 
 PAGES = sorted([*DOCS.glob("*.md"), *(ROOT / name for name in (
-    "README.md", "k8s/README.md", "cluster/README.md", "tests/benchmarks/README.md", "tests/chaos/README.md"))])
+    "README.md", "CONTRIBUTING.md", "k8s/README.md", "cluster/README.md", "tests/benchmarks/README.md",
+    "tests/chaos/README.md"))])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ROOMS = ("tests", "docs", "jobs", "pipelines", "k8s", "cluster", "platform", "tidewheel")
 #: From where a page may name a file.
@@ -246,3 +247,19 @@ def test_the_pages_show_what_a_newcomer_needs():
         assert any(command.startswith(f"tidewheel {start}") for command in run), start
     index = (DOCS / "README.md").read_text()
     assert not [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index]
+
+
+def test_contributing_has_every_kind_of_part():
+    found = set()
+    for path in (ROOT / "platform/tidewheel").rglob("*.py"):
+        found |= set(re.findall(r'= Kind\("([\w ]+)", (\w+), [^,]+, "(tidewheel\.\w+)"', path.read_text()))
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = re.findall(r"^\| ([\w ]+) \| `tw\.(\w+)` \| `[\w/]+` \| `([\w.]+)` \|", text, re.MULTILINE)
+    assert len(found) >= 8
+    assert set(table) == found
+
+
+def test_the_glossary_has_each_term_once_in_order():
+    terms = re.findall(r"^\| ([\w ]+) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)[1:]
+    assert len(terms) > 30
+    assert terms == sorted(set(terms))
