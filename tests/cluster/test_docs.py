@@ -91,7 +91,7 @@ def run(text: str, place: Path, cluster: Mapping[str, str] = MappingProxyType({}
     Whatever the script has left running is ended. `cluster` is added to its environment.
     """
     state = place.parent / f"{place.name}-state"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "MAKE", "MFLAGS"))}
     environment |= {"HOME": str(place.parent), "TIDEWHEEL_STATE": str(state), "PYTHONPATH": str(place / "platform"),
                     "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "PAGER": "cat", **cluster}
     log = place.parent / f"{place.name}.log"

@@ -31,7 +31,9 @@ ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 STOP_SECONDS = 120
 PATIENCE_SECONDS = 600.0  # how long a job server may be away before we stop following
 POLL_SECONDS = 1.0
-NAMES = ("prepare_data", "train", "evaluate", "export", "workflow")
+JOBS = {"prepare_data": ("data", "run"), "train": ("train",), "evaluate": ("evaluate",),
+        "export": ("checkpoint", "export"), "workflow": ("workflow", "run")}
+"""The command that each job runs."""
 Say = Callable[[str], None]
 
 
@@ -72,22 +74,33 @@ class Submission:
         return found
 
 
-def command_of(tokens: Sequence[str]) -> str:
+def command_of(tokens: Sequence[str], working_dir: str = ".") -> str:
     """The shell command of what is submitted: a job's name with its options, a YAML file (of a pipeline or a training)
     with the options of its job, or any command.
+
+    Args:
+        tokens: as given to `tidewheel submit`.
+        working_dir: folder that is uploaded. A job is its module there if it has one, as a checkout does, else the
+            command of the installed package.
 
     Raises:
         ConfigError: nothing is given, or there is no such file.
     """
     if not tokens:
-        raise ConfigError("nothing to submit", where="tidewheel submit", mend=f"name a job ({', '.join(NAMES)}), a "
+        raise ConfigError("nothing to submit", where="tidewheel submit", mend=f"name a job ({', '.join(JOBS)}), a "
                           "YAML file or a command, with its options, behind --")
     first, rest = tokens[0], tokens[1:]
-    if first.removeprefix("jobs.") in NAMES:
-        return shlex.join(["python", "-m", f"jobs.{first.removeprefix('jobs.')}", *rest])
+    if (name := first.removeprefix("jobs.")) in JOBS:
+        return shlex.join([*_program(name, working_dir), *rest])
     if first.endswith((".yaml", ".yml")):
-        return shlex.join(["python", "-m", f"jobs.{_job_of(first)}", "--config", first, *rest])
+        return shlex.join([*_program(_job_of(first), working_dir), "--config", first, *rest])
     return shlex.join(["python", *tokens] if first.endswith(".py") else list(tokens))
+
+
+def _program(name: str, working_dir: str) -> list[str]:
+    if working_dir and (Path(working_dir) / "jobs" / f"{name}.py").is_file():
+        return ["python", "-m", f"jobs.{name}"]
+    return ["python", "-m", "tidewheel.cli", *JOBS[name]]
 
 
 def _job_of(path: str) -> str:

@@ -178,7 +178,7 @@ def submit(
     pairs = [text.partition("=") for text in env_var or ()]
     if wrong := [key for key, sep, _ in pairs if not sep or not key]:
         raise ConfigError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--env", mend="--env NAME=VALUE")
-    wanted = Submission(command_of(command), working_dir, job_id, {key: value for key, _, value in pairs},
+    wanted = Submission(command_of(command, working_dir), working_dir, job_id, {key: value for key, _, value in pairs},
                         exclude or (), include or (), labels=_selector(driver or ()),
                         metadata={"submitted_by": "tidewheel"})
     address = server_address(address)

@@ -25,6 +25,16 @@ def test_commands(tokens, command):
     assert command_of(tokens) == command
 
 
+@pytest.mark.parametrize(("tokens", "command"), [
+    (["train", "--config", "a.yaml"], "python -m tidewheel.cli train --config a.yaml"),
+    (["jobs.prepare_data", "--x"], "python -m tidewheel.cli data run --x"),
+    (["export", "runs/a"], "python -m tidewheel.cli checkpoint export runs/a"),
+    (["workflow", "--flow", "f"], "python -m tidewheel.cli workflow run --flow f")])
+def test_commands_without_a_checkout(tmp_path, tokens, command):
+    assert command_of(tokens, str(tmp_path)) == command
+    assert command_of(tokens, "") == command
+
+
 @pytest.mark.parametrize("tokens", [[], ["nowhere.yaml"]])
 def test_no_command(tokens):
     with pytest.raises(ConfigError):
