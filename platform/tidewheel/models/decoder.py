@@ -19,6 +19,7 @@ from tidewheel.models.config import LossConfig
 from tidewheel.models.family import Model
 from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype
 from tidewheel.models.rope import RopeTable, apply_rope, rope_table
+from tidewheel.parts import calling
 
 HeadObjective = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 """Normalised hidden states, and what makes logits of them, to the loss and its metrics."""
@@ -108,7 +109,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.vocabulary_size = config, vocabulary_size
         self.embedding: nn.Embedding | None = nn.Embedding(vocabulary_size, config.dim)
-        self.blocks = nn.ModuleList(config.block() for _ in range(config.num_layers))
+        with calling(config):
+            self.blocks = nn.ModuleList(config.block() for _ in range(config.num_layers))
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_epsilon)
         self.output = None if config.tie_embeddings else nn.Linear(config.dim, vocabulary_size, bias=False)
         self.token_loss = TokenLoss(loss or LossConfig())

@@ -70,8 +70,8 @@ class Model(Part):
     """The `model_type` of the configurations at Hugging Face that `from_hugging_face` takes."""
 
     preset: str = Field(default="", exclude=True)
-    """Start from a named shape of the family (llama: debug, 125m, 1b, 8b, 70b, llama3_8b, qwen3_0.6b, ...); other keys
-    change it."""
+    """Start from a named shape of the family (`PRESETS`; a wrong name is told with the right ones); other keys change
+    it."""
     vocabulary_size: int | None = Field(default=None, ge=2)
     """Rows of the embedding; default: the padded vocabulary of the shard set."""
     dim: int = Field(default=256, ge=8)
@@ -85,7 +85,7 @@ class Model(Part):
     head_dim: int | None = Field(default=None, ge=2)
     """Width of a head, even; default: dim / num_heads."""
     ffn_dim: int | None = Field(default=None, ge=8)
-    """Inner width of the feed-forward; default of llama: 8/3 dim, rounded up to a multiple of 64."""
+    """Inner width of the feed-forward; default: as the family says, `ffn_width`."""
     max_sequence_length: int = Field(default=8192, ge=2)
     """Positions for which RoPE is tabulated; sequences may be shorter."""
     rope_theta: float = Field(default=10_000.0, gt=0)
@@ -120,6 +120,8 @@ class Model(Part):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Model:
+        if not hasattr(type(self), "FEED_FORWARD") or type(self).block is Model.block:
+            raise ValueError("a model family has FEED_FORWARD = tw.FeedForwardShape(...) and a method block()")
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}")
         if self.head_dim is None and self.dim % self.num_heads:

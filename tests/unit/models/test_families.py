@@ -61,6 +61,30 @@ def test_mistakes_are_told(values: dict[str, Any], said: str):
         build(TrainConfig, {"model": values})
 
 
+@pytest.mark.parametrize("missing", ["FEED_FORWARD", "block"])
+def test_a_family_that_is_not_whole_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str):
+    monkeypatch.chdir(tmp_path)
+    module = f"half_{missing}"
+    said = {"FEED_FORWARD": "FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)",
+            "block": "def block(self): return None"}
+    kept = "".join(f"    {line}\n" for name, line in said.items() if name != missing)
+    (tmp_path / f"{module}.py").write_text(f"import tidewheel as tw\n\n\nclass Half(tw.Model):\n{kept}")
+    with pytest.raises(ConfigError, match=r"FEED_FORWARD = .* and a method block"):
+        build(TrainConfig, {"model": {"kind": f"{module}:Half"}})
+
+
+def test_a_mistake_in_a_block_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong_block.py").write_text(
+        "import tidewheel as tw\n\n\nclass Wrong(tw.Model):\n"
+        "    FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)\n"
+        "    def block(self):\n        return self.no_such_width\n")
+    made = build(TrainConfig, {"model": {"kind": "wrong_block:Wrong"}})
+    with pytest.raises(ConfigError, match="no_such_width") as told:
+        Decoder(made.model, 128)
+    assert str(told.value.where).endswith("wrong_block.py:7")
+
+
 def decoder(family: str, **settings: Any) -> tuple[Decoder, TrainConfig]:
     made = build(TrainConfig, {"model": {"kind": family, "preset": "tiny", **settings}, "precision": "bf16"})
     model = Decoder(made.model, 128)
