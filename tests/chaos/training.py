@@ -37,10 +37,10 @@ from tests.chaos.events import EVENTS
 from tests.chaos.world import World, disturbed_run, prepare, settings
 from tidewheel import jsonlog
 from tidewheel.console import print_table
-from tidewheel.elastic.ledger import LedgerSummary, summarise
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.time_ledger import LedgerSummary, summarise
 
 LOSS_BOUND, PARAMETER_BOUND, WALL_BOUND = 2e-3, 2e-2, 0.01
 FIRST_STEP = 5

@@ -23,7 +23,6 @@ from tidewheel.checkpoint.digest import digest
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.faults import drain_node
 from tidewheel.cluster.local import LocalCluster, NodeHandle
-from tidewheel.elastic.ledger import summarise
 from tidewheel.elastic.trainer import fit, fit_local, run_workers
 from tidewheel.errors import ClusterError, ShardError
 from tidewheel.shards.format import shard_schema, write_shard
@@ -32,6 +31,7 @@ from tidewheel.storage import store
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.logs.read import RunLogs, Wanted
+from tidewheel.train.time_ledger import summarise
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

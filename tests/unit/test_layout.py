@@ -27,9 +27,8 @@ LEVELS = [
     ("data", "models"),
     ("train",),
     ("checkpoint", "cluster"),
-    ("elastic",),
     ("report",),
-    ("plan", "kubernetes"),
+    ("elastic", "plan", "kubernetes"),
     ("workflow", "demo", "filters"),
     ("commands",),
     ("cli",),
@@ -60,6 +59,8 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            found |= {first.value for first in node.args[:1] if isinstance(first, ast.Constant)}
     return found
 
 
@@ -91,6 +92,22 @@ def test_imports_point_one_way(path):
         if there == here or (here, there) in ALLOWED_BACKWARDS:
             continue
         assert LEVEL_OF[there] < LEVEL_OF[here], f"{path.name} in {here} imports {name}: {there} is to its right"
+
+
+@pytest.mark.parametrize("statement", [
+    "from tidewheel.elastic.policy import Move",
+    "import tidewheel.elastic.policy",
+    "def late():\n    from tidewheel.elastic import policy",
+    "def late():\n    return importlib.import_module('tidewheel.elastic.policy')",
+])
+@pytest.mark.parametrize("folder", ["report", "plan"])
+def test_reports_and_plans_that_import_elastic_are_refused(tmp_path, monkeypatch, folder, statement):
+    path = tmp_path / folder / "module.py"
+    path.parent.mkdir()
+    path.write_text(statement)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    with pytest.raises(AssertionError, match="is to its right"):
+        test_imports_point_one_way(path)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))

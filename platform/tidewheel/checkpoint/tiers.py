@@ -34,7 +34,7 @@ class Placement:
 
     @classmethod
     def of(cls, order: Mapping[str, Any]) -> Placement:
-        """As the coordinator says it, see `AgentKeeper.placement`."""
+        """As the coordinator says it, see `AgentSupervisor.placement`."""
         agents, others = (tuple(Address(*address) for address in order[name]) for name in ("agents", "others"))
         domains = {Address(*address): name for name, members in order["domains"].items() for address in members}
         return cls(agents, others, order["token"], domains)

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from tidewheel import storage
 from tidewheel.commit_log import first_generation
-from tidewheel.elastic.agent_keeper import AgentKeeper
+from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.agents import Agents
 from tidewheel.elastic.blame import Blame
 from tidewheel.elastic.channel import Message, Server
-from tidewheel.elastic.membership import How, Limits, Membership, Phase
+from tidewheel.elastic.membership import ExitReason, Limits, Membership, Phase
 from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
 from tidewheel.elastic.slow import judge
@@ -102,7 +102,7 @@ class Coordinator:
         self._rendezvous: tuple[str, int] = ("", 0)
         self._token, self._several = secrets.token_hex(16), max(sizes) > 1
         self._store: Any = None
-        self._agents = AgentKeeper(Agents(run_uri)) if memory_tier else None
+        self._agents = AgentSupervisor(Agents(run_uri)) if memory_tier else None
         self._waiting: dict[str, tuple[Message, float]] = {}  # whose node has no agent yet: hello, since when
         self._up, self._problem = threading.Event(), ""
         self._ended = threading.Event()
@@ -304,7 +304,7 @@ class Coordinator:
             case "leaving":
                 membership.leaving(name)
             case "left":
-                membership.left(name, message["generation"], How(message["how"]), str(message["text"]), now,
+                membership.left(name, message["generation"], ExitReason(message["how"]), str(message["text"]), now,
                                 kind=str(message.get("kind", "")), accused=message.get("accused", ()))
             case "probed":
                 membership.probed(name, str(message["problem"]), now)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tidewheel.elastic.generation import How
+from tidewheel.elastic.generation import ExitReason
 from tidewheel.errors import CheckpointError, StorageAwayError, TidewheelError, root_cause
 
 #: Mistakes in the code: starting again does not fix them.
@@ -24,7 +24,7 @@ _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|p
 class Report:
     """How a worker left its generation."""
 
-    how: How
+    how: ExitReason
     text: str = ""
     kind: str = ""
     """Class of the error it raised by itself; "": it raised none, or an echo."""
@@ -45,16 +45,16 @@ def report(error: BaseException, *, broken: bool, stepped: bool) -> Report:
     cause = root_cause(error)
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, HangError):
-        return Report(How.FAILED, text, accused=behind(str(error)))
+        return Report(ExitReason.FAILED, text, accused=behind(str(error)))
     ours = isinstance(cause, TidewheelError)
     # what is asked of storage is broken off with the connections, checkpoints then fail, and mistakes come up that are
     # none
     follows = not ours or isinstance(cause, (CheckpointError, StorageAwayError))
     if any(map(_is_echo, _chain(error))) or (broken and follows):
-        return Report(How.FAILED, text)
+        return Report(ExitReason.FAILED, text)
     away = isinstance(cause, StorageAwayError) and stepped
     final = isinstance(cause, (TidewheelError, *MISTAKES)) and not away
-    return Report(How.FATAL if final else How.FAILED, text, type(cause).__name__)
+    return Report(ExitReason.FATAL if final else ExitReason.FAILED, text, type(cause).__name__)
 
 
 def _is_echo(error: BaseException) -> bool:

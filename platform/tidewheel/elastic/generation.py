@@ -22,11 +22,11 @@ class Phase(StrEnum):
     OVER = "over"
 
 
-class How(StrEnum):
+class ExitReason(StrEnum):
     """How a worker left its generation."""
 
     FINISHED = "finished"
-    MADE_WAY = "made_way"
+    PREEMPTED = "preempted"
     FAILED = "failed"
     """By an error that another try may not meet again."""
     FATAL = "fatal"
@@ -86,7 +86,7 @@ class Worker:
     """When that was last seen to grow."""
     aborts: int = -1
     """The newest generation whose end it has heard of."""
-    left: How | None = None
+    left: ExitReason | None = None
     """How it left the generation it is a member of."""
     text: str = ""
     device: str = ""

@@ -13,11 +13,11 @@ from typing import Any
 from tidewheel.elastic.admission import Admission
 from tidewheel.elastic.blame import Blame, Fault, Judgement
 from tidewheel.elastic.channel import RECONNECT_SECONDS
-from tidewheel.elastic.generation import LEAVE_TIMES, Generation, How, Limits, Outbox, Phase, Worker, chosen
+from tidewheel.elastic.generation import LEAVE_TIMES, ExitReason, Generation, Limits, Outbox, Phase, Worker, chosen
 from tidewheel.elastic.layout import largest_fit
 from tidewheel.elastic.policy import Backoff, FailureBudget, Move, Recovery, Resizer, View
 
-__all__ = ["How", "Limits", "Membership", "Phase"]
+__all__ = ["ExitReason", "Limits", "Membership", "Phase"]
 
 ALONE = 10
 """While no worker gives a sign of life they may be silent for so many times the limit."""
@@ -151,15 +151,15 @@ class Membership:
         generation = self.generation
         if worker is None or generation is None or name not in generation.members:
             return
-        if worker.left in (How.FINISHED, How.MADE_WAY):
+        if worker.left in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             self._settle(now)
             return
-        said = worker.text if worker.left is How.FAILED else ""  # a process that could not let go
+        said = worker.text if worker.left is ExitReason.FAILED else ""  # a process that could not let go
         generation.lost[name] = said or why
         generation.loss_came_first = generation.loss_came_first or not generation.faults
         self._begin_end(now)
 
-    def left(self, name: str, number: int, how: How, text: str, now: float, *, kind: str = "",
+    def left(self, name: str, number: int, how: ExitReason, text: str, now: float, *, kind: str = "",
              accused: Collection[int] = ()) -> None:
         """A member has left generation `number`.
 
@@ -171,15 +171,15 @@ class Membership:
         if worker is None or generation is None or generation.number != number or name not in generation.members:
             return
         worker.left, worker.text, worker.beat = how, text, now
-        if kind or how is How.FATAL:
-            self._note(generation, worker, kind or text.partition(":")[0], text, fatal=how is How.FATAL)
+        if kind or how is ExitReason.FATAL:
+            self._note(generation, worker, kind or text.partition(":")[0], text, fatal=how is ExitReason.FATAL)
         for rank in accused:
             other = self.workers.get(generation.members[rank]) if 0 <= rank < len(generation.members) else None
             if other is not None:
                 self._note(generation, other, "HangError", text, fatal=False)
-        if how is How.MADE_WAY and text.isdigit():
+        if how is ExitReason.PREEMPTED and text.isdigit():
             generation.step = self._saved = int(text)
-        if how is not How.FINISHED:
+        if how is not ExitReason.FINISHED:
             self._begin_end(now)
         self._settle(now)
 
@@ -312,7 +312,8 @@ class Membership:
         assert generation is not None
         if self.phase is Phase.RUNNING:
             self.phase, generation.ended_at = Phase.ENDING, now
-        if generation.lost or any(self._how(name) in (How.FAILED, How.FATAL) for name in generation.members):
+        failed = {name for name in generation.members if self._how(name) in (ExitReason.FAILED, ExitReason.FATAL)}
+        if generation.lost or failed:
             for name in self._still_in(generation):
                 self._outbox.send(name, {"do": "abort", "generation": generation.number})
         self._settle(now)
@@ -324,11 +325,11 @@ class Membership:
             return
         ways = {name: self._how(name) for name in generation.members}
         if self.phase is Phase.RUNNING:  # all finished: the last word is rank 0's
-            if ways[generation.members[0]] is How.FINISHED:
+            if ways[generation.members[0]] is ExitReason.FINISHED:
                 self.say_over()
                 return
             generation.ended_at = now
-        failed = bool(generation.lost or generation.faults) or How.FAILED in ways.values()
+        failed = bool(generation.lost or generation.faults) or ExitReason.FAILED in ways.values()
         if failed:
             self._recover(generation, now)
         elif generation.planned == "end":
@@ -384,7 +385,7 @@ class Membership:
         if judgement is not None:
             ranks, text = [members.index(judgement.cause.worker)], judgement.cause.text
         else:
-            failed = [name for name in members if self._how(name) in (How.FAILED, How.FATAL)]
+            failed = [name for name in members if self._how(name) in (ExitReason.FAILED, ExitReason.FATAL)]
             texts = [*generation.lost.values(), *(self.workers[name].text for name in failed)]
             ranks, text = [members.index(name) for name in (generation.lost or failed)], texts[0] if texts else ""
         self._outbox.event("failure", {"generation": generation.number, "ranks": ranks, "step": generation.step,
@@ -484,7 +485,7 @@ class Membership:
         self._outbox.fence(name)
         self.lost(name, why, now)
 
-    def _how(self, name: str) -> How | None:
+    def _how(self, name: str) -> ExitReason | None:
         return self.workers[name].left if name in self.workers else None
 
     def _still_in(self, generation: Generation) -> list[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel.elastic.channel import Client, Message
 from tidewheel.elastic.faults import Report, report
-from tidewheel.elastic.generation import How
+from tidewheel.elastic.generation import ExitReason
 from tidewheel.elastic.nodes import NAMESPACE
 from tidewheel.errors import clear_frames
 from tidewheel.placement import is_spot
@@ -182,9 +182,9 @@ class RunControl:
         return self._member.save
 
     def hold(self, step: int) -> None:
-        from tidewheel.train.runtime import MadeWay
+        from tidewheel.train.runtime import Preempted
 
-        raise MadeWay(step)
+        raise Preempted(step)
 
     def event(self, kind: str, **detail: Any) -> None:
         logger.info("event %s %s", kind, json.dumps(detail, default=str))
@@ -303,7 +303,7 @@ def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
     """
     from tidewheel.train.loop import train
     from tidewheel.train.past import Past
-    from tidewheel.train.runtime import MadeWay, Runtime
+    from tidewheel.train.runtime import Preempted, Runtime
 
     rank, world_size, generation = order["rank"], order["world_size"], order["generation"]
     logger.info("joins generation %d as rank %d of %d", generation, rank, world_size)
@@ -316,12 +316,12 @@ def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
                                   checkpoints=checkpoints, control=control, gauges=_gauges(config.run.id), node=node,
                                   past=Past(**order["past"]) if "past" in order else None, limit=limit,
                                   evaluated_beside=True))
-    except MadeWay as left:
-        return Report(How.MADE_WAY, str(left)), None
+    except Preempted as left:
+        return Report(ExitReason.PREEMPTED, str(left)), None
     except Exception as error:
         logger.info("generation %d ends here", generation, exc_info=error)
         return report(error, broken=group.broken, stepped=generation > 0 or control.stepped), error
-    return Report(How.FINISHED), None
+    return Report(ExitReason.FINISHED), None
 
 
 @contextlib.contextmanager
@@ -367,7 +367,7 @@ def _problem(config: TrainConfig) -> str:
 
 
 def _end_after(member: Member, said: Report) -> None:
-    member.left(replace(said, how=said.how if said.how is How.FATAL else How.FAILED))
+    member.left(replace(said, how=said.how if said.how is ExitReason.FATAL else ExitReason.FAILED))
     _exit(said.text)
 
 

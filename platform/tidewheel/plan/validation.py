@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from tidewheel import jsonlog
-from tidewheel.elastic.ledger import LedgerSummary, summarise
 from tidewheel.errors import ConfigError
 from tidewheel.plan.config import TierConfig
 from tidewheel.plan.recovery import Trace, simulate
 from tidewheel.storage import Store, store
+from tidewheel.train.time_ledger import LedgerSummary, summarise
 
 RECOVERY = frozenset({"detect_seconds", "restart_seconds"})
 

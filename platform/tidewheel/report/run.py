@@ -132,7 +132,7 @@ def _read(place: Store, pipeline_uri: str | None) -> _Run:
 
 def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The ledger with its gaps filled: restarts and detection are time in which nobody was there to write."""
-    from tidewheel.elastic.ledger import summarise
+    from tidewheel.train.time_ledger import summarise
 
     whole = [part for part in records if {"rank", "generation", "category", "start", "end"} <= part.keys()]
     return list(summarise(whole, [event for event in events if {"time", "kind", "detail"} <= event.keys()]).records)

@@ -37,7 +37,7 @@ from tidewheel.train.record import TrainResult
 from tidewheel.train.recording import Recording
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.resuming import Resuming
-from tidewheel.train.runtime import MadeWay, Runtime
+from tidewheel.train.runtime import Preempted, Runtime
 from tidewheel.train.saving import Saving
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
 from tidewheel.train.timeline import Timeline, ledger
@@ -53,7 +53,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
         ConfigError, ShardError, CheckpointError, StorageError: something a user can mend.
         HangError, RuntimeError: a collective failed because another rank stands still or is gone; start again with the
             ranks that are left.
-        MadeWay: the cluster asked for the ranks to be changed, and everything is saved.
+        Preempted: the cluster asked for the ranks to be changed, and everything is saved.
     """
     began, place, patience = time.time(), storage.store(config.run_uri), Patience.of(config, runtime)
     HERE.begin(runtime.generation, runtime.rank)
@@ -82,7 +82,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
             result = loop.finish()
             timeline.finish()
             return result
-        except MadeWay:
+        except Preempted:
             timeline.spent("restart")
             raise
         except BaseException as error:
@@ -152,7 +152,7 @@ class Loop:
         """Do all steps that are left.
 
         Raises:
-            MadeWay: the ranks part at a step boundary.
+            Preempted: the ranks part at a step boundary.
         """
         training, progress = self._training, self._training.progress
         began = time.time()

@@ -70,7 +70,7 @@ class Checkpointer(Protocol):
         """How saving goes; asked on rank 0."""
 
 
-class MadeWay(Exception):
+class Preempted(Exception):
     """This generation has ended at a step boundary, with everything saved: call `train` again with the next one."""
 
 
@@ -84,7 +84,7 @@ class Control(Protocol):
         """Without blocking: True = save in storage now, whatever the interval."""
 
     def hold(self, step: int) -> None:
-        """The save of `step` is committed: raises `MadeWay`, or returns if the resize was called off."""
+        """The save of `step` is committed: raises `Preempted`, or returns if the resize was called off."""
 
     def event(self, kind: str, **detail: Any) -> None:
         """Record an event of the run."""

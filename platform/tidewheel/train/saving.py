@@ -114,7 +114,7 @@ class Saving:
         """A planned resize or drain: commit, and end this generation.
 
         Raises:
-            MadeWay: the ranks part.
+            Preempted: the ranks part.
         """
         training = self._training
         training.watch.mark(step, "hold")

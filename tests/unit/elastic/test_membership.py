@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.elastic.world import World
 from tidewheel.elastic.channel import RECONNECT_SECONDS
-from tidewheel.elastic.membership import How, Phase
+from tidewheel.elastic.membership import ExitReason, Phase
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_joiner_is_taken_in_at_a_step_boundary():
     assert world.members == ("a",)
     world.wait(1.5, "a", "b")
     assert world.told("stop") == ["a"]
-    world.leave("a", how=How.MADE_WAY)
+    world.leave("a", how=ExitReason.PREEMPTED)
     assert world.members == ("a", "b")
     [(_, resize)] = [event for event in world.events if event[0] == "resize"]
     assert (resize["from"], resize["to"], resize["reason"]) == (1, 2, "join")
@@ -204,7 +204,7 @@ def test_a_drained_member_makes_way(world):
     world.it.drain(["node of a"])
     world.wait(0.2, *"abcd")
     assert world.told("stop") == ["a", "b", "c", "d"]
-    world.leave(*"abcd", how=How.MADE_WAY)
+    world.leave(*"abcd", how=ExitReason.PREEMPTED)
     assert world.members == ("b", "c")
     world.lose("a")  # its node goes: nobody is disturbed
     assert world.it.phase is Phase.RUNNING
@@ -213,7 +213,7 @@ def test_a_drained_member_makes_way(world):
 def test_a_death_while_they_make_way_is_a_failure(world):
     world.it.drain(["node of a"])
     world.wait(0.2, *"abcd")
-    world.leave("a", "b", how=How.MADE_WAY)
+    world.leave("a", "b", how=ExitReason.PREEMPTED)
     world.lose("c")
     world.leave("d")
     assert world.members == ("b", "d")
@@ -222,15 +222,15 @@ def test_a_death_while_they_make_way_is_a_failure(world):
 
 def test_it_is_over_when_all_have_finished(world):
     world.come("spare")
-    world.leave("a", "b", "c", how=How.FINISHED)
+    world.leave("a", "b", "c", how=ExitReason.FINISHED)
     assert world.it.phase is Phase.RUNNING
-    world.leave("d", how=How.FINISHED)
+    world.leave("d", how=ExitReason.FINISHED)
     assert world.it.phase is Phase.OVER
     assert sorted(world.told("over")) == ["a", "b", "c", "d", "spare"]
 
 
 def test_rank_0_lost_before_it_wrote_the_result(world):
-    world.leave("b", "c", "d", how=How.FINISHED)
+    world.leave("b", "c", "d", how=ExitReason.FINISHED)
     world.lose("a")
     assert world.members == ("b", "c")
 
@@ -238,7 +238,7 @@ def test_rank_0_lost_before_it_wrote_the_result(world):
 def test_what_is_said_of_an_older_generation_changes_nothing(world):
     world.lose("b")
     world.leave("a", "c", "d")
-    world.it.left("a", 0, How.FAILED, "late", world.now)
+    world.it.left("a", 0, ExitReason.FAILED, "late", world.now)
     world.it.beat("a", 0, 99, world.now)
     assert world.it.phase is Phase.RUNNING
     assert world.it.generation.step == 0
@@ -248,7 +248,7 @@ def test_a_run_is_stopped_with_everything_saved(world):
     assert world.it.stop_run() == (True, None)
     world.wait(0.2, *"abcd")
     assert [message["save"] for worker, message in world.sent if message["do"] == "stop"] == [True] * 4
-    world.leave(*"abcd", how=How.MADE_WAY, text="17")
+    world.leave(*"abcd", how=ExitReason.PREEMPTED, text="17")
     assert world.it.phase is Phase.STOPPED
     assert world.it.stop_run() == (True, 17)
     assert world.members == tuple("abcd")  # no other is formed
@@ -268,7 +268,7 @@ def test_a_death_while_the_run_is_stopped(world):
     assert world.number == 1
     world.run(2)
     world.wait(0.2, "a", "c")
-    world.leave("a", "c", how=How.MADE_WAY, text="3")
+    world.leave("a", "c", how=ExitReason.PREEMPTED, text="3")
     assert world.it.stop_run() == (True, 3)
 
 
@@ -282,7 +282,7 @@ def test_a_node_that_is_avoided_is_left_at_a_step_boundary(world):
     world.wait(2, *world.members)
     assert set(world.told("stop")) == set(world.members)
     before = world.members
-    world.leave(*before, how=How.MADE_WAY)
+    world.leave(*before, how=ExitReason.PREEMPTED)
     assert slow.name not in world.members
     assert world.members
     world.it.hello(slow.name, slow.node, world.now)

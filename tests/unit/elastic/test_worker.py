@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.unit.train.helpers import config, write_shards
 from tidewheel.elastic import warm, worker
 from tidewheel.elastic.coordinator import Coordinator
-from tidewheel.elastic.membership import How
+from tidewheel.elastic.membership import ExitReason
 from tidewheel.elastic.worker import take_part
 from tidewheel.errors import clear_frames, related
 from tidewheel.ownership import acquire
@@ -142,4 +142,4 @@ def test_a_process_that_takes_tensors_for_another_ranks_ends(tmp_path: Path, mon
     with pytest.raises(Ended, match=str(worker.EXIT_CODE)):
         worker._generation(config(tmp_path), member, order, "node")
     [(said,)] = left
-    assert (said.how, said.text) == (How.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")
+    assert (said.how, said.text) == (ExitReason.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")

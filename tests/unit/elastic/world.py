@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tidewheel.elastic.blame import Blame
-from tidewheel.elastic.membership import How, Limits, Membership
+from tidewheel.elastic.membership import ExitReason, Limits, Membership
 from tidewheel.elastic.policy import Backoff, FailureBudget, Resizer
 
 LIMITS = Limits(heartbeat=3, leave=5, start=60, gather=120)
@@ -48,7 +48,8 @@ class World:
         for name in self.members:
             self.it.beat(name, self.number, step, self.now)
 
-    def leave(self, *names: str, how: How = How.FAILED, text: str = "connection closed", kind: str = "") -> None:
+    def leave(self, *names: str, how: ExitReason = ExitReason.FAILED, text: str = "connection closed",
+              kind: str = "") -> None:
         for name in names:
             self.it.left(name, self.number, how, text, self.now, kind=kind)
 

@@ -11,12 +11,12 @@ import pytest
 
 from tidewheel import jsonlog
 from tidewheel.cluster.s3_server import S3Server
-from tidewheel.elastic.ledger import summarise
 from tidewheel.errors import StorageError
 from tidewheel.storage import store
 from tidewheel.train import node_log
 from tidewheel.train.node_log import NodeLog, node_folder
 from tidewheel.train.runtime import Runtime
+from tidewheel.train.time_ledger import summarise
 from tidewheel.train.timeline import Timeline, ledger
 
 KEY = "ledger.jsonl"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tidewheel.checkpoint.memory.buddies import ring
 from tidewheel.checkpoint.memory.protocol import Address
 from tidewheel.checkpoint.tiers import Placement
-from tidewheel.elastic.agent_keeper import AgentKeeper
+from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.placement import failure_domain
 
 
@@ -95,7 +95,7 @@ class Started:
 
 
 def test_workers_hear_the_failure_domain_of_every_agent():
-    keeper = AgentKeeper(Started())
+    keeper = AgentSupervisor(Started())
     keeper.located({"x": "rack-1", "y": "rack-1", "z": "rack-2", "elsewhere": "rack-3"})
     keeper.want(["w", "x", "y", "z"])
     while not all(keeper.has(node) for node in "wxyz"):

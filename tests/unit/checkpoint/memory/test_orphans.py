@@ -17,7 +17,7 @@ from tidewheel.checkpoint.memory.client import MemoryTier
 from tidewheel.checkpoint.memory.find import PartReader, ask
 from tidewheel.checkpoint.memory.restore import candidates, inventory
 from tidewheel.checkpoint.verify import list_checkpoints
-from tidewheel.elastic.agent_keeper import AgentKeeper
+from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.agents import Agents
 from tidewheel.storage import store
 
@@ -189,5 +189,5 @@ def test_the_keeper_tells_the_agents_how_the_run_has_ended(over, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(Agents, "stop", lambda self: told.append("stop"))
     monkeypatch.setattr(Agents, "abandon", lambda self: told.append("abandon"))
-    AgentKeeper(Agents("run")).end(over=over)
+    AgentSupervisor(Agents("run")).end(over=over)
     assert told == ["stop" if over else "abandon"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.elastic.ledger import CATEGORIES, summarise
+from tidewheel.train.time_ledger import CATEGORIES, summarise
 
 
 def record(rank, generation, category, start, end):

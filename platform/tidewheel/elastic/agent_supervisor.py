@@ -14,7 +14,7 @@ ANSWER_SECONDS = 5.0
 AGAIN_SECONDS = 2.0
 
 
-class AgentKeeper:
+class AgentSupervisor:
     """All methods return at once, and any thread may call them.
 
     Args:
