@@ -25,8 +25,9 @@ test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a re
 	$(PYTEST) -n 3 --dist loadfile --durations=15 -m "not long" tests/unit tests/k8s tests/security
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
 
-long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each
+long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each, and property tests with new examples
 	$(PYTEST) -m long tests
+	HYPOTHESIS_PROFILE=explore $(PYTEST) -n 2 --dist loadfile tests/unit/data tests/unit/shards
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

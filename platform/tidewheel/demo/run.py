@@ -29,7 +29,7 @@ def run_demo(*, output: str, storage: str = "folder", steps: int | None = None, 
         output: folder for what is written (with storage "s3": for the report).
         storage: "folder", or "s3" for an S3-protocol server on loopback.
         steps: optimizer steps, or as the configuration says.
-        disturb: kill a node at 40 % and let one join at 70 %.
+        disturb: kill a node at 40 %, and add one later.
     """
     began = time.monotonic()
     local = _folder(output)
@@ -116,7 +116,7 @@ def _training(config: TrainConfig, cluster: Any, disturb: bool) -> None:
     from tidewheel.elastic.trainer import fit
     from tidewheel.train.progress import training_bar
 
-    _heading(f"4. Training on {NODES} nodes" + (": one is killed at 40 %, one joins at 70 %" if disturb else ""))
+    _heading(f"4. Training on {NODES} nodes" + (": one is killed at 40 %, one joins later" if disturb else ""))
     disturbance = Disturbance(cluster, config.steps)
     with training_bar(config.steps) as show:
 
