@@ -49,6 +49,7 @@ from tidewheel.data.stages import (
 from tidewheel.storage import content_hash, store
 from tidewheel.versions import Version
 
+RECORDED = Path(__file__).with_name("outputs.json")
 WORDS = ("the", "river", "of", "time", "and", "history", "that", "measured", "what", "because", "it", "was", "to", "be",
          "with", "have", "theorem", "harbour", "winter", "committee", "water", "stone", "light", "paper", "number",
          "letter", "garden", "Café", "naïve", "straße")

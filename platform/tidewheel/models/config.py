@@ -6,6 +6,10 @@ import pydantic
 from pydantic import Field
 
 from tidewheel.config import Config
+from tidewheel.versions import Version
+
+TOKEN_LOSS = Version("token_loss")
+"""Version of the cross-entropy and its z-loss (`models/loss.py`)."""
 
 
 class RopeScaling(Config):

@@ -29,6 +29,7 @@ from pydantic import Field
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import RopeScaling
 from tidewheel.parts import Part, name_of
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +61,8 @@ class FeedForwardShape:
 class Model(Part):
     """Base of every model family: the shape of a pre-norm decoder with RoPE and grouped-query attention."""
 
+    VERSION: ClassVar[Version] = Version("decoder")
+    """Version of what all families share: initial weights, embedding, RoPE, attention, norms and output."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named shapes of this family, for `preset`."""
     FEED_FORWARD: ClassVar[FeedForwardShape]

@@ -310,6 +310,12 @@ class TrainConfig(Config):
         watching = [Code.of(type(part)) for part in (*self.metrics.trackers, *self.callbacks)]
         return [*self.own_parts().values(), *(code for code in watching if code is not None)]
 
+    def versions(self) -> dict[str, int]:
+        """Return {name: version} of the parts that decide the result and of what they use."""
+        parts = [getattr(self, name) for name in type(self).model_fields]
+        declared = [part.VERSION for part in parts if isinstance(part, Part) and part.VERSION is not None]
+        return dict(sorted(item for version in declared for item in version.numbers().items()))
+
     def recipe_hash(self) -> str:
         """Return the hash of what decides the result: not where the run writes, nor the cluster and layout, nor how
         often it saves."""
@@ -328,6 +334,9 @@ class TrainConfig(Config):
             for domain in mixture["domains"].values():
                 domain.pop("shards", None)
             values["data"]["mixture"] = mixture
+        raised = {part: number for part, number in self.versions().items() if number > 1}
+        if raised:  # absent while all are 1: recipes from before there were versions keep their hash
+            values["versions"] = raised
         return recipe_hash(values)
 
     @property

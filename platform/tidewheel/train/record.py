@@ -103,8 +103,9 @@ class RunRecord:
         self.store.write_json("run.json", {
             "id": config.run.id, "started": time.time(), "config": without_secrets(config.canonical()),
             "code": {name: code.hash for name, code in config.own_parts().items()},
-            "recipe_hash": config.recipe_hash(), "data": sets, "parameters": parameters,
-            "vocabulary_size": vocabulary_size, "versions": versions(PACKAGES), "commit": git_commit()})
+            "part_versions": config.versions(), "recipe_hash": config.recipe_hash(), "data": sets,
+            "parameters": parameters, "vocabulary_size": vocabulary_size, "versions": versions(PACKAGES),
+            "commit": git_commit()})
 
     def started(self) -> float:
         """Unix time of the run's first start."""

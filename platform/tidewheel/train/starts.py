@@ -21,6 +21,8 @@ from tidewheel.train.record import PACKAGES
 RUN = "run.json"
 CODE = ".code"
 """End of the dotted name under which the hash of a part's source is compared."""
+VERSION = "version."
+"""Start of the dotted name under which the version of a part is compared: "version.optimizer_adamw"."""
 REFUSED: dict[str, str] = {
     "model": "the weights have another shape, or mean something else",
     "optimizer.kind": "the optimizer's state is that of another one",
@@ -38,6 +40,7 @@ REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
     "precision": "the bits of every later step would be others",
     "batch.micro_sequences": "sums over micro-batches would have another order",
     "reproducible": "the bits of every later step would be others",
+    "version": "the bits of every later step would be others",
 }
 """Settings that a run in reproducible mode may not change besides."""
 SILENT = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics", "profile",
@@ -60,6 +63,11 @@ class Change:
     def of_code(self) -> bool:
         """Whether it is the source of a user's own part."""
         return self.key.endswith(CODE)
+
+    @property
+    def of_version(self) -> bool:
+        """Whether it is the version of a part of this package."""
+        return self.key.startswith(VERSION)
 
     @property
     def told(self) -> bool:
@@ -85,15 +93,19 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
     run = store.read_json(RUN)
     changes = changed(last_settings(run), settings_of(config), reproducible=bool(run["config"].get("reproducible")))
     refused = [change for change in changes if change.refused]
-    if refused and not (all(change.of_code for change in refused) and last_step(store) == 0):
+    if refused and not (all(change.of_code or change.of_version for change in refused) and last_step(store) == 0):
         told = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}" for change in refused)
-        back = " ".join(f"--set {change.key}={change.before}" for change in refused if not change.of_code)
-        back = back or "the source that the run began with"
+        settings = [change for change in refused if not (change.of_code or change.of_version)]
+        back = [" ".join(f"--set {change.key}={change.before}" for change in settings)] if settings else []
+        if any(change.of_code for change in refused):
+            back.append("the source that the run began with")
+        if any(change.of_version for change in refused):
+            back.append("the release of tidewheel that the run began with, which run.json names")
         raise ConfigError(f"this run cannot go on with other settings ({told})", where=config.run_uri,
-                          mend=f"restore them ({back}), or start a new run with another run.id; "
+                          mend=f"restore them ({'; '.join(back)}), or start a new run with another run.id; "
                           f"model.init_from={config.run_uri} lets it begin with these weights")
     entry = {"epoch": epoch, "time": time.time(), "changed": {change.key: change.now for change in changes},
-             **_changed_code(run)}
+             **_changed_code(run), **_changed_parts(run, config)}
     store.write_json(RUN, {**run, "starts": [*run.get("starts", ()), entry]})
     return changes
 
@@ -101,27 +113,35 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """Return all settings by their dotted names, without the user and password of any URI.
 
-    The hash of the source of a user's own part is beside the part's settings: "optimizer.code".
+    The hash of the source of a user's own part is beside the part's settings: "optimizer.code". The version of each
+    part of this package is there as well: "version.optimizer_adamw".
     """
     hashes = {name: code.hash for name, code in config.own_parts().items()}
-    return {**_flat(without_secrets(config.canonical())), **_sources(hashes)}
+    return {**_flat(without_secrets(config.canonical())), **_sources(hashes), **_versions(config.versions())}
 
 
 def last_settings(run: Mapping[str, Any], epoch: int | None = None) -> dict[str, Any]:
     """Return the settings of the newest start in the content of run.json, or of the start of `epoch`."""
     groups = {"objective" if name == "loss" else name: value for name, value in run["config"].items()}  # former name
     settings = {**_flat(groups), **_sources(run.get("code", {}))}
+    parts = run.get("part_versions", {})
     for start in run.get("starts", ()):
         if epoch is None or start["epoch"] <= epoch:
             settings |= start["changed"]
-    return settings
+            parts = start.get("part_versions", parts)
+    settings = {key: value for key, value in settings.items() if not key.startswith(VERSION)}
+    return {**settings, **_versions(parts)}
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any], *, reproducible: bool) -> list[Change]:
     """Return the settings that differ, with the reason where the run cannot go on with a change.
 
-    A setting that a newer version has added had its default before, so it has not changed.
+    A setting that a newer version has added had its default before, so it has not changed. Neither has the version of
+    a part that the start before did not use. Runs from before part versions were recorded have used version 1.
     """
+    recorded = any(key.startswith(VERSION) for key in before)
+    if not recorded:
+        before = {**before, **{key: 1 for key in now if key.startswith(VERSION)}}
     reasons = {**REFUSED, **(REFUSED_IF_REPRODUCIBLE if reproducible else {})}
     found = []
     for key in sorted(now):
@@ -146,6 +166,17 @@ def _changed_code(run: Mapping[str, Any]) -> dict[str, Any]:
     newer = {name: version for name, version in versions(PACKAGES).items() if packages.get(name) != version}
     here = git_commit()
     return {**({"versions": newer} if newer else {}), **({"commit": here} if here != commit else {})}
+
+
+def _changed_parts(run: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Return the versions of all parts under "part_versions", unless they are those of the newest start in run.json."""
+    before = {key: value for key, value in last_settings(run).items() if key.startswith(VERSION)}
+    now = config.versions()
+    return {} if before == _versions(now) else {"part_versions": now}
+
+
+def _versions(parts: Mapping[str, int]) -> dict[str, Any]:
+    return {f"{VERSION}{part}": number for part, number in parts.items()}
 
 
 def _sources(hashes: Mapping[str, str]) -> dict[str, Any]:

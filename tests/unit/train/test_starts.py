@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tidewheel import jsonlog
 from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
+from tidewheel.parts import Kind
 from tidewheel.storage import store
+from tidewheel.train import optimizers, schedules
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.starts import REFUSED, REFUSED_IF_REPRODUCIBLE, changed, last_settings, settings_of
@@ -77,6 +80,56 @@ def test_a_setting_that_is_new_in_this_version_has_not_changed(folder):
     before = dict(now)
     del before["optimizer.kind"]
     assert changed(before, now, reproducible=False) == []
+
+
+def raised(monkeypatch: pytest.MonkeyPatch, kind: Kind, name: str) -> None:
+    """Raise the version of a built-in part by one, as a later release would."""
+    part = kind.find(name)
+    monkeypatch.setattr(part, "VERSION", replace(part.VERSION, number=part.VERSION.number + 1))
+
+
+def test_a_part_of_another_version_is_told_and_recorded(folder, monkeypatch):
+    fit_local(config(folder, "run", "steps=3"))
+    assert run_json(folder)["part_versions"]["optimizer_adamw"] == 1
+    raised(monkeypatch, optimizers.KIND, "adamw")
+    events = []
+    fit_local(config(folder, "run", "steps=6"), on_progress=lambda progress: events.extend(progress.get("events", ())))
+    told = {event["detail"]["setting"]: event["detail"] for event in events if event["kind"] == "setting_changed"}
+    assert told["version.optimizer_adamw"] == {"setting": "version.optimizer_adamw", "before": 1, "now": 2}
+    run = run_json(folder)
+    assert run["part_versions"]["optimizer_adamw"] == 1
+    assert run["starts"][0]["part_versions"]["optimizer_adamw"] == 2
+    assert last_settings(run)["version.optimizer_adamw"] == 2
+    assert last_settings(run, 0)["version.optimizer_adamw"] == 1
+    fit_local(config(folder, "run", "steps=9"))
+    assert "part_versions" not in run_json(folder)["starts"][1]
+
+
+def test_reproducible_mode_refuses_a_part_of_another_version(folder, monkeypatch):
+    fit_local(config(folder, "run", "steps=3", "reproducible=true"))
+    before = run_json(folder)
+    raised(monkeypatch, optimizers.KIND, "adamw")
+    with pytest.raises(ConfigError, match=r"version\.optimizer_adamw was 1, now 2: the bits") as refused:
+        fit_local(config(folder, "run", "steps=6", "reproducible=true"))
+    assert "the release of tidewheel that the run began with" in refused.value.mend
+    assert "--set version" not in refused.value.mend
+    assert run_json(folder) == before
+
+
+def test_a_part_that_the_start_before_did_not_use_has_no_version_to_compare():
+    now = settings_of(build(TrainConfig, {"schedule": {"kind": "linear"}}))
+    before = settings_of(build(TrainConfig, {"schedule": {"kind": "cosine"}}))
+    assert {change.key for change in changed(before, now, reproducible=True)} == {"schedule.kind"}
+
+
+def test_a_run_without_recorded_versions_has_used_the_first(folder, monkeypatch):
+    now = settings_of(build(TrainConfig, {}))
+    before = {key: value for key, value in now.items() if not key.startswith("version.")}
+    assert changed(before, now, reproducible=True) == []
+    raised(monkeypatch, schedules.KIND, "cosine")
+    (change,) = changed(before, settings_of(build(TrainConfig, {})), reproducible=True)
+    assert (change.key, change.before, change.now) == ("version.schedule_cosine", 1, 2)
+    assert change.refused
 
 
 def test_every_rule_names_a_setting_there_is():

@@ -9,6 +9,7 @@ import pydantic
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.family import Cut, FeedForwardShape, Model
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +61,7 @@ class Llama(Model):
     """A Llama-3 (https://arxiv.org/abs/2407.21783) or Qwen-3 (https://arxiv.org/abs/2505.09388) style decoder: RMSNorm,
     RoPE, grouped-query attention, SwiGLU."""
 
+    VERSION: ClassVar[Version] = Version("model_llama", uses=(Model.VERSION,))
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = _PRESETS
     FEED_FORWARD: ClassVar[FeedForwardShape] = FeedForwardShape(inputs=2, kept=4, kept_compiled=3)
     RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ("attention.wo.weight", "ffn.w2.weight")

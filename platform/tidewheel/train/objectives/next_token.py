@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidewheel.models.config import LossConfig
+from tidewheel.models.config import TOKEN_LOSS, LossConfig
 from tidewheel.train.objective import DIMENSIONS, Bound, Objective
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     from tidewheel.train.step import MicroBatch
@@ -18,6 +19,7 @@ class NextToken(LossConfig, Objective):
     that whole logits need not exist.
     """
 
+    VERSION = Version("objective_next_token", uses=(TOKEN_LOSS,))
     WORKS_WITH = DIMENSIONS
     UNDECISIVE = ("chunk_tokens",)
 

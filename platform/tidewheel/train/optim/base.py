@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, field_validator
 
 from tidewheel.parts import Part
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,8 @@ class Optimizer(Part):
     the whole model's gradient before an update.
     """
 
+    VERSION: ClassVar[Version] = Version("optimizer_groups")
+    """Version of what all optimizers share: which parameters decay."""
     STATE: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that it keeps for each parameter: fp32, zero at the start, of the parameter's shape and
     placed like it. "step" is a scalar that counts updates."""

@@ -11,17 +11,21 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pydantic
 from pydantic import Field
 
 from tidewheel.errors import ConfigError
 from tidewheel.parts import Part, calling, name_of
+from tidewheel.versions import Version
 
 
 class Schedule(Part):
     """Base of every schedule: a linear warm-up, then what `factor` says."""
+
+    VERSION: ClassVar[Version] = Version("schedule_warmup")
+    """Version of what all schedules share: the warm-up."""
 
     unit: Literal["steps", "tokens"] = "steps"
     """What the learning rate is a function of. Tokens count sequences x their length, padding included; the two differ

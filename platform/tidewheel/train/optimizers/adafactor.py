@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from tidewheel.train.optim.base import Named, Optimizer, groups
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 class Adafactor(Optimizer):
     """Adafactor (https://arxiv.org/abs/1804.04235): `torch.optim.Adafactor`, with a decay schedule of its own."""
 
+    VERSION = Version("optimizer_adafactor", uses=(Optimizer.VERSION,))
     NOT_REPRODUCIBLE = "takes means over rows and columns, which it adds up over workers"
 
     learning_rate: float = Field(default=1e-2, gt=0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from tidewheel.train.optim.base import Optimizer, moment_decays
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 class AdamW(Optimizer):
     """AdamW (https://arxiv.org/abs/1711.05101): `torch.optim.AdamW`, fused on CUDA."""
 
+    VERSION = Version("optimizer_adamw", uses=(Optimizer.VERSION,))
     STATE = ("step", "exp_avg", "exp_avg_sq")
     NOT_REPRODUCIBLE = ""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tidewheel.train.optim.base import Named, groups
 from tidewheel.train.optimizers.adamw import AdamW
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 class AdamW8bit(AdamW):
     """AdamW with its moments in 8 bits (https://arxiv.org/abs/2110.02861)."""
 
+    VERSION = Version("optimizer_adamw8bit", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "keeps its moments in blocks, whose bounds follow the shards"
     NOT_OFFLOADABLE = "quantises its moments on the device that trains"
 

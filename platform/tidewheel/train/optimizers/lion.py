@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, field_validator
 
 from tidewheel.train.optim.base import Optimizer, moment_decays
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,7 @@ class Lion(Optimizer):
     """Lion (https://arxiv.org/abs/2302.06675). The step is the sign of the moments: a tenth of AdamW's learning rate,
     ten times its weight decay (section 5)."""
 
+    VERSION = Version("optimizer_lion", uses=(Optimizer.VERSION,))
     STATE = ("exp_avg",)
     NOT_REPRODUCIBLE = ""
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from tidewheel.train.optim.base import Named, allocate, groups
 from tidewheel.train.optimizers.adamw import AdamW
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 class Muon(AdamW):
     """Muon for the blocks' matrices (https://arxiv.org/abs/2502.16982), AdamW for embedding, output and norms."""
 
+    VERSION = Version("optimizer_muon", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "gathers matrices in products whose order follows the layout"
 
     learning_rate: float = Field(default=3e-3, gt=0)

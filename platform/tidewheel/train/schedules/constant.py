@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from tidewheel.train.optim.schedule import Schedule
+from tidewheel.versions import Version
 
 
 class Constant(Schedule):
     """Stay at the peak after the warm-up."""
+
+    VERSION = Version("schedule_constant", uses=(Schedule.VERSION,))
 
     def factor(self, done: int, total: int, start: int) -> float:
         return 1.0

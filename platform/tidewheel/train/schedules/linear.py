@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from tidewheel.train.optim.schedule import Decay
+from tidewheel.versions import Version
 
 
 class Linear(Decay):
     """Fall linearly over the rest of the run."""
+
+    VERSION = Version("schedule_linear", uses=(Decay.VERSION,))
 
     def left(self, done: int, total: int, start: int) -> float:
         return 1.0 - (done - start) / (total - start)

@@ -8,10 +8,13 @@ from typing import Literal
 from pydantic import Field
 
 from tidewheel.train.optim.schedule import Decay
+from tidewheel.versions import Version
 
 
 class WSD(Decay):
     """Stay at the peak until the last part of the run, then decay (https://arxiv.org/abs/2404.06395)."""
+
+    VERSION = Version("schedule_wsd", uses=(Decay.VERSION,))
 
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Share of the run in which it decays; 0.1 to 0.2 is usual (https://arxiv.org/abs/2405.18392)."""

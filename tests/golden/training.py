@@ -1,0 +1,209 @@
+"""What each part of training computes from a fixed input: the promise that the part's version stands for.
+
+Outputs are numbers and not hashes: another CPU's vector units, or another number of threads, change the last digits of
+a float, and rounding before hashing fails on numbers near a rounding boundary. Two rows of numbers are equal within a
+share of the row's root mean square, `Case.tolerance`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidewheel.config import build
+from tidewheel.models import families
+from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.loss import IGNORED, TokenLoss
+from tidewheel.parts import Kind, Part, as_json
+from tidewheel.train import objectives, optimizers, schedules
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.step import MicroBatch
+
+Rows = dict[str, list[float]]
+"""{name of the row: numbers}."""
+RECORDED = Path(__file__).with_name("training.json")
+KINDS: tuple[Kind[Any], ...] = (optimizers.KIND, schedules.KIND, objectives.KIND, families.KIND)
+FIELDS = {optimizers.KIND.noun: "optimizer", schedules.KIND.noun: "schedule", objectives.KIND.noun: "objective",
+          families.KIND.noun: "model"}
+"""Field of `TrainConfig` by the kind of part that it holds."""
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "schedule wsd": [{}, {"decay_form": "linear", "decay_fraction": 0.5}],
+    "schedule cosine": [{}, {"unit": "tokens", "warmup_tokens": 7, "final_fraction": 0.0}],
+    "objective next_token": [{}, {"z_loss": 1e-2}, {"z_loss": 1e-2, "chunk_tokens": 5}],
+    "model family llama": [{}, {"qk_norm": False, "tie_embeddings": True}, {"rope_scaling": {"original_length": 32}}],
+}
+"""Settings with which a case is computed, where the defaults alone leave code out."""
+TOLERANCE = 1e-4
+TOLERANCES = {"optimizer muon": 3e-2, "optimizer adamw8bit": 2e-2}
+"""Muon multiplies matrices in bf16. A moment in 8 bits may round the other way."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one part gives.
+
+    Args:
+        versions: of the part and of the parts that it uses.
+        settings: all of the part's settings, defaults included.
+        rows: the output.
+        recipe: recipe hash of a training with this part, which nothing but a version may change.
+        tolerance: allowed difference of two numbers, as a share of their row's root mean square.
+    """
+
+    versions: dict[str, int]
+    settings: Any
+    rows: Rows
+    recipe: str
+    tolerance: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what training.json holds of the case."""
+        return {"versions": self.versions, "settings": self.settings, "recipe": self.recipe,
+                "rows": {name: " ".join(f"{value:.7g}" for value in row) for name, row in self.rows.items()}}
+
+
+def names() -> list[str]:
+    """Return the names of all cases: one for each built-in part."""
+    return [f"{kind.noun} {name}" for kind in KINDS for name in kind.built_in()]
+
+
+def run(case: str) -> Case:
+    """Compute one case.
+
+    Args:
+        case: one of `names`, "optimizer adamw".
+    """
+    noun, _, name = case.rpartition(" ")
+    kind = next(kind for kind in KINDS if kind.noun == noun)
+    part = kind.build(name)
+    rows: Rows = {}
+    for index, settings in enumerate(SETTINGS.get(case, [{}])):
+        outputs = COMPUTE[noun](kind.build(name, {**SMALL.get(noun, {}), **settings}))
+        rows |= {f"{index} {row}": numbers for row, numbers in outputs.items()}
+    shown = {**as_json(part), **({"presets": dict(part.PRESETS)} if noun == families.KIND.noun else {})}
+    recipe = build(TrainConfig, {FIELDS[noun]: {"kind": name}}).recipe_hash()
+    return Case(part.VERSION.numbers(), json.loads(json.dumps(shown)), rows, recipe, TOLERANCES.get(case, TOLERANCE))
+
+
+def read_rows(case: Mapping[str, Any]) -> Rows:
+    """Return the rows of a case in training.json."""
+    return {name: [float(value) for value in row.split()] for name, row in case["rows"].items()}
+
+
+def different(now: Mapping[str, Sequence[float]], recorded: Mapping[str, Sequence[float]], tolerance: float) -> str:
+    """Return the name of the first row that differs, with its first difference; "" if all are equal.
+
+    Args:
+        now: rows of a case.
+        recorded: rows of the same case in training.json.
+        tolerance: see `Case.tolerance`.
+    """
+    if set(now) != set(recorded):
+        return f"rows {sorted(set(now) ^ set(recorded))}"
+    for name, row in now.items():
+        before = recorded[name]
+        if len(row) != len(before):
+            return f"{name}: {len(row)} numbers instead of {len(before)}"
+        scale = math.sqrt(sum(value * value for value in before) / len(before))
+        differences = [abs(a - b) for a, b in zip(row, before, strict=True)]
+        wrong = [difference for difference in differences if not difference <= tolerance * scale]  # also not a number
+        if wrong:
+            return f"{name}: by {wrong[0] / scale if scale else math.inf:.1e} of its size"
+    return ""
+
+
+def _optimizer(part: Any) -> Rows:
+    """Two updates of fp64 parameters. Gradients reach down to the size of epsilon, so that its place shows."""
+    shapes = {"embedding.weight": (8, 256), "blocks.0.attention.wq.weight": (16, 256),
+              "blocks.0.attention_norm.weight": (256,), "output.weight": (8, 256)}
+    named = [(name, torch.nn.Parameter(_waves(shape, 0.37, index).cos()))
+             for index, (name, shape) in enumerate(shapes.items())]
+    parts = part.build_all(named)
+    rows: Rows = {}
+    for step in (1, 2):
+        before = {name: parameter.detach().clone() for name, parameter in named}
+        for index, (_, parameter) in enumerate(named):
+            waves = _waves(tuple(parameter.shape), 0.61 * step, index)
+            decades = 10.0 ** -(torch.arange(parameter.numel()) % 10).double().view_as(parameter)
+            parameter.grad = (waves.sin() * decades).to(parameter.dtype)
+        for optimizer in parts:
+            optimizer.step()
+        for name, parameter in named:
+            update = (parameter.detach() - before[name]).flatten()
+            rows[f"{name} {step}"] = [*update[:16].tolist(), *update.view(-1, 64).norm(dim=1).tolist()]
+    return rows
+
+
+def _schedule(part: Any) -> Rows:
+    return {"rates": [part.learning_rate(done, 100, 1.0) for done in range(1, 101)],
+            "short": [part.learning_rate(done, 5, 1.0) for done in range(1, 6)]}
+
+
+def _objective(part: Any) -> Rows:
+    """The sums and gradients for 24 tokens of fixed hidden states and an output matrix of 40 rows."""
+    hidden = _waves((2, 12, 16), 0.83, 1).sin().float().requires_grad_()
+    weight = _waves((40, 16), 0.29, 2).sin().float().requires_grad_()
+    tokens = (torch.arange(24) * 7 % 40).view(2, 12)
+    targets = torch.where(torch.arange(24).view(2, 12) % 5 == 4, IGNORED, tokens)
+    batch = MicroBatch(tokens, tokens, torch.zeros_like(tokens), targets, 0, 24, int((targets >= 0).sum()))
+    bound = part.bound(batch)
+
+    def logits(states: torch.Tensor) -> torch.Tensor:
+        return states @ weight.T
+
+    values = bound(hidden, logits) if bound is not None else TokenLoss(part.token_loss())(hidden, logits, weight, targets)
+    values = values.flatten()
+    values[0].backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return {"sums": [*values.tolist(), float(part.count(batch))], "hidden": hidden.grad.flatten()[:64].tolist(),
+            "weight": weight.grad.flatten()[:64].tolist()}
+
+
+def _model(part: Any) -> Rows:
+    """Initial weights, logits and gradients of a small model on two rows of two documents and padding."""
+    vocabulary = 48
+    model = Decoder(part, vocabulary)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(init_parameter(name, parameter.shape, part, 7))
+    tokens = (torch.arange(40) * 11 % vocabulary).view(2, 20)
+    segments = torch.tensor([[0] * 9 + [1] * 8 + [-1] * 3, [0] * 3 + [1] * 17])
+    positions = torch.tensor([[*range(9), *range(8), *range(3)], [*range(3), *range(17)]])
+    logits = model(tokens, positions, segments)
+    loss = model(tokens, positions, segments, targets=next_tokens(tokens, segments))
+    loss.backward()
+    rows = {"logits": logits.detach()[:, ::4, ::6].flatten().tolist(), "loss": [loss.item()]}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        rows[f"{name} initial"] = [parameter.detach().norm().item(), *parameter.detach().flatten()[:3].tolist()]
+        rows[f"{name} gradient"] = [parameter.grad.norm().item(), *parameter.grad.flatten()[:3].tolist()]
+    return rows
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    families.KIND.noun: {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_sequence_length": 64},
+    schedules.KIND.noun: {},
+}
+"""Settings that make a case of a kind small."""
+COMPUTE: dict[str, Callable[[Part], Rows]] = {
+    optimizers.KIND.noun: _optimizer, schedules.KIND.noun: _schedule, objectives.KIND.noun: _objective,
+    families.KIND.noun: _model,
+}
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """Compute all cases; yield (name, case)."""
+    for name in names():
+        yield name, run(name)
+
+
+def _waves(shape: tuple[int, ...], pace: float, phase: int) -> torch.Tensor:
+    """Return fp64 angles of the given shape, the same on every machine."""
+    return (torch.arange(math.prod(shape), dtype=torch.float64) * pace + phase).view(shape)
+
