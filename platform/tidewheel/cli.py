@@ -137,7 +137,7 @@ def generate_text(
     if tokens < 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ConfigError("--tokens, --temperature and --top-k are 0 or more, --top-p is above 0 and at most 1",
                           where="tidewheel generate", mend="correct the option")
-    from tidewheel.checkpoint.generation import Writer
+    from tidewheel.inference.writer import Writer
 
     writer = Writer.open(source, tokenizer=tokenizer, device=device)
     print(printable_lines(writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -157,7 +157,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> int:
     """Loss, perplexity and bits per byte of a checkpoint, whichever number of workers and layout it was trained on."""
-    from tidewheel.checkpoint.evaluation import Evaluator
+    from tidewheel.inference.evaluate import Evaluator
 
     found = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device).evaluate(source)
     rows = [{"set": name or "validation", "loss": round(score.loss, 4), "perplexity": round(score.perplexity, 2),

@@ -157,10 +157,13 @@ def _objective(part: Any) -> Rows:
     def logits(states: torch.Tensor) -> torch.Tensor:
         return states @ weight.T
 
-    values = bound(hidden, logits) if bound is not None else TokenLoss(part.token_loss())(hidden, logits, weight, targets)
-    values = values.flatten()
+    if bound is None:
+        values = TokenLoss(part.token_loss())(hidden, logits, weight, targets).flatten()
+    else:
+        values = bound(hidden, logits).flatten()
     values[0].backward()
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None
+    assert weight.grad is not None
     return {"sums": [*values.tolist(), float(part.count(batch))], "hidden": hidden.grad.flatten()[:64].tolist(),
             "weight": weight.grad.flatten()[:64].tolist()}
 

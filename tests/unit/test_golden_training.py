@@ -71,7 +71,8 @@ def _adamw_with_epsilon_under_the_root(self: Any, groups: list[dict[str, Any]]) 
                     state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
                     parameter.mul_(1 - rate * group["weight_decay"])
                     root = (state["exp_avg_sq"] / (1 - beta2**count) + group["eps"] * self.inside).sqrt()
-                    parameter.sub_(rate * state["exp_avg"] / (1 - beta1**count) / (root + group["eps"] * (not self.inside)))
+                    root = root if self.inside else root + group["eps"]
+                    parameter.sub_(rate * state["exp_avg"] / (1 - beta1**count) / root)
 
     other = Other(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon)
     other.inside = self.__class__.inside  # type: ignore[attr-defined]
@@ -79,7 +80,8 @@ def _adamw_with_epsilon_under_the_root(self: Any, groups: list[dict[str, Any]]) 
 
 
 def _norm_with_epsilon_outside(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x.float() / (x.float().square().mean(-1, keepdim=True).sqrt() + self.epsilon * 100) * self.weight).to(x.dtype)
+    root = x.float().square().mean(-1, keepdim=True).sqrt() + self.epsilon * 100
+    return (x.float() / root * self.weight).to(x.dtype)
 
 
 def _smooth_sign(tensors: list[torch.Tensor]) -> None:
@@ -101,15 +103,20 @@ def _part(kind: Any, name: str) -> Any:
     return kind.find(name)
 
 
+def _change_muon(patch: pytest.MonkeyPatch) -> None:
+    before = torch.optim.Muon.__init__.__defaults__ or ()
+    after = tuple((3.0, -4.0, 2.0) if isinstance(value, tuple) else value for value in before)
+    patch.setattr(torch.optim.Muon.__init__, "__defaults__", after)
+
+
 CHANGES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "epsilon under the root": ("optimizer adamw", lambda patch: (
         patch.setattr(_part(optimizers.KIND, "adamw"), "inside", True, raising=False),
         patch.setattr(_part(optimizers.KIND, "adamw"), "build", _adamw_with_epsilon_under_the_root))),
-    "decay of the embedding": ("optimizer lion", lambda patch: patch.setattr(base, "decays", lambda name, p: p.ndim > 1)),
+    "decay of the embedding": ("optimizer lion", lambda patch: patch.setattr(
+        base, "decays", lambda name, parameter: parameter.ndim > 1)),
     "no sign": ("optimizer lion", lambda patch: patch.setattr(lion.torch, "_foreach_sign_", _smooth_sign)),
-    "Muon's coefficients": ("optimizer muon", lambda patch: patch.setattr(
-        torch.optim.Muon.__init__, "__defaults__", tuple(
-            (3.0, -4.0, 2.0) if isinstance(value, tuple) else value for value in torch.optim.Muon.__init__.__defaults__))),
+    "Muon's coefficients": ("optimizer muon", _change_muon),
     "a longer warm-up": ("schedule constant", lambda patch: patch.setattr(Schedule, "learning_rate", _late_warmup)),
     "another penalty": ("objective next_token", lambda patch: patch.setattr(loss, "cross_entropy", _squared_once)),
     "another epsilon in norms": ("model family llama", lambda patch: patch.setattr(
@@ -120,7 +127,8 @@ CHANGES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_without_a_new_version_is_refused(change: str, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_a_change_without_a_new_version_is_refused(change: str, recorded: dict[str, Any],
+                                                   monkeypatch: pytest.MonkeyPatch):
     name, apply = CHANGES[change]
     apply(monkeypatch)
     why = training_problem(name, training.run(name), recorded)

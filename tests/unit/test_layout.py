@@ -27,7 +27,7 @@ LEVELS = [
     ("data", "models"),
     ("train",),
     ("checkpoint", "cluster"),
-    ("report",),
+    ("report", "inference"),
     ("elastic", "plan", "kubernetes"),
     ("workflow", "demo", "filters"),
     ("commands",),

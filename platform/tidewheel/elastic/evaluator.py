@@ -12,11 +12,11 @@ from tidewheel.train.config import TrainConfig
 
 
 class EvaluationActor:
-    """The actor: `checkpoint.evaluation.watch` on a thread."""
+    """The actor: `inference.watch.watch` on a thread."""
 
     def __init__(self, run_uri: str, every_steps: int, device: str) -> None:
         from tidewheel import storage
-        from tidewheel.checkpoint.evaluation import watch
+        from tidewheel.inference.watch import watch
         from tidewheel.jsonlog import BESIDE, JsonLog
 
         log = JsonLog(storage.store(run_uri), "events.jsonl", flush_seconds=0, order=BESIDE)

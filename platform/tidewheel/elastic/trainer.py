@@ -169,6 +169,7 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, tak
         OwnershipError: another driver trains the run, or has taken it over.
     """
     from tidewheel.checkpoint.manager import CheckpointManager
+    from tidewheel.inference.sample import text_sample
     from tidewheel.train.logs.worker_log import logging_worker
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Runtime
@@ -191,7 +192,8 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, tak
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)
         try:
             with logging_worker(config.logs, place, run=config.run.id, node=socket.gethostname(), capture=False):
-                return train(config, Runtime(checkpoints=manager, control=control, generation=generation))
+                return train(config, Runtime(checkpoints=manager, control=control, generation=generation,
+                                             sampler=text_sample))
         finally:
             renewal.close()
             control.log.flush()

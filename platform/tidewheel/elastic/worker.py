@@ -301,6 +301,7 @@ def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
 
     All that holds the model is in frames below `_generation`, so that they can be cleared.
     """
+    from tidewheel.inference.sample import text_sample
     from tidewheel.train.loop import train
     from tidewheel.train.past import Past
     from tidewheel.train.runtime import Preempted, Runtime
@@ -315,7 +316,7 @@ def _train(config: TrainConfig, order: Message, node: str, control: RunControl,
             train(config, Runtime(rank=rank, world_size=world_size, device=_device(config), generation=generation,
                                   checkpoints=checkpoints, control=control, gauges=_gauges(config.run.id), node=node,
                                   past=Past(**order["past"]) if "past" in order else None, limit=limit,
-                                  evaluated_beside=True))
+                                  sampler=text_sample, evaluated_beside=True))
     except Preempted as left:
         return Report(ExitReason.PREEMPTED, str(left)), None
     except Exception as error:

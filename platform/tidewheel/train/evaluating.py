@@ -59,11 +59,13 @@ class Evaluating:
             self.sample()
 
     def sample(self) -> str:
-        """Return a text by the model as it is now."""
+        """Return a text by the model as it is now; "" without a sampler."""
         training, step = self._training, self._training.progress.step
+        if training.runtime.sampler is None:
+            return ""
         training.watch.mark(step, "sample")
-        text = evaluation.text_sample(training.model, training.source.domains[0], training.config,
-                                      training.collectives)
+        text = training.runtime.sampler(training.model, training.source.domains[0], training.config,
+                                        training.collectives)
         if text:
             self._metrics.record(step, {"sample": text})
             self._callbacks.tell("on_sample", step, text)

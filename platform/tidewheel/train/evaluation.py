@@ -1,4 +1,4 @@
-"""Validation by domain, the same for every number of ranks and every layout, and a text sample."""
+"""Validation by domain, the same for every number of ranks and every layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidewheel import storage
-from tidewheel.models.generate import generate
 from tidewheel.shards.reader import ShardSet
-from tidewheel.shards.source import Domain
 from tidewheel.shards.tokenizer import of_manifest
 from tidewheel.train.batches import micro_batch
 from tidewheel.train.collectives import Collectives
@@ -125,20 +122,3 @@ def _sums(model: ParallelModel, each: ValidationSet, config: TrainConfig, collec
             targets = micro.targets[micro.targets >= 0]
             sums[1, index], sums[2, index] = len(targets), int(each.byte_lengths[targets].sum())
     return sums
-
-
-def text_sample(model: ParallelModel, domain: Domain, config: TrainConfig, collectives: Collectives) -> str:
-    """A continuation of `evaluation.prompt`, prompt included; "" when none is asked for. All ranks call it together."""
-    wanted = config.evaluation
-    if not wanted.sample_tokens:
-        return ""
-    tokenizer = of_manifest(storage.store(domain.uri), domain.manifest.tokenizer)
-    prompt = tokenizer.encode_plain([wanted.prompt])[0].tolist() or [tokenizer.eos]
-    alone = model.mesh.size("pipeline", "context", "tensor") == 1  # whole sequences here: a cache of keys can be kept
-    with precision_context(collectives.device, config.precision):
-        new = generate(model.parts[0] if alone else model, prompt, tokens=wanted.sample_tokens,
-                       context=domain.manifest.sequence_length, device=collectives.device,
-                       temperature=wanted.temperature, top_k=wanted.top_k, top_p=wanted.top_p, seed=config.seed,
-                       stop=tokenizer.eos)
-    model.reshard()
-    return tokenizer.decode(prompt + new)

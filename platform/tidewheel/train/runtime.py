@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tidewheel.shards.source import Domain
+    from tidewheel.train.collectives import Collectives
+    from tidewheel.train.config import TrainConfig
     from tidewheel.train.metrics.sinks import Sink
+    from tidewheel.train.parallel import ParallelModel
     from tidewheel.train.past import Past
 
 
@@ -176,5 +180,7 @@ class Runtime:
     """What was before this generation, as the coordinator knows it; None: the run's folder says it."""
     limit: TimeLimit = field(default_factory=TimeLimit)
     """Ends with the generation: nothing waits for storage any longer."""
+    sampler: Callable[[ParallelModel, Domain, TrainConfig, Collectives], str] | None = None
+    """Writes text samples, as `inference.sample.text_sample` does; None: the run has none."""
     evaluated_beside: bool = False
     """Another process evaluates the checkpoints where the configuration allows it (`evaluation.separate`)."""

@@ -232,7 +232,7 @@ class EvaluateKind:
         return storage.join(output, "evaluations", f"{entry['name']}-{key}.json")
 
     def run(self, task: Task, log: Log) -> dict[str, Any]:
-        from tidewheel.checkpoint.evaluation import Evaluator
+        from tidewheel.inference.evaluate import Evaluator
 
         sets = dict(task.entry["config"]["data"])
         sets |= {role.partition(".")[2]: storage.join(uri, VALIDATION) for role, uri in task.needs.items()

@@ -15,6 +15,7 @@ from tests.unit.train.helpers import LENGTH, VOCABULARY, Script, config, write_s
 from tidewheel import jsonlog, storage
 from tidewheel.config import build
 from tidewheel.errors import ConfigError, ShardError
+from tidewheel.inference.sample import text_sample
 from tidewheel.models.decoder import Decoder
 from tidewheel.shards.reader import ShardSet
 from tidewheel.train import evaluation, parallel
@@ -81,7 +82,7 @@ def test_a_run_tells_of_its_domains_samples_and_speed(sets: Path):
     wanted = settings(sets, "evaluation.sample_every_steps=4", "profile={steps: [2, 3]}", "metrics.every_steps=2",
                       "steps=7")
     control = Script()
-    result = train(wanted, Runtime(control=control))
+    result = train(wanted, Runtime(control=control, sampler=text_sample))
     place = storage.store(wanted.run_uri)
     lines = jsonlog.read(place, "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]

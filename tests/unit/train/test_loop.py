@@ -14,6 +14,7 @@ from tests.unit.train.helpers import LENGTH, FileCheckpoints, Replaced, Script, 
 from tidewheel import jsonlog, storage
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import ConfigError, ShardError
+from tidewheel.inference.sample import text_sample
 from tidewheel.jsonlog import JsonLog
 from tidewheel.models.decoder import IGNORED
 from tidewheel.shards.manifest import write_manifest
@@ -44,7 +45,7 @@ def alone(settings: TrainConfig, generation: int = 0, **script: int):
     place.mkdir(exist_ok=True)
     control = Script(**script)
     runtime = Runtime(generation=generation, checkpoints=FileCheckpoints(place / f"{settings.run.id}.npz"),
-                      control=control)
+                      control=control, sampler=text_sample)
     return train(settings, runtime), control
 
 

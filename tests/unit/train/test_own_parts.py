@@ -11,9 +11,9 @@ from tests.own_parts import overrides, write_parts
 from tests.unit.train.helpers import config, write_shards
 from tidewheel import parts
 from tidewheel.checkpoint.digest import digest
-from tidewheel.checkpoint.evaluation import Evaluator
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
+from tidewheel.inference.evaluate import Evaluator
 
 
 def test_it_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

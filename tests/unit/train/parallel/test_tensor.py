@@ -19,7 +19,7 @@ from tests.unit.train.parallel.layouts import (
     config,
     micro_batches,
 )
-from tidewheel.models.generate import generate
+from tidewheel.inference.generate import generate
 from tidewheel.train import parallel
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.runtime import Runtime

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidewheel.config import build
+from tidewheel.inference.generate import cached, draw, generate
 from tidewheel.models.decoder import Decoder, init_parameter
 from tidewheel.models.families import Llama
-from tidewheel.models.generate import cached, draw, generate
 
 VOCABULARY = 96
 

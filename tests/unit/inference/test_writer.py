@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.train.helpers import config, write_shards
-from tidewheel.checkpoint.generation import Writer
 from tidewheel.cli import run_command
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.inference.writer import Writer
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,11 @@ import pytest
 
 from tests.unit.train.helpers import config, write_shards
 from tidewheel import jsonlog
-from tidewheel.checkpoint.evaluation import Evaluator, watch
 from tidewheel.cli import run_command
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.inference.evaluate import Evaluator
+from tidewheel.inference.watch import watch
 from tidewheel.storage import store
 from tidewheel.train.config import TrainConfig
 

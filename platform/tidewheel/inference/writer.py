@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,33 +12,41 @@ from tidewheel.checkpoint import exchange
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.errors import CheckpointError, ConfigError
+from tidewheel.inference.generate import generate
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.generate import generate
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
 from tidewheel.train.record import recorded_source
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A model and the tokenizer it was trained with."""
+    """A model and the tokenizer that it was trained with.
+
+    Args:
+        checkpoint: URI of the checkpoint.
+        model: its weights, on the device that computes.
+        tokenizer: of the run's shard set.
+        context: longest sequence that the model is given.
+    """
 
     checkpoint: str
     model: Decoder
     tokenizer: Encoder
     context: int
-    """Longest sequence the model is given."""
 
     @classmethod
     def open(cls, uri: str, *, tokenizer: str = "", device: str = "") -> Writer:
-        """The model of a checkpoint, whichever layout wrote it; every file's hash is checked.
+        """Load the model of a checkpoint, whichever layout wrote it, and check the hash of every file.
 
         Args:
             uri: a run (its newest complete checkpoint is taken), or one checkpoint, RUN/checkpoints/step_00000100.
-            tokenizer: file of the tokenizer; default: that of the run's shard set, or what lies beside the run.
+            tokenizer: file of the tokenizer; default: that of the run's shard set, or the one beside an imported model.
             device: default: the first GPU if there is one, else the CPU.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
+            CheckpointError: there is no complete checkpoint, or it is damaged.
             ConfigError: there is no tokenizer, or it does not fit the model.
         """
         run, place, name = locate(uri)
@@ -52,14 +61,25 @@ class Writer:
                               where=tokenizer or run.uri, mend="give the tokenizer that the model was trained with")
         with torch.device("meta"):
             model = Decoder(config, vocabulary_size)
-        weights = exchange.read_weights(place, name, manifest, [each for each, _ in model.named_parameters()])
-        model.load_state_dict(weights, assign=True)
+        parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
+        model.load_state_dict(exchange.read_weights(place, name, manifest, parameters), assign=True)
         model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        logger.info("loaded %s", place.at(name))
         return cls(place.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))
 
     def write(self, prompt: str, *, tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
               cache: bool = True) -> str:
-        """`prompt` and its continuation, up to the end of a document; see `models.generate.generate`."""
+        """Return `prompt` and its continuation, which ends with the document.
+
+        Args:
+            prompt: beginning of the text; "": the beginning of a document.
+            tokens: maximum number of new tokens.
+            temperature: see `inference.generate.generate`, also for the other arguments.
+            top_k: sample from so many of the most likely tokens.
+            top_p: sample from the most likely tokens of this share.
+            seed: of the draws.
+            cache: compute each token once.
+        """
         ids = self.tokenizer.encode_plain([prompt])[0].tolist() or [self.tokenizer.eos]
         device = next(self.model.parameters()).device
         new = generate(self.model, ids, tokens=tokens, context=self.context, device=device, temperature=temperature,
@@ -67,17 +87,17 @@ class Writer:
         return self.tokenizer.decode(ids + new)
 
 
-def _tokenizer(run: storage.Store, given: str) -> tuple[Encoder, int]:
-    """(tokenizer, sequence length it was trained with, 0 when that is not known)."""
-    if given:
-        place, key = storage.split(given)
+def _tokenizer(run: storage.Store, file: str) -> tuple[Encoder, int]:
+    """Return the tokenizer, and the sequence length that the model was trained with (0 if unknown)."""
+    if file:
+        folder, key = storage.split(file)
         try:
-            return load(place.read(key)), 0
+            return load(folder.read(key)), 0
         except FileNotFoundError:
-            raise ConfigError("there is no such file", where=given, mend="give --tokenizer another path") from None
+            raise ConfigError("there is no such file", where=file, mend="give --tokenizer another path") from None
     if run.exists("run.json"):
         domain = recorded_source(run.read_json("run.json")).domains[0]
         return of_manifest(storage.store(domain.uri), domain.manifest.tokenizer), domain.manifest.sequence_length
-    if run.exists(exchange.TOKENIZER):  # imported
+    if run.exists(exchange.TOKENIZER):  # an imported model
         return load(run.read(exchange.TOKENIZER)), 0
     raise ConfigError("the tokenizer is not known", where=run.uri, mend="give it: --tokenizer PATH/tokenizer.json")

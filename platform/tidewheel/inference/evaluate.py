@@ -1,0 +1,126 @@
+"""Scores of a checkpoint of any layout on validation sets, in one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tidewheel.checkpoint import exchange
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_of
+from tidewheel.checkpoint.verify import locate
+from tidewheel.config import build
+from tidewheel.errors import ConfigError
+from tidewheel.parts import as_json, is_own
+from tidewheel.storage import Store
+from tidewheel.train import evaluation, parallel
+from tidewheel.train.collectives import Collectives
+from tidewheel.train.config import TrainConfig
+from tidewheel.train.evaluation import Score, ValidationSet
+from tidewheel.train.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+ONE_PROCESS = ("parallel", "compile", "compile_cache", "memory", "elastic", "optimizer", "schedule", "metrics",
+               "callbacks")
+"""Settings of a run that a single evaluating process does not use."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of one checkpoint.
+
+    Args:
+        checkpoint: its URI.
+        step: the step that it was saved at.
+        scores: by validation set; the name of a single set is "".
+    """
+
+    checkpoint: str
+    step: int
+    scores: dict[str, Score]
+
+    @property
+    def loss(self) -> float:
+        """Return nats per predicted token over all sets together."""
+        return evaluation.overall(self.scores)
+
+
+class Evaluator:
+    """A model and validation sets, for one checkpoint after another.
+
+    Args:
+        uri: a run, or one of its checkpoints.
+        data: validation sets by domain, {"": URI} for a single one; default: the run's own.
+        sequences: number of rows from the beginning of each set, 0: all; default: as the run's configuration says.
+        device: default: the first GPU if there is one, else the CPU.
+
+    Raises:
+        CheckpointError: no checkpoint can be read.
+        ConfigError: the run has no validation set and none is given, or a set has another vocabulary.
+        ShardError: a validation set cannot be read.
+    """
+
+    def __init__(self, uri: str, *, data: Mapping[str, str] | None = None, sequences: int | None = None,
+                 device: str = "") -> None:
+        run, place, name = locate(uri)
+        self._manifest = read_manifest(place, name)
+        model, vocabulary_size = exchange.model_of(self._manifest, place.at(name))
+        self._config = _config(run, self._manifest, as_json(model), data, sequences)
+        if not self._config.data.validation_sets:
+            raise ConfigError("the run has no validation set", where=run.uri,
+                              mend="give one: --data URI, the validation/ folder that a pipeline wrote")
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if chosen.type == "cpu" and self._config.precision == "fp8":
+            self._config = self._config.model_copy(update={"precision": "bf16"})
+        self._runtime = Runtime(device=chosen)
+        self._sets = evaluation.open_sets(self._config, chosen)
+        for validation_set in self._sets:
+            _check_vocabulary(validation_set, vocabulary_size)
+        self._model = parallel.build(self._config, vocabulary_size, self._runtime)
+        self._weights = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def evaluate(self, uri: str) -> Evaluation:
+        """Return the scores of one checkpoint of the run, after checking the hash of every file.
+
+        Args:
+            uri: the checkpoint, or the run for its newest complete one.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or it is damaged.
+        """
+        _, place, name = locate(uri)
+        CheckpointManager(place).load_from(place.at(name), {"model": self._weights})
+        self._model.refresh()
+        scores = evaluation.validate(self._model, self._sets, self._config, Collectives(self._runtime))
+        result = Evaluation(place.at(name), step_of(name), scores)
+        logger.info("evaluated %s: loss %.4f", result.checkpoint, result.loss)
+        return result
+
+
+def _config(run: Store, manifest: CheckpointManifest, model: dict[str, Any], data: Mapping[str, str] | None,
+            sequences: int | None) -> TrainConfig:
+    """Return the run's configuration for one process. An imported model has none; it gets the defaults."""
+    values = run.read_json("run.json")["config"] if run.exists("run.json") else {}
+    values = {key: value for key, value in values.items() if key not in ONE_PROCESS}
+    if is_own(str(values.get("objective", {}).get("kind", ""))):
+        del values["objective"]  # validation is the cross-entropy, which needs none of the user's code
+    values["model"] = {**model, "init_from": ""}
+    if data is not None:
+        values["data"] = {"validation": dict(data) if "" not in data else data[""]}
+    if sequences is not None:
+        values["evaluation"] = {**values.get("evaluation", {}), "sequences": sequences}
+    values["parameters"] = "fp32"  # bf16 weights are the same numbers in fp32
+    return build(TrainConfig, values)
+
+
+def _check_vocabulary(validation_set: ValidationSet, vocabulary_size: int) -> None:
+    """Raise ConfigError unless the model has all tokens of the set."""
+    needed = validation_set.shards.manifest.vocabulary_size
+    if needed > vocabulary_size:
+        raise ConfigError(f"validation set {validation_set.name or 'given'} has a vocabulary of {needed}, the model of "
+                          f"{vocabulary_size}", where=validation_set.shards.store.uri,
+                          mend="give a set that was packed with the model's tokenizer")
