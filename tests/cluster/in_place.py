@@ -13,6 +13,7 @@ from typing import Any
 from tests.ranks import multiprocessing as _preloaded  # noqa: F401  the fork server that has imported torch
 from tests.unit.train.helpers import config, write_shards
 from tidewheel import jsonlog, storage
+from tidewheel.elastic.connection import Endpoint
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.elastic.worker import notice, take_part
 from tidewheel.ownership import acquire
@@ -29,7 +30,7 @@ SMALL = ("steps=150", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micr
 """Settings of runs that are about their workers, not their model: quick steps."""
 
 
-def work(settings: TrainConfig, place: dict[str, Any], name: str, node: str, fault: Fault | None) -> None:
+def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault: Fault | None) -> None:
     """A worker's process. Until there is a file "hurry" beside the run, steps are slow, and the last ones so slow that
     the run is never over before the test is done with it."""
     step, hurry = loop.Loop._step, Path(settings.run.uri) / "hurry"
@@ -45,7 +46,7 @@ def work(settings: TrainConfig, place: dict[str, Any], name: str, node: str, fau
     if fault is not None:
         fault(node, Path(settings.run.uri) / "fault")
     signal.signal(signal.SIGTERM, lambda *_: notice())  # in a cluster `ray_workers` does
-    take_part(settings, place, name=name, node=node)
+    take_part(settings, endpoint, name=name, node=node)
 
 
 class Group:
@@ -61,11 +62,11 @@ class Group:
 
     def add(self, *names: str, anew: bool = False, node: str = "") -> None:
         context = multiprocessing.get_context("forkserver")
-        place = self.coordinator.place()
+        endpoint = self.coordinator.endpoint()
         nodes = {name: node or f"node of {name}" for name in names}
         self.coordinator.expect(nodes, anew)
         for name in names:
-            arguments = (self.settings, place, name, nodes[name], self.fault)
+            arguments = (self.settings, endpoint, name, nodes[name], self.fault)
             self.processes[name] = context.Process(target=work, args=arguments, daemon=True)
             self.processes[name].start()
 

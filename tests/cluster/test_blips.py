@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.ranks import multiprocessing as _preloaded  # noqa: F401  the fork se
 from tests.unit.elastic.network import network
 from tests.unit.train.helpers import config, write_shards
 from tidewheel import jsonlog, storage
-from tidewheel.elastic.channel import SILENT_SECONDS
+from tidewheel.elastic.connection import SILENT_SECONDS
 from tidewheel.elastic.coordinator import Coordinator
 from tidewheel.ownership import acquire
 from tidewheel.train.audit import audit
@@ -36,9 +37,9 @@ def coordinate(settings: TrainConfig, pipe: Any) -> None:
     coordinator = Coordinator(settings.run_uri, settings.elastic, (1, 2),
                               epoch=acquire(storage.store(settings.run_uri)).epoch)
     coordinator.start("127.0.0.1")
-    place = coordinator.place()
+    endpoint = coordinator.endpoint()
     coordinator.expect({name: f"node of {name}" for name in NAMES}, True)
-    pipe.send(place)
+    pipe.send(endpoint)
     pipe.recv()
     coordinator.end()
 
@@ -54,11 +55,11 @@ class Run:
         self._pipe, theirs = CONTEXT.Pipe()
         self.coordinator = CONTEXT.Process(target=coordinate, args=(settings, theirs), daemon=True)
         self.coordinator.start()
-        place = self._pipe.recv()
-        self._opened = network(tuple(place["address"]))
+        endpoint = self._pipe.recv()
+        self._opened = network(endpoint.address)
         self.network = self._opened.__enter__()
-        place["address"] = self.network.address
-        arguments = [(settings, place, name, f"node of {name}", None) for name in NAMES]
+        endpoint = replace(endpoint, address=self.network.address)
+        arguments = [(settings, endpoint, name, f"node of {name}", None) for name in NAMES]
         self.workers = [CONTEXT.Process(target=work, args=each, daemon=True) for each in arguments]
         for worker in self.workers:
             worker.start()

@@ -32,13 +32,6 @@ class Placement:
     domains: Mapping[Address, str] = field(default_factory=dict)
     """Failure domain of the agents whose nodes have a label for it."""
 
-    @classmethod
-    def of(cls, order: Mapping[str, Any]) -> Placement:
-        """As the coordinator says it, see `AgentSupervisor.placement`."""
-        agents, others = (tuple(Address(*address) for address in order[name]) for name in ("agents", "others"))
-        domains = {Address(*address): name for name, members in order["domains"].items() for address in members}
-        return cls(agents, others, order["token"], domains)
-
     @property
     def known(self) -> list[Address]:
         """All of them."""

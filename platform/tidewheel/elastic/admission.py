@@ -1,4 +1,4 @@
-"""Which workers may have a rank: those of places that were blamed for a failure only after a probe."""
+"""Which workers may have a rank: after a failure, workers at a blamed place only once they pass a probe."""
 
 from __future__ import annotations
 
@@ -7,73 +7,85 @@ from collections.abc import Callable, Collection
 from tidewheel.elastic.blame import Blame, Exclusion, Fault, Level, Spare
 from tidewheel.elastic.generation import Outbox, Worker
 from tidewheel.elastic.layout import largest_fit
+from tidewheel.elastic.messages import Probe
+
+TEXT_CHARACTERS = 300
+"""Characters of an error in an event."""
 
 
 class Admission:
-    """Carries out what `Blame` decides.
+    """Carries out the decisions of `Blame`.
 
     Args:
         sizes: legal numbers of workers.
-        blame: judges.
-        outbox: is told.
-        workers: those there are, by name; the membership's own.
+        blame: judges failures.
+        outbox: receives messages and events.
+        workers: all workers by name; the membership's own mapping.
         probe_seconds: a probe that takes longer has failed.
     """
 
     def __init__(self, sizes: Collection[int], blame: Blame, outbox: Outbox, workers: dict[str, Worker],
                  probe_seconds: float) -> None:
         self.blame = blame
-        self._sizes, self._outbox, self._workers = tuple(sizes), outbox, workers
+        self._sizes = tuple(sizes)
+        self._outbox = outbox
+        self._workers = workers
         self._probe_seconds = probe_seconds
 
     def available(self) -> list[Worker]:
-        """The workers that can take a rank and keep it."""
+        """Return the workers that can take a rank and keep it."""
         return [worker for worker in self._workers.values() if worker.available]
 
     def spares(self, counts: Callable[[Worker], bool]) -> Spare:
-        """Whether those for whom `counts` holds are a legal number without a fault's process, device or node."""
+        """Return a function that says whether enough workers remain without a fault's process, device or node.
+
+        Args:
+            counts: whether a worker counts among the remaining ones.
+        """
         def spare(fault: Fault, level: Level) -> bool:
             def stays(worker: Worker) -> bool:
                 if level is Level.PROCESS:
                     return worker.name != fault.worker
-                elsewhere = worker.node != fault.node
-                return elsewhere or (level is Level.DEVICE and worker.device != fault.device)
+                if level is Level.DEVICE:
+                    return worker.node != fault.node or worker.device != fault.device
+                return worker.node != fault.node
 
             rest = [worker for worker in self._workers.values() if counts(worker) and stays(worker)]
             return largest_fit(self._sizes, len(rest)) > 0
 
         return spare
 
-    def leave_out(self, cause: Fault, out: Exclusion) -> None:
-        """End the process that is to blame; the others of its place must pass a probe before they have a rank again."""
+    def leave_out(self, cause: Fault, exclusion: Exclusion) -> None:
+        """End the blamed process. Other workers of the excluded device or node must pass a probe to get a rank."""
         self._outbox.event("worker_left_out", {
-            "worker": cause.worker, "level": str(out.level), "node": out.node, "device": out.device,
-            "reason": cause.text[:300], "seconds": round(out.seconds, 3), "times": out.times})
+            "worker": cause.worker, "level": str(exclusion.level), "node": exclusion.node, "device": exclusion.device,
+            "reason": cause.text[:TEXT_CHARACTERS], "seconds": round(exclusion.seconds, 3), "times": exclusion.times})
         self._outbox.fence(cause.worker)
         self._workers.pop(cause.worker, None)
         for worker in self._workers.values():
-            same = out.level is Level.NODE or (out.level is Level.DEVICE and worker.device == out.device)
-            worker.cleared = worker.cleared and not (same and worker.node == out.node)
+            same_device = exclusion.level is Level.DEVICE and worker.device == exclusion.device
+            if worker.node == exclusion.node and (same_device or exclusion.level is Level.NODE):
+                worker.cleared = False
 
     def refuse(self, fault: Fault, now: float) -> None:
         """End a process that did not pass its probe."""
         self.leave_out(fault, self.blame.refuse(fault, now))
 
-    def pass_(self, worker: Worker) -> None:
-        """A worker has passed its probe."""
+    def readmit(self, worker: Worker) -> None:
+        """Let a worker that passed its probe have a rank again."""
         worker.cleared = True
         self._outbox.event("worker_readmitted", {"worker": worker.name, "node": worker.node, "device": worker.device})
 
     def probe(self, now: float) -> list[Worker]:
-        """Ask those to probe themselves whose time has come; return those whose probe does not end."""
-        stuck = []
+        """Ask workers whose exclusion is over to probe themselves; return those whose probe takes too long."""
+        late = []
         for worker in self._workers.values():
             if worker.cleared or not worker.connected:
                 continue
             if worker.probed_at is None and not self.blame.is_out(worker.node, worker.device, now):
                 worker.probed_at = now
-                self._outbox.send(worker.name, {"do": "probe"})
+                self._outbox.send(worker.name, Probe())
             elif worker.probed_at is not None and now - worker.probed_at > self._probe_seconds:
                 worker.probed_at = None
-                stuck.append(worker)
-        return stuck
+                late.append(worker)
+        return late

@@ -1,4 +1,4 @@
-"""What a generation is made of: its workers, its limits, how they leave it, and which of them take a rank."""
+"""What a generation is made of: its workers, its time limits, and the choice of the workers that get a rank."""
 
 from __future__ import annotations
 
@@ -8,69 +8,67 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from tidewheel.elastic.blame import Fault
+from tidewheel.elastic.messages import CoordinatorMessage, ExitReason
+
+LEAVE_TIMES = 6
+"""A member that was told to leave, sends beats and uses its CPU has this many times `Limits.leave`: leaving takes long
+on a busy machine."""
 
 
 class Phase(StrEnum):
-    """Workers gather; a generation runs; its members are told to leave; the run failed, was stopped early, or is
-    over."""
+    """State of a membership."""
 
     GATHERING = "gathering"
+    """There are not enough workers for a generation yet."""
     RUNNING = "running"
     ENDING = "ending"
+    """The members of a generation were told to leave."""
     FAILED = "failed"
     STOPPED = "stopped"
+    """The run was saved and ended early, as requested."""
     OVER = "over"
-
-
-class ExitReason(StrEnum):
-    """How a worker left its generation."""
-
-    FINISHED = "finished"
-    PREEMPTED = "preempted"
-    FAILED = "failed"
-    """By an error that another try may not meet again."""
-    FATAL = "fatal"
-    """By an error that starting again does not fix."""
+    """The last step is done."""
 
 
 class Outbox(Protocol):
-    """Where decisions go."""
+    """Receives the decisions of a membership."""
 
-    def send(self, worker: str, message: dict[str, Any]) -> None:
-        """Tell a worker."""
+    def send(self, worker: str, message: CoordinatorMessage) -> None:
+        """Send a message to a worker."""
 
     def fence(self, worker: str) -> None:
-        """Cut a worker off: its process ends itself when it notices, and Ray is asked to end it."""
+        """Cut off a worker: its process ends itself when it notices, and Ray is asked to end it."""
 
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
-        """Record an event; `at` is monotonic."""
+        """Record an event of the run.
+
+        Args:
+            kind: its name.
+            detail: its fields.
+            at: monotonic seconds; default: now.
+        """
 
     def formed(self, generation: int, size: int) -> None:
-        """A generation begins."""
-
-
-LEAVE_TIMES = 6
-"""A member that has heard that it must leave, gives signs of life and is at work has this many times `Limits.leave`: on
-a busy machine even what needs no storage takes its time."""
+        """A generation of `size` workers begins."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds."""
+    """Time limits in seconds."""
 
     heartbeat: float = 3.0
-    """A worker without a sign of life for this long, in a generation that does not get on, is lost."""
+    """A worker that sends nothing for this long is lost, if its generation makes no progress either."""
     leave: float = 5.0
-    """Members that were told to leave have this long, and longer as long as they are at work: see `LEAVE_TIMES`."""
+    """Time for members to leave when told to; `LEAVE_TIMES` as long while they work on it."""
     start: float = 60.0
-    """The first generation of a group of workers waits this long for those that are still starting."""
+    """The first generation of a group of workers waits this long for workers that are still starting."""
     gather: float = 120.0
-    """So long there may be too few workers; then Ray Train is asked to start anew."""
+    """With too few workers for this long, Ray Train restarts its group of workers."""
 
 
 @dataclass
 class Worker:
-    """One worker as it is known here."""
+    """A worker process as the coordinator knows it."""
 
     name: str
     node: str = ""
@@ -78,23 +76,25 @@ class Worker:
     spot: bool = False
     """Its node may be taken away at any time."""
     leaving: bool = False
-    """Its node is being drained, or it was asked to end."""
+    """Its node is being drained, or its process was asked to end."""
     beat: float = 0.0
+    """When it last sent something, in monotonic seconds, like all times here."""
     work: float = 0.0
-    """CPU seconds that its training thread has used."""
+    """CPU seconds used by its training thread."""
     worked_at: float = float("-inf")
-    """When that was last seen to grow."""
+    """When `work` last grew."""
     aborts: int = -1
-    """The newest generation whose end it has heard of."""
+    """Newest generation that it knows was aborted."""
     left: ExitReason | None = None
-    """How it left the generation it is a member of."""
+    """Why it left the generation that it is a member of; None while it is in it."""
     text: str = ""
+    """Error with which it left."""
     device: str = ""
     """Its GPUs, as the node numbers them; "" on CPU."""
     cleared: bool = True
-    """It may have a rank; False: its place was blamed, and it has not passed a probe since."""
+    """It may have a rank. False when its process, device or node was blamed, until it passes a probe."""
     probed_at: float | None = None
-    """When it was asked to probe itself; None: it is not asked now."""
+    """When it was asked to probe itself; None if no answer is due."""
 
     @property
     def available(self) -> bool:
@@ -111,30 +111,40 @@ class Generation:
     """Names in rank order."""
     began: float
     step: int = 0
-    """Steps done when last heard of; 0: none in this generation."""
+    """Last step known to be done; 0 before the first step of this generation."""
     stepped_at: float = 0.0
     ended_at: float | None = None
     """When the first sign of its end was seen."""
     lost: dict[str, str] = field(default_factory=dict)
     """Members that are gone, and why."""
     faults: list[Fault] = field(default_factory=list)
-    """Errors that members raised by themselves, as they were reported."""
+    """Errors that members raised first, in the order of their reports."""
     loss_came_first: bool = False
-    """A member was lost before any of `faults` was reported."""
+    """A member was lost before the first of `faults` was reported."""
     planned: str = ""
-    """Reason of the change it was asked to make way for."""
+    """Reason of a planned change for which the members were asked to leave; "" without one."""
 
 
-def chosen(there: Sequence[Worker], size: int, before: Sequence[str]) -> list[Worker]:
-    """`size` of those that are there, in rank order: those of the generation before first, in their order, but those
-    of a node together, as neighbouring ranks talk most, and nodes that stay before spot nodes: rank 0, which writes
-    the run's records, is on one of them whenever there is one."""
-    known = {name: index for index, name in enumerate(before)}
-    ranked = sorted(there, key=lambda worker: (known.get(worker.name, len(known)), worker.spot))
-    chosen, others = ranked[:size], ranked[size:]
+def choose(available: Sequence[Worker], size: int, previous: Sequence[str]) -> list[Worker]:
+    """Return `size` of the available workers in rank order.
+
+    Members of the previous generation come first, in their order. Workers of one node get neighbouring ranks, which
+    communicate most. Nodes that stay come before spot nodes: rank 0 writes the run's records, so it is on a node that
+    stays if there is one.
+
+    Args:
+        available: workers that can take a rank, at least `size`.
+        size: number of ranks.
+        previous: names of the previous generation's members in rank order.
+    """
+    order = {name: index for index, name in enumerate(previous)}
+    ranked = sorted(available, key=lambda worker: (order.get(worker.name, len(order)), worker.spot))
+    chosen = ranked[:size]
     if all(worker.spot for worker in chosen):
-        chosen[-1:] = [worker for worker in others if not worker.spot][:1] or chosen[-1:]
-    groups: dict[str, list[Worker]] = {}
+        staying = [worker for worker in ranked[size:] if not worker.spot]
+        chosen[-1:] = staying[:1] or chosen[-1:]
+    by_node: dict[str, list[Worker]] = {}
     for worker in chosen:
-        groups.setdefault(worker.node, []).append(worker)
-    return [worker for group in sorted(groups.values(), key=lambda group: group[0].spot) for worker in group]
+        by_node.setdefault(worker.node, []).append(worker)
+    groups = sorted(by_node.values(), key=lambda group: group[0].spot)
+    return [worker for group in groups for worker in group]

@@ -76,14 +76,14 @@ class Resizer:
         sizes: legal numbers of workers.
         join_wait_seconds: quiet time before growing.
         interval_seconds: least time between two questions.
-        patience_seconds: an answer that takes longer is no longer waited for.
+        answer_seconds: an answer that takes longer is no longer waited for.
         pause_seconds: what a change costs, until the first was measured.
     """
 
     def __init__(self, sizes: Iterable[int], *, join_wait_seconds: float, interval_seconds: float,
-                 patience_seconds: float, pause_seconds: float = 2.0) -> None:
+                 answer_seconds: float, pause_seconds: float = 2.0) -> None:
         self.sizes, self.pause_seconds = tuple(sizes), pause_seconds
-        self._join_wait, self._interval, self._patience = join_wait_seconds, interval_seconds, patience_seconds
+        self._join_wait, self._interval, self._answer = join_wait_seconds, interval_seconds, answer_seconds
         self._seen: tuple[int, float] | None = None  # places, since when
         self._asked_at = float("-inf")
         self._began: float | None = None
@@ -105,8 +105,8 @@ class Resizer:
         if view.asked:
             if not wanted:
                 return Decision(Move.CALL_OFF, view.size, "the workers it was for are gone")
-            if view.time - self._asked_at > self._patience:
-                return Decision(Move.CALL_OFF, view.size, f"no answer for {self._patience:g} s")
+            if view.time - self._asked_at > self._answer:
+                return Decision(Move.CALL_OFF, view.size, f"no answer for {self._answer:g} s")
             return NOTHING
         if not wanted or not view.stepped:
             self._seen = None

@@ -75,7 +75,15 @@ class Checkpointer(Protocol):
 
 
 class Preempted(Exception):
-    """This generation has ended at a step boundary, with everything saved: call `train` again with the next one."""
+    """The coordinator ended this generation at a step boundary, with everything saved: call `train` in the next one.
+
+    Args:
+        step: the last step, which is saved.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"preempted after step {step}")
+        self.step = step
 
 
 class Control(Protocol):

@@ -6,7 +6,8 @@ import pytest
 
 from tests.unit.elastic.world import READMIT, World
 from tidewheel.elastic.blame import Blame, Fault, Level
-from tidewheel.elastic.membership import ExitReason, Phase
+from tidewheel.elastic.generation import Phase
+from tidewheel.elastic.messages import ExitReason, Left, Raise
 from tidewheel.elastic.policy import Recovery
 
 FATAL = "ShardError: damaged"
@@ -36,7 +37,7 @@ def test_one_workers_error_leaves_it_out_and_one_that_stands_by_takes_its_place(
 
 
 def test_one_workers_fatal_error_is_not_the_runs_while_others_can_go_on(world):
-    world.leave("b", how=ExitReason.FATAL, text=FATAL)
+    world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
     assert world.members == ("a", "c")
     assert world.fenced == ["b"]
@@ -52,7 +53,8 @@ def test_the_cause_is_the_first_error_that_is_no_echo(world):
 
 
 def test_who_is_said_to_stand_still_is_to_blame(world):
-    world.it.left("a", world.number, ExitReason.FAILED, "HangError: rank 1 is still at step 5", world.now, accused=(1,))
+    report = Left(world.number, ExitReason.FAILED, "HangError: rank 1 is still at step 5", accused=(1,))
+    world.it.left("a", report, world.now)
     world.leave("b")
     assert world.fenced == ["b"]
     assert world.members == ("a", "c")
@@ -161,13 +163,13 @@ def test_probes_that_fail_when_nothing_else_is_left_end_the_run_in_the_end():
         world.wait(1, "a", f"b{attempt}")
         world.it.probed(f"b{attempt}", "RuntimeError: CUDA error", world.now)
     assert world.it.recovery is Recovery.NONE
-    assert next(message["text"] for _, message in world.sent if message["do"] == "raise").endswith("CUDA error")
+    assert next(message.text for _, message in world.sent if isinstance(message, Raise)).endswith("CUDA error")
 
 
 # -- the run's faults ----------------------------------------------------------------------------
 def test_the_same_fatal_error_from_several_nodes_ends_the_run(world):
-    world.leave("a", how=ExitReason.FATAL, text="ShardError: damaged a")
-    world.leave("b", how=ExitReason.FATAL, text="ShardError: damaged b")
+    world.leave("a", reason=ExitReason.FATAL, text="ShardError: damaged a")
+    world.leave("b", reason=ExitReason.FATAL, text="ShardError: damaged b")
     assert world.it.phase is Phase.FAILED
     assert world.it.recovery is Recovery.NONE
     assert world.told("raise") == ["a"]  # the first failer's own error is the one that the user is told
@@ -176,9 +178,9 @@ def test_the_same_fatal_error_from_several_nodes_ends_the_run(world):
 
 
 def test_the_same_fatal_error_from_the_one_that_took_the_place_ends_the_run(world):
-    world.leave("b", how=ExitReason.FATAL, text=FATAL)
+    world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
-    world.leave("c", how=ExitReason.FATAL, text=FATAL)
+    world.leave("c", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
     assert world.it.recovery is Recovery.NONE
     assert world.told("raise") == ["c"]
@@ -186,10 +188,10 @@ def test_the_same_fatal_error_from_the_one_that_took_the_place_ends_the_run(worl
 
 def test_another_fatal_error_elsewhere_later_is_another_fault(world):
     world.come("d")
-    world.leave("b", how=ExitReason.FATAL, text=FATAL)
+    world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
     world.run(50)
-    world.leave("c", how=ExitReason.FATAL, text="ShardError: cannot be read, no space left")
+    world.leave("c", reason=ExitReason.FATAL, text="ShardError: cannot be read, no space left")
     world.leave("a")
     assert world.members == ("a", "d")
 
@@ -198,7 +200,7 @@ def test_a_fatal_error_without_which_nobody_can_go_on_ends_the_run():
     world = World((2,))
     world.start("a", "b")
     world.run(1)
-    world.leave("b", how=ExitReason.FATAL, text=FATAL)
+    world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
     assert world.it.recovery is Recovery.NONE
     assert world.told("raise") == ["b"]
@@ -220,7 +222,7 @@ def test_the_only_worker_is_tried_again_until_the_limit():
             world.wait(61, "a")
     assert ways == [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN, Recovery.NONE]
     assert world.details("failure")[-1]["error"] == "OutOfMemoryError: CUDA out of memory"
-    assert [message for _, message in world.sent if message["do"] == "raise"][-1]["text"] == ""
+    assert [message.text for _, message in world.sent if isinstance(message, Raise)][-1] == ""
 
 
 def test_an_error_that_moves_from_node_to_node_without_progress_ends_the_run():

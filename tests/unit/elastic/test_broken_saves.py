@@ -12,6 +12,7 @@ from tests.unit.checkpoint.helpers import HangingStore
 from tests.unit.train.helpers import config
 from tidewheel import storage
 from tidewheel.elastic import worker
+from tidewheel.elastic.messages import Join
 from tidewheel.elastic.process_group import GenerationGroup
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -32,7 +33,7 @@ def test_an_upload_ends_with_its_generation(how: str, tmp_path: Path, monkeypatc
     place = HangingStore(tmp_path)
     monkeypatch.setattr(storage, "store", lambda uri: type("Run", (), {"child": lambda self, name: place})())
     group, control = GenerationGroup(), Control()
-    order = {"rank": 0, "world_size": 1, "generation": 0}
+    order = Join(0, 0, 1)
     state = {"model": {"w": torch.zeros(3)}}
     try:
         with worker._checkpoints(config(tmp_path), order, control, group) as checkpoints:  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 
 from tests.unit.elastic.network import Network, network
-from tidewheel.elastic import channel
-from tidewheel.elastic.channel import Client, Log, Message, Server
+from tidewheel.elastic import client, connection
+from tidewheel.elastic.client import Client
+from tidewheel.elastic.connection import DeliveryLog
+from tidewheel.elastic.messages import Beat, Hello, Stop, WorkerEvent, WorkerMessage
+from tidewheel.elastic.server import Server
 
 pytestmark = pytest.mark.timeout(120)
 TOKEN = "secret"
@@ -25,12 +29,12 @@ class Heard:
         self.calls: list[tuple[str, str]] = []
         self.numbers: list[int] = []
 
-    def opened(self, name: str, hello: Message) -> None:
-        self.calls.append(("opened", name))
+    def opened(self, hello: Hello) -> None:
+        self.calls.append(("opened", hello.name))
 
-    def received(self, name: str, message: Message) -> None:
-        if message["say"] == "event":
-            self.numbers.append(message["number"])
+    def received(self, name: str, message: WorkerMessage) -> None:
+        if isinstance(message, WorkerEvent):
+            self.numbers.append(message.detail["number"])
 
     def returned(self, name: str, seconds: float) -> None:
         self.calls.append(("returned", name))
@@ -51,9 +55,12 @@ class Worker:
     def __init__(self, address: tuple[str, int], **options: Any) -> None:
         self.told: list[int] = []
         self.ended = threading.Event()
-        hello = {"name": "a", "node": "n", "token": options.pop("token", TOKEN)}
-        self.client = Client(address, hello, lambda message: self.told.append(message["number"]), self.ended.set,
+        hello = Hello("a", "n", options.pop("token", TOKEN))
+        self.client = Client(address, hello, lambda message: self.told.append(message.generation), self.ended.set,
                              **options)
+
+    def say(self, number: int) -> None:
+        self.client.send(WorkerEvent("said", {"number": number}, 0.0))
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -84,7 +91,7 @@ def between(server: Server) -> Iterator[Network]:
 
 def test_nothing_is_lost_or_heard_twice_however_often_the_connection_breaks(server, heard, between):
     worker, generator, count = Worker(between.address), random.Random(3), 1500
-    until(lambda: bool(worker.client._session))  # it is welcome
+    until(lambda: worker.client.welcomed)  # it is welcome
 
     def break_off() -> None:
         while len(heard.numbers) < count or len(worker.told) < count:
@@ -93,15 +100,15 @@ def test_nothing_is_lost_or_heard_twice_however_often_the_connection_breaks(serv
 
     def say() -> None:
         for number in range(count):
-            worker.client.send({"say": "event", "number": number})
-            worker.client.send({"say": "beat"})
+            worker.say(number)
+            worker.client.send(Beat(0, 0))
             time.sleep(0.0005)
 
     breaking, saying = threading.Thread(target=break_off), threading.Thread(target=say)
     breaking.start()
     saying.start()
     for number in range(count):
-        server.call(lambda number=number: server.send("a", {"do": "order", "number": number}))
+        server.call(lambda number=number: server.send("a", Stop(number)))
         time.sleep(0.0005)
     saying.join()
     until(lambda: len(heard.numbers) >= count and len(worker.told) >= count)
@@ -111,20 +118,20 @@ def test_nothing_is_lost_or_heard_twice_however_often_the_connection_breaks(serv
     assert heard.calls.count(("returned", "a")) > 3
     assert ("closed", "a") not in heard.calls
     assert not worker.ended.is_set()
-    worker.client.send({"say": "beat"})
-    until(lambda: not server.call(lambda: len(server._sessions["a"].log.kept)))
-    assert len(worker.client._log.kept) < channel.ACKNOWLEDGED
+    worker.client.send(Beat(0, 0))
+    until(lambda: not server.call(lambda: len(server._sessions["a"].log.pending)))
+    assert len(worker.client._log.pending) < connection.ACKNOWLEDGED
     worker.client.close()
     until(lambda: heard.calls[-1] == ("closed", "a"))
 
 
 def test_a_network_that_is_away_for_a_while_costs_no_worker(server, heard, between):
     worker = Worker(between.address)
-    until(lambda: bool(worker.client._session))  # it is welcome
+    until(lambda: worker.client.welcomed)  # it is welcome
     between.away()
     until(lambda: not worker.client.connected.is_set())
-    worker.client.send({"say": "event", "number": 1})
-    server.call(lambda: server.send("a", {"do": "order", "number": 2}))
+    worker.say(1)
+    server.call(lambda: server.send("a", Stop(2)))
     time.sleep(2.5)  # more than the first attempts
     assert heard.calls == [("opened", "a")]
     between.back()
@@ -136,11 +143,11 @@ def test_a_network_that_is_away_for_a_while_costs_no_worker(server, heard, betwe
 
 def test_who_was_cut_is_told_to_end_when_it_comes_back(server, heard, between):
     worker = Worker(between.address)
-    until(lambda: bool(worker.client._session))  # it is welcome
+    until(lambda: worker.client.welcomed)  # it is welcome
     between.away()
     until(lambda: not worker.client.connected.is_set())
     server.call(lambda: server.cut("a"))
-    worker.client.send({"say": "event", "number": 1})
+    worker.say(1)
     assert not worker.ended.is_set()
     between.back()
     assert worker.ended.wait(20)
@@ -151,28 +158,28 @@ def test_who_was_cut_is_told_to_end_when_it_comes_back(server, heard, between):
 def test_a_successor_of_the_same_name_is_not_taken_for_it(server, heard, between):
     """Ray starts the function in a kept process again while its old connection is being made anew."""
     worker = Worker(between.address)
-    until(lambda: bool(worker.client._session))  # it is welcome
+    until(lambda: worker.client.welcomed)  # it is welcome
     between.away()
     until(lambda: not worker.client.connected.is_set())
     second = Worker(server.address)
     until(lambda: heard.calls.count(("opened", "a")) == 2)
     between.back()
     assert worker.ended.wait(20)
-    second.client.send({"say": "event", "number": 7})
+    second.say(7)
     until(lambda: heard.numbers == [7])
     second.client.close()
 
 
 def test_a_worker_ends_when_the_coordinators_process_is_gone(server):
     worker = Worker(server.address)
-    until(lambda: bool(worker.client._session))
+    until(lambda: worker.client.welcomed)
     server.stop()
-    assert worker.ended.wait(channel.REFUSED_SECONDS + 30)
+    assert worker.ended.wait(client.REFUSED_SECONDS + 30)
 
 
 def test_both_sides_give_up_in_the_end(server, heard, between):
     worker = Worker(between.address, reconnect_seconds=1.0)
-    until(lambda: bool(worker.client._session))  # it is welcome
+    until(lambda: worker.client.welcomed)  # it is welcome
     between.away()
     assert worker.ended.wait(30)
     assert heard.calls == [("opened", "a")]  # it has heard nothing of that: silence is found by the membership
@@ -183,23 +190,23 @@ def test_both_sides_give_up_in_the_end(server, heard, between):
 def test_a_process_that_dies_is_missed_at_once(server, heard):
     worker = Worker(server.address)
     until(lambda: ("opened", "a") in heard.calls)
-    worker.client._socket.shutdown(channel.socket.SHUT_WR)  # what the kernel does for it
+    worker.client._socket.shutdown(socket.SHUT_WR)  # what the kernel does for it
     until(lambda: ("closed", "a") in heard.calls)
     assert worker.ended.wait(20), "it came back although it was given up"
 
 
-def test_a_stranger_is_not_asked_to_come_back(server, heard):
+def test_an_unauthenticated_peer_does_not_come_back(server, heard):
     worker = Worker(server.address, token="guessed")
     assert worker.ended.wait(10)
     assert heard.calls == []
 
 
 def test_what_was_acknowledged_is_let_go():
-    log = Log()
-    for _ in range(5):
-        log.number({})
+    log: DeliveryLog[str] = DeliveryLog()
+    for message in "abcde":
+        log.add(message)
     log.acknowledge(3)
-    assert [message["n"] for message in log.kept] == [4, 5]
-    assert log.is_new({"n": 1})
-    assert not log.is_new({"n": 1})
-    assert log.is_new({})
+    assert list(log.pending) == [(4, "d"), (5, "e")]
+    assert log.is_new(1)
+    assert not log.is_new(1)
+    assert log.is_new(None)

@@ -1,4 +1,4 @@
-"""The channel between coordinator and workers: what is bad costs itself, and strangers cost little."""
+"""The channel between coordinator and workers: a bad message costs itself, and unauthenticated peers cost little."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from tidewheel import strangers
-from tidewheel.elastic.channel import MOST_BYTES, Client, Server
+from tidewheel.elastic.client import Client
+from tidewheel.elastic.connection import MOST_BYTES
+from tidewheel.elastic.messages import CoordinatorMessage, Hello, Probed, WorkerMessage
+from tidewheel.elastic.server import Server
 from tidewheel.elastic.supervision import Supervisor
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,14 +37,16 @@ class Handler:
         self.ticks = 0
         self.fails: set[str] = set()
 
-    def opened(self, name: str, hello: dict[str, Any]) -> None:
-        self.opened_names.append(name)
+    def opened(self, hello: Hello) -> None:
+        assert not hello.token, "handlers need no token"
+        self.opened_names.append(hello.name)
         self._fail("opened")
 
-    def received(self, name: str, message: dict[str, Any]) -> None:
-        if message["say"] == "fail":
+    def received(self, name: str, message: WorkerMessage) -> None:
+        assert isinstance(message, Probed)
+        if message.problem == "fail":
             raise OSError(28, "No space left on device")
-        self.heard.put(message["say"])
+        self.heard.put(message.problem)
 
     def closed(self, name: str) -> None:
         self.closed_names.append(name)
@@ -82,12 +87,12 @@ def server(handler: Handler) -> Iterator[Server]:
 def worker(server: Server, name: str = "a") -> socket.socket:
     """A connection that has shown the token."""
     connection = socket.create_connection(server.address, timeout=SECONDS)
-    say(connection, name=name, node="n", token=TOKEN)
+    say(connection, "hello", name=name, node="n", token=TOKEN)
     return connection
 
 
-def say(connection: socket.socket, **message: Any) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def say(connection: socket.socket, type: str, **fields: Any) -> None:
+    connection.sendall(json.dumps({"body": {"type": type, **fields}}).encode() + b"\n")
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -97,14 +102,29 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("bad", [b"no json\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"3\n", b'{"no": "say"}\n',
-                                 b'{"say": "fail"}\n', b"x" * (3 * MOST_BYTES) + b"\n"],
-                         ids=["text", "bytes", "deep", "number", "empty", "handler", "long"])
+@pytest.mark.parametrize("bad", [
+    b"no json\n",
+    b"\xff\xfe\n",
+    b"[" * 100_000 + b"\n",
+    b"3\n",
+    b"{}\n",
+    b'{"body": {"type": "unheard of"}}\n',
+    b'{"body": {"type": "over"}}\n',
+    b'{"body": {"type": "hello", "name": "a", "node": "n", "token": "secret"}}\n',
+    b'{"body": {"type": "probed"}}\n',
+    b'{"body": {"type": "probed", "problem": 3}}\n',
+    b'{"body": {"type": "probed", "problem": "", "more": 1}}\n',
+    b'{"body": {"type": "probed", "problem": ""}, "number": "1"}\n',
+    b'{"body": {"type": "probed", "problem": ""}, "received": 1' + b"0" * 5000 + b"}\n",
+    b'{"body": {"type": "probed", "problem": "fail"}}\n',
+    b"x" * (3 * MOST_BYTES) + b"\n",
+], ids=["text", "bytes", "deep", "number", "empty", "unknown", "coordinator's", "second hello", "missing", "value",
+        "field", "frame", "long number", "handler", "long"])
 def test_a_bad_message_costs_itself(server: Server, handler: Handler, bad: bytes) -> None:
     with worker(server) as connection:
         for _ in range(3):
             connection.sendall(bad)
-        say(connection, say="good")
+        say(connection, "probed", problem="good")
         assert handler.heard.get(timeout=SECONDS) == "good"
         assert handler.closed_names == []
     assert len(handler.events) == 1  # three of a kind are told once
@@ -117,7 +137,7 @@ def test_a_tick_that_fails_is_followed_by_the_next(server: Server, handler: Hand
     until(lambda: handler.ticks > seen + 5)
     assert len(handler.told("tick")) == recorded
     with worker(server) as connection:
-        say(connection, say="good")
+        say(connection, "probed", problem="good")
         assert handler.heard.get(timeout=SECONDS) == "good"
 
 
@@ -130,14 +150,26 @@ def test_a_worker_whose_coming_fails_is_let_go(server: Server, handler: Handler)
     assert handler.closed_names == ["a"]
     handler.fails = set()
     with worker(server) as connection:
-        say(connection, say="good")
+        say(connection, "probed", problem="good")
         assert handler.heard.get(timeout=SECONDS) == "good"
 
 
-@pytest.mark.parametrize("hello", [b"", b"\n", b"{}\n", b"[]\n", b'{"token": "guess", "name": "a"}\n',
-                                   b'{"token": "secret"}\n', b'{"token": "\xc3\xbc", "name": "a"}\n',
-                                   b"x" * 2 * strangers.HELLO_BYTES, b"[" * 4000 + b"\n"])
-def test_a_stranger_is_not_heard(server: Server, handler: Handler, hello: bytes) -> None:
+@pytest.mark.parametrize("hello", [
+    b"",
+    b"\n",
+    b"{}\n",
+    b"[]\n",
+    b'{"body": {"type": "hello", "token": "guess", "name": "a", "node": "n"}}\n',
+    b'{"body": {"type": "hello", "token": "secret"}}\n',
+    b'{"body": {"type": "hello", "token": "\xc3\xbc", "name": "a", "node": "n"}}\n',
+    b'{"body": {"type": "hello", "token": "\\ud800", "name": "a", "node": "n"}}\n',
+    b'{"body": {"type": "hello", "token": "secret", "name": "a", "node": "n", "more": 1}}\n',
+    b'{"body": {"type": "return", "token": "guess", "name": "a", "session": "s"}}\n',
+    b'{"body": {"type": "beat", "generation": 0, "step": 0}}\n',
+    b"x" * 2 * strangers.HELLO_BYTES,
+    b"[" * 4000 + b"\n",
+])
+def test_an_unauthenticated_peer_is_not_heard(server: Server, handler: Handler, hello: bytes) -> None:
     with socket.create_connection(server.address, timeout=SECONDS) as connection:
         connection.sendall(hello)
         if not hello:
@@ -150,10 +182,10 @@ def test_a_stranger_is_not_heard(server: Server, handler: Handler, hello: bytes)
     assert handler.events == []
 
 
-def test_a_silent_stranger_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, handler: Handler) -> None:
-    from tidewheel.elastic import channel
+def test_a_silent_peer_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, handler: Handler) -> None:
+    from tidewheel.elastic import server
 
-    monkeypatch.setattr(channel, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(server, "HELLO_SECONDS", 0.5)
     running = Server("127.0.0.1", TOKEN, handler)
     running.start()
     with socket.create_connection(running.address, timeout=SECONDS) as connection:
@@ -162,15 +194,15 @@ def test_a_silent_stranger_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, ha
     running.stop()
 
 
-def test_many_strangers_keep_no_worker_out(handler: Handler, server: Server) -> None:
+def test_many_unauthenticated_peers_keep_no_worker_out(handler: Handler, server: Server) -> None:
     server._strangers._most = 20
     first = worker(server, "first")
     until(lambda: handler.opened_names == ["first"])
     crowd = [socket.create_connection(server.address, timeout=SECONDS) for _ in range(60)]
     with worker(server, "late") as late:
-        say(late, say="late")
+        say(late, "probed", problem="late")
         assert handler.heard.get(timeout=SECONDS) == "late"
-    say(first, say="first")
+    say(first, "probed", problem="first")
     assert handler.heard.get(timeout=SECONDS) == "first"
     assert crowd[0].recv(1) == b""  # the oldest made way
     until(lambda: len(server._strangers) <= 20)
@@ -183,18 +215,20 @@ def test_a_worker_goes_on_hearing_after_an_error() -> None:
     heard: list[Any] = []
     closed = threading.Event()
 
-    def hear(message: dict[str, Any]) -> None:
-        heard.append(message["do"])
-        if message["do"] == "unknown":
-            raise KeyError("unknown")
+    def hear(message: CoordinatorMessage) -> None:
+        heard.append(message.type)
+        if message.type == "probe":
+            raise KeyError("a handler's error")
 
-    client = Client(listener.getsockname(), {"name": "a"}, hear, closed.set)
+    client = Client(listener.getsockname(), Hello("a", "n", TOKEN), hear, closed.set)
     connection, _ = listener.accept()
     with connection:
         connection.sendall(b'no json\n{"no": "order"}\n')
-        say(connection, do="unknown")
-        say(connection, do="stop")
-        until(lambda: heard == ["unknown", "stop"])
+        say(connection, "unheard of")
+        say(connection, "beat", generation=0, step=0)
+        say(connection, "probe")
+        say(connection, "stop", generation=3)
+        until(lambda: heard == ["probe", "stop"])
         assert not closed.is_set()
     assert closed.wait(SECONDS)
     client.close()

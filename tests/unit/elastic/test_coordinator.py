@@ -1,5 +1,6 @@
 import threading
 import time
+from dataclasses import replace
 from queue import SimpleQueue
 from threading import Event
 from types import SimpleNamespace
@@ -8,12 +9,14 @@ import pytest
 
 from tidewheel import jsonlog
 from tidewheel.commit_log import CommitLog
-from tidewheel.elastic.channel import Client
+from tidewheel.elastic.client import Client
 from tidewheel.elastic.coordinator import Coordinator, actor_name
+from tidewheel.elastic.messages import Beat, ExitReason, Hello, Join, Left, Over, StepDone, WorkerEvent
 from tidewheel.errors import OwnershipError
 from tidewheel.ownership import Timing, acquire
 from tidewheel.storage import store
 from tidewheel.train.config import ElasticConfig
+from tidewheel.train.past import Past
 
 
 def coordinator_of(folder, *arguments):
@@ -38,19 +41,19 @@ def test_a_new_driver_goes_on_counting(tmp_path, quiet):
     CommitLog(store(tmp_path).child("checkpoints")).release(0)
     second = coordinator_of(tmp_path)
     second.start("127.0.0.1")
-    place = second.place()
-    assert not place["runs"]
+    endpoint = second.endpoint()
+    assert not endpoint.runs
     second.expect({"a": "n"}, True)
     heard = SimpleQueue()
-    client = Client(tuple(place["address"]), {"name": "a", "node": "n", "token": place["token"]}, heard.put, print)
+    client = Client(endpoint.address, Hello("a", "n", endpoint.token), heard.put, print)
     order = heard.get(timeout=10)
-    assert (order["do"], order["generation"], order["rank"], order["world_size"]) == ("join", 1_000_000, 0, 1)
-    assert {**order["past"], "time": 0.0} == {"step": 8, "failures": 1, "generation": 1_000_000, "time": 0.0}
+    assert replace(order, past=None) == Join(1_000_000, 0, 1)
+    assert replace(order.past, time=0.0) == Past(step=8, failures=1, generation=1_000_000)
     assert second.snapshot().generation == 1_000_000
-    client.send({"say": "step", "generation": 1_000_000, "progress": {"step": 9, "steps": 10, "loss": 1.0}})
-    client.send({"say": "left", "generation": 1_000_000, "how": "finished", "text": ""})
-    assert heard.get(timeout=10)["do"] == "over"
-    assert second.snapshot().progress["step"] == 9
+    client.send(StepDone(1_000_000, 9, 10, {"loss": 1.0}))
+    client.send(Left(1_000_000, ExitReason.FINISHED))
+    assert heard.get(timeout=10) == Over()
+    assert second.snapshot().progress == {"step": 9, "steps": 10, "loss": 1.0}
     client.close()
     second.end()
     kinds = [event["kind"] for event in jsonlog.read(store(tmp_path), "events.jsonl")]
@@ -62,9 +65,9 @@ def test_a_new_driver_goes_on_counting(tmp_path, quiet):
 def test_a_stranger_is_not_heard(tmp_path, quiet):
     coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
-    place, closed = coordinator.place(), Event()
+    closed = Event()
     coordinator.expect({"a": "n"}, True)
-    Client(tuple(place["address"]), {"name": "a", "node": "n", "token": "guessed"}, print, closed.set)
+    Client(coordinator.endpoint().address, Hello("a", "n", "guessed"), print, closed.set)
     assert closed.wait(10)
     assert coordinator.snapshot().generation == -1
     coordinator.end()
@@ -74,10 +77,12 @@ def test_ray_says_one_is_dead_that_is_still_connected(tmp_path, quiet):
     """Its raylet was killed, it was not: it is cut off, and ends itself."""
     coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
-    place, closed, heard = coordinator.place(), Event(), SimpleQueue()
+    endpoint = coordinator.endpoint()
+    closed = Event()
+    heard = SimpleQueue()
     coordinator.expect({"a": "n"}, True)
-    Client(tuple(place["address"]), {"name": "a", "node": "n", "token": place["token"]}, heard.put, closed.set)
-    assert heard.get(timeout=10)["do"] == "join"
+    Client(endpoint.address, Hello("a", "n", endpoint.token), heard.put, closed.set)
+    assert heard.get(timeout=10).type == "join"
     assert coordinator.dead(["a", "unknown"], "its actor died") == ["a"]
     assert closed.wait(10)
     assert coordinator.fenced() == {"a"}
@@ -88,7 +93,7 @@ class Workers:
     """Workers as the coordinator knows them: a socket each and signs of life."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.place = coordinator.place()
+        self.endpoint = coordinator.endpoint()
         self.clients, self.heard, self.ended = {}, {}, {}
         self.generation, self.frozen = {}, set()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -96,19 +101,19 @@ class Workers:
     def come(self, *names: str) -> None:
         for name in names:
             self.heard[name], self.ended[name] = SimpleQueue(), Event()
-            hello = {"name": name, "node": f"node of {name}", "token": self.place["token"]}
-            self.clients[name] = Client(tuple(self.place["address"]), hello, self.heard[name].put, self.ended[name].set)
+            hello = Hello(name, f"node of {name}", self.endpoint.token)
+            self.clients[name] = Client(self.endpoint.address, hello, self.heard[name].put, self.ended[name].set)
 
     def hears(self, name: str, what: str) -> None:
         order = self.heard[name].get(timeout=60)
-        assert order["do"] == what
-        self.generation[name] = order["generation"]
+        assert order.type == what
+        self.generation[name] = order.generation
 
     def _beat(self) -> None:
         while True:
             for name, client in list(self.clients.items()):
                 if name not in self.frozen:
-                    client.send({"say": "beat", "generation": self.generation.get(name, -1), "step": 7})
+                    client.send(Beat(self.generation.get(name, -1), 7))
             time.sleep(0.25)
 
 
@@ -146,8 +151,8 @@ def test_events_that_cannot_be_written_cost_no_worker(tmp_path, full):
         workers.hears(name, "join")
     fill(True)
     for step in range(3):
-        workers.clients["a"].send({"say": "event", "kind": "save", "detail": {"step": step}, "time": 1.0})
-    workers.clients["a"].send({"say": "step", "generation": 0, "progress": {"step": 9, "steps": 99}})
+        workers.clients["a"].send(WorkerEvent("save", {"step": step}, 1.0))
+    workers.clients["a"].send(StepDone(0, 9, 99, {}))
     until = time.monotonic() + 60
     while coordinator.snapshot().progress.get("step") != 9 and time.monotonic() < until:
         time.sleep(0.02)

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from tidewheel.elastic.faults import report
-from tidewheel.elastic.generation import ExitReason
+from tidewheel.elastic.messages import ExitReason
 from tidewheel.errors import CheckpointError, ConfigError, ShardError, StorageAwayError
 from tidewheel.train.guards.hang import HangError
 
@@ -23,18 +23,18 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
     RuntimeError("the generation has ended"), raised(CheckpointError("cannot be read"), PEER)])
 def test_what_is_said_of_a_lost_peer_is_an_echo(error):
     found = report(error, broken=False, stepped=True)
-    assert (found.how, found.kind) == (ExitReason.FAILED, "")
+    assert (found.reason, found.error_kind) == (ExitReason.FAILED, "")
 
 
-@pytest.mark.parametrize(("error", "how"), [
+@pytest.mark.parametrize(("error", "reason"), [
     (RuntimeError("CUDA error: uncorrectable ECC error encountered"), ExitReason.FAILED),
     (MemoryError("host"), ExitReason.FAILED),
     (ShardError("damaged"), ExitReason.FATAL),
     (ValueError("wrong"), ExitReason.FATAL),
     (ConfigError("wrong"), ExitReason.FATAL)])
-def test_what_a_worker_raises_by_itself_is_its_own(error, how):
+def test_what_a_worker_raises_by_itself_is_its_own(error, reason):
     found = report(error, broken=False, stepped=True)
-    assert (found.how, found.kind) == (how, type(error).__name__)
+    assert (found.reason, found.error_kind) == (reason, type(error).__name__)
     assert found.text.startswith(type(error).__name__)
 
 
@@ -42,23 +42,23 @@ def test_what_a_worker_raises_by_itself_is_its_own(error, how):
                                    StorageAwayError("broken off: the generation has ended")])
 def test_what_follows_when_connections_were_broken_is_an_echo(error):
     found = report(error, broken=True, stepped=True)
-    assert (found.how, found.kind) == (ExitReason.FAILED, "")
+    assert (found.reason, found.error_kind) == (ExitReason.FAILED, "")
 
 
 def test_what_all_ranks_find_at_once_is_their_own_though_one_was_quicker():
     """The guards end a run on all ranks in the same step: the first to say so breaks the connections of the others."""
     found = report(ConfigError("loss is not a number at step 3"), broken=True, stepped=True)
-    assert (found.how, found.kind) == (ExitReason.FATAL, "ConfigError")
+    assert (found.reason, found.error_kind) == (ExitReason.FATAL, "ConfigError")
 
 
 def test_storage_that_is_away_is_a_wrong_address_only_before_the_first_step():
     away = StorageAwayError("does not answer")
-    assert report(away, broken=False, stepped=False).how is ExitReason.FATAL
+    assert report(away, broken=False, stepped=False).reason is ExitReason.FATAL
     found = report(away, broken=False, stepped=True)
-    assert (found.how, found.kind) == (ExitReason.FAILED, "StorageAwayError")
+    assert (found.reason, found.error_kind) == (ExitReason.FAILED, "StorageAwayError")
 
 
 def test_a_hang_names_who_stands_still():
     error = "rank 3 is still at step 7 (data); rank 5 does not answer; 6 ranks wait since 5 s at step 8 (step)"
-    found = report(HangError(error), broken=False, stepped=True)
-    assert (found.how, found.kind, found.accused) == (ExitReason.FAILED, "", (3, 5))
+    found = report(HangError(error, (3, 5)), broken=False, stepped=True)
+    assert (found.reason, found.error_kind, found.accused) == (ExitReason.FAILED, "", (3, 5))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.elastic.world import World
-from tidewheel.elastic.channel import RECONNECT_SECONDS
-from tidewheel.elastic.membership import ExitReason, Phase
+from tidewheel.elastic.connection import RECONNECT_SECONDS
+from tidewheel.elastic.generation import Phase
+from tidewheel.elastic.messages import ExitReason, Left, Stop
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_a_joiner_is_taken_in_at_a_step_boundary():
     assert world.members == ("a",)
     world.wait(1.5, "a", "b")
     assert world.told("stop") == ["a"]
-    world.leave("a", how=ExitReason.PREEMPTED)
+    world.leave("a", reason=ExitReason.PREEMPTED)
     assert world.members == ("a", "b")
     [(_, resize)] = [event for event in world.events if event[0] == "resize"]
     assert (resize["from"], resize["to"], resize["reason"]) == (1, 2, "join")
@@ -204,7 +205,7 @@ def test_a_drained_member_makes_way(world):
     world.it.drain(["node of a"])
     world.wait(0.2, *"abcd")
     assert world.told("stop") == ["a", "b", "c", "d"]
-    world.leave(*"abcd", how=ExitReason.PREEMPTED)
+    world.leave(*"abcd", reason=ExitReason.PREEMPTED)
     assert world.members == ("b", "c")
     world.lose("a")  # its node goes: nobody is disturbed
     assert world.it.phase is Phase.RUNNING
@@ -213,7 +214,7 @@ def test_a_drained_member_makes_way(world):
 def test_a_death_while_they_make_way_is_a_failure(world):
     world.it.drain(["node of a"])
     world.wait(0.2, *"abcd")
-    world.leave("a", "b", how=ExitReason.PREEMPTED)
+    world.leave("a", "b", reason=ExitReason.PREEMPTED)
     world.lose("c")
     world.leave("d")
     assert world.members == ("b", "d")
@@ -222,15 +223,15 @@ def test_a_death_while_they_make_way_is_a_failure(world):
 
 def test_it_is_over_when_all_have_finished(world):
     world.come("spare")
-    world.leave("a", "b", "c", how=ExitReason.FINISHED)
+    world.leave("a", "b", "c", reason=ExitReason.FINISHED)
     assert world.it.phase is Phase.RUNNING
-    world.leave("d", how=ExitReason.FINISHED)
+    world.leave("d", reason=ExitReason.FINISHED)
     assert world.it.phase is Phase.OVER
     assert sorted(world.told("over")) == ["a", "b", "c", "d", "spare"]
 
 
 def test_rank_0_lost_before_it_wrote_the_result(world):
-    world.leave("b", "c", "d", how=ExitReason.FINISHED)
+    world.leave("b", "c", "d", reason=ExitReason.FINISHED)
     world.lose("a")
     assert world.members == ("b", "c")
 
@@ -238,7 +239,7 @@ def test_rank_0_lost_before_it_wrote_the_result(world):
 def test_what_is_said_of_an_older_generation_changes_nothing(world):
     world.lose("b")
     world.leave("a", "c", "d")
-    world.it.left("a", 0, ExitReason.FAILED, "late", world.now)
+    world.it.left("a", Left(0, ExitReason.FAILED, "late"), world.now)
     world.it.beat("a", 0, 99, world.now)
     assert world.it.phase is Phase.RUNNING
     assert world.it.generation.step == 0
@@ -247,8 +248,8 @@ def test_what_is_said_of_an_older_generation_changes_nothing(world):
 def test_a_run_is_stopped_with_everything_saved(world):
     assert world.it.stop_run() == (True, None)
     world.wait(0.2, *"abcd")
-    assert [message["save"] for worker, message in world.sent if message["do"] == "stop"] == [True] * 4
-    world.leave(*"abcd", how=ExitReason.PREEMPTED, text="17")
+    assert [message.save for _, message in world.sent if isinstance(message, Stop)] == [True] * 4
+    world.leave(*"abcd", reason=ExitReason.PREEMPTED, saved_step=17)
     assert world.it.phase is Phase.STOPPED
     assert world.it.stop_run() == (True, 17)
     assert world.members == tuple("abcd")  # no other is formed
@@ -268,21 +269,21 @@ def test_a_death_while_the_run_is_stopped(world):
     assert world.number == 1
     world.run(2)
     world.wait(0.2, "a", "c")
-    world.leave("a", "c", how=ExitReason.PREEMPTED, text="3")
+    world.leave("a", "c", reason=ExitReason.PREEMPTED, saved_step=3)
     assert world.it.stop_run() == (True, 3)
 
 
 def test_a_node_that_is_avoided_is_left_at_a_step_boundary(world):
     """As in a drain; but its workers are there when nobody else is."""
-    slow, others = world.it.beside(1)
+    slow, others = world.it.worker_at(1)
     assert (slow.name, others) == (world.members[1], len(world.members) - 1)
-    assert world.it.beside(99) is None
+    assert world.it.worker_at(99) is None
     world.run(1)
     world.it.avoid(slow.node)
     world.wait(2, *world.members)
     assert set(world.told("stop")) == set(world.members)
     before = world.members
-    world.leave(*before, how=ExitReason.PREEMPTED)
+    world.leave(*before, reason=ExitReason.PREEMPTED)
     assert slow.name not in world.members
     assert world.members
     world.it.hello(slow.name, slow.node, world.now)

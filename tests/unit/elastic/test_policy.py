@@ -9,7 +9,7 @@ CALM = View(time=100.0, size=2, slots=2, leaving=0, asked=False, stepped=True)
 
 @pytest.fixture
 def resizer():
-    return Resizer((1, 2, 4), join_wait_seconds=5, interval_seconds=10, patience_seconds=60)
+    return Resizer((1, 2, 4), join_wait_seconds=5, interval_seconds=10, answer_seconds=60)
 
 
 def at(view, seconds, **changes):

@@ -13,9 +13,10 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit.train.helpers import config, write_shards
+from tidewheel.elastic import member as member_module
 from tidewheel.elastic import warm, worker
 from tidewheel.elastic.coordinator import Coordinator
-from tidewheel.elastic.membership import ExitReason
+from tidewheel.elastic.messages import ExitReason, Join
 from tidewheel.elastic.worker import take_part
 from tidewheel.errors import clear_frames, related
 from tidewheel.ownership import acquire
@@ -112,9 +113,9 @@ def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
     coordinator = Coordinator(settings.run_uri, settings.elastic, (1,), epoch=acquire(store(settings.run_uri)).epoch)
     coordinator.start("127.0.0.1")
     try:
-        place = coordinator.place()
+        endpoint = coordinator.endpoint()
         coordinator.expect({"a": "n"}, True)
-        result = take_part(settings, place, name="a", node="n")
+        result = take_part(settings, endpoint, name="a", node="n")
     finally:
         coordinator.end()
     assert isinstance(result, TrainResult)
@@ -136,10 +137,9 @@ def test_a_process_that_takes_tensors_for_another_ranks_ends(tmp_path: Path, mon
 
     left: list[Any] = []
     monkeypatch.setattr(loop, "train", stale)
-    monkeypatch.setattr(worker.os, "_exit", ended)
+    monkeypatch.setattr(member_module.os, "_exit", ended)
     member = SimpleNamespace(begin=lambda *_: None, left=lambda *said: left.append(said), send=lambda _: None)
-    order = {"rank": 0, "world_size": 1, "generation": 4, "store": ("", 0)}
-    with pytest.raises(Ended, match=str(worker.EXIT_CODE)):
-        worker._generation(config(tmp_path), member, order, "node")
-    [(said,)] = left
-    assert (said.how, said.text) == (ExitReason.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")
+    with pytest.raises(Ended, match=str(member_module.EXIT_CODE)):
+        worker._generation(config(tmp_path), member, Join(4, 0, 1), "node")
+    [(report,)] = left
+    assert (report.reason, report.text) == (ExitReason.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")

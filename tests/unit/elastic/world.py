@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tidewheel.elastic.blame import Blame
-from tidewheel.elastic.membership import ExitReason, Limits, Membership
+from tidewheel.elastic.generation import Limits
+from tidewheel.elastic.membership import Membership
+from tidewheel.elastic.messages import CoordinatorMessage, ExitReason, Left
 from tidewheel.elastic.policy import Backoff, FailureBudget, Resizer
 
 LIMITS = Limits(heartbeat=3, leave=5, start=60, gather=120)
@@ -18,13 +20,13 @@ class World:
     def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), **budget: Any) -> None:
         self.now, self.sent, self.fenced, self.events = 100.0, [], [], []
         self.asked, self.healthy = [], False  # probes are passed at once
-        resizer = Resizer(sizes, join_wait_seconds=1, interval_seconds=2, patience_seconds=30)
+        resizer = Resizer(sizes, join_wait_seconds=1, interval_seconds=2, answer_seconds=30)
         self.it = Membership(sizes, resizer, FailureBudget(**budget), self, limits=LIMITS,
                              blame=Blame(READMIT))
 
-    def send(self, worker: str, message: dict[str, Any]) -> None:
+    def send(self, worker: str, message: CoordinatorMessage) -> None:
         self.sent.append((worker, message))
-        if message["do"] == "probe" and self.healthy:
+        if message.type == "probe" and self.healthy:
             self.asked.append(worker)
 
     def fence(self, worker: str) -> None:
@@ -48,10 +50,10 @@ class World:
         for name in self.members:
             self.it.beat(name, self.number, step, self.now)
 
-    def leave(self, *names: str, how: ExitReason = ExitReason.FAILED, text: str = "connection closed",
-              kind: str = "") -> None:
+    def leave(self, *names: str, reason: ExitReason = ExitReason.FAILED, text: str = "connection closed",
+              kind: str = "", saved_step: int | None = None) -> None:
         for name in names:
-            self.it.left(name, self.number, how, text, self.now, kind=kind)
+            self.it.left(name, Left(self.number, reason, text, kind, saved_step=saved_step), self.now)
 
     def fail(self, name: str, text: str = "RuntimeError: CUDA error: uncorrectable ECC error") -> None:
         """It raises an error by itself; the other members hear of it, and leave."""
@@ -84,9 +86,9 @@ class World:
         return self.it.generation.members if self.it.generation else ()
 
     def told(self, what: str) -> list[str]:
-        found = [worker for worker, message in self.sent if message["do"] == what]
-        self.sent = [one for one in self.sent if one[1]["do"] != what]
-        return found
+        workers = [worker for worker, message in self.sent if message.type == what]
+        self.sent = [(worker, message) for worker, message in self.sent if message.type != what]
+        return workers
 
     def details(self, kind: str) -> list[dict[str, Any]]:
         return [detail for one, detail in self.events if one == kind]

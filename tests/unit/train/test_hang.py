@@ -42,11 +42,11 @@ def test_who_is_behind(late: dict, says: str):
     before = {rank: late.get(rank, (beat(4), None))[0] for rank in range(3)}
     after = {rank: late.get(rank, (None, beat(6)))[1] for rank in range(3)}
     found = find(before, after, 7)
-    assert found == f"{says}; 2 ranks wait since 7 s at step 2 (report)"
+    assert found == (f"{says}; 2 ranks wait since 7 s at step 2 (report)", (1,))
 
 
 def test_nobody_is_behind():
-    assert find({0: beat(1), 1: beat(1)}, {0: beat(3), 1: beat(4)}, 7) == ""
+    assert find({0: beat(1), 1: beat(1)}, {0: beat(3), 1: beat(4)}, 7) == ("", ())
 
 
 def watched(folder: str, how: str) -> None:
@@ -73,7 +73,9 @@ def watched(folder: str, how: str) -> None:
             watch.started()
     except RuntimeError as error:
         told = watch.explained(error)
-        place.joinpath(f"rank{rank}").write_text(f"{type(told).__name__} {time.time() - began:.1f} {told}")
+        ranks = ",".join(map(str, getattr(told, "ranks", ())))
+        place.joinpath(f"rank{rank}").write_text(
+            f"{type(told).__name__} {time.time() - began:.1f} [{ranks}] {told}")
         os._exit(0)  # the others of the group are no use any more
 
 
@@ -91,13 +93,14 @@ def test_a_rank_that_stands_still_is_named():
                 until = time.time() + 60
                 while not path.exists() and time.time() < until:
                     time.sleep(0.1)
-                kind, seconds, text = path.read_text().split(" ", 2)
+                kind, seconds, ranks, text = path.read_text().split(" ", 3)
                 assert kind == HangError.__name__, text
                 assert float(seconds) < 2 * SECONDS + 3, "bounded"
                 says = {"sleep": r"rank 1 is still at step 5 \(data\); 2 ranks wait since 3 s at step 5 \(report\)",
                         "signal": r"rank 1 does not answer, last seen at step [45] .*; 2 ranks wait since 3 s",
                         "store": "of rank 0, is stopped or gone"}[how]
                 assert re.fullmatch(f".*{says}.*", text), text
+                assert ranks == ("[]" if how == "store" else "[1]"), "every rank accuses the same ones"
     finally:
         for context in contexts:
             for process in context.processes:

@@ -14,10 +14,9 @@ import contextlib
 import json
 import logging
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -39,7 +38,25 @@ EXIT_CODE = 70
 
 
 class HangError(RuntimeError):
-    """Other ranks waited in vain; names those that did not come. Starting again is the cure, as for a lost worker."""
+    """Ranks waited in vain for others, which the text names. A restart fixes it, as after the loss of a worker.
+
+    Args:
+        text: what was found.
+        ranks: the ranks that are behind.
+    """
+
+    def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class Finding(NamedTuple):
+    """Result of a survey of all ranks."""
+
+    text: str
+    """Says which ranks are behind; "" if none is."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that are behind."""
 
 
 class Beat(NamedTuple):
@@ -75,7 +92,7 @@ class Watch:
                  on_hang: Callable[[str], None] | None = None) -> None:
         self._config, self._rank, self._world_size, self._on_hang = config, rank, world_size, on_hang
         self._marks, self._place = 0, (0, "start")
-        self._finding = ""
+        self._finding = Finding("")
         self._found, self._closed = threading.Event(), threading.Event()
         self._limit = config.start_timeout_seconds
         self._beat_seconds = min(min(config.collective_timeout_seconds, self._limit) / BEATS, MOST_SECONDS)
@@ -114,7 +131,7 @@ class Watch:
         waited = isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
         if self._thread is not None and waited:
             self._found.wait(6 * self._beat_seconds)
-        return HangError(self._finding) if self._finding and isinstance(error, RuntimeError) else error
+        return HangError(*self._finding) if self._finding.text and isinstance(error, RuntimeError) else error
 
     def close(self) -> None:
         """Stop watching. The thread may wait for an answer of the store; it is not waited for, as others may wait for
@@ -146,15 +163,15 @@ class Watch:
             self._store.set(str(self._rank), json.dumps(beat))
             if beat.progress != before:
                 before, since = beat.progress, time.monotonic()
-            elif time.monotonic() - since > self._limit and not self._finding:
+            elif time.monotonic() - since > self._limit and not self._finding.text:
                 self._ask()
                 since = time.monotonic()
-                if self._finding:
+                if self._finding.text:
                     threading.Thread(target=self._end, name="hang end", daemon=True).start()
 
     def _ask(self) -> None:
         """Have a survey made, by this rank or another; beats go on meanwhile."""
-        answer: list[str] = []
+        answer: list[Finding] = []
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):  # no answer
@@ -170,25 +187,26 @@ class Watch:
         if answer:
             self._finding = answer[0]
         elif not self._closed.is_set():
-            self._finding = (f"rank {self._rank} waits since {self._limit:g} s at {_told(self._beat(0))}, and the "
-                             "store that the ranks share does not answer: the process that keeps it, of rank 0, is "
-                             "stopped or gone")
-        if self._finding:
+            self._finding = Finding(
+                f"rank {self._rank} waits since {self._limit:g} s at {_told(self._beat(0))}, and the store that the "
+                "ranks share does not answer: the process that keeps it, of rank 0, is stopped or gone")
+        if self._finding.text:
             self._found.set()
 
-    def _survey(self) -> str:
-        """What one rank finds out for all: who is behind; "": nobody."""
+    def _survey(self) -> Finding:
+        """Return which ranks are behind; one rank finds it out for all."""
         turn = self._answers.add("turn", 0)
         if self._answers.compare_set(f"surveyor/{turn}", "", str(self._rank)).decode() != str(self._rank):
-            return self._answers.get(f"finding/{turn}").decode()
+            text, ranks = json.loads(self._answers.get(f"finding/{turn}"))
+            return Finding(text, tuple(ranks))
         before = self._beats()
         time.sleep(2.5 * self._beat_seconds)
         finding = find(before, self._beats(), self._limit)
-        self._answers.set(f"finding/{turn}", finding)
-        if not finding:
+        self._answers.set(f"finding/{turn}", json.dumps(finding))
+        if not finding.text:
             self._answers.add("turn", 1)
         elif self._on_hang is not None:
-            self._on_hang(finding)
+            self._on_hang(finding.text)
         return finding
 
     def _beats(self) -> dict[int, Beat | None]:
@@ -202,18 +220,24 @@ class Watch:
     def _end(self) -> None:
         """The main thread has some time to end by itself. If it cannot, the process must: somebody waits for it."""
         if not self._closed.wait(8 * self._beat_seconds):
-            logger.critical("rank %d ends: %s", self._rank, self._finding)
+            logger.critical("rank %d ends: %s", self._rank, self._finding.text)
             worker_log.last_words()
             os._exit(EXIT_CODE)
 
 
-def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds: float) -> str:
-    """Who is behind, from two looks at all ranks a few beats apart; "": nobody."""
+def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds: float) -> Finding:
+    """Return which ranks are behind, from two looks at all ranks a few beats apart.
+
+    Args:
+        before: beats of the first look by rank; None for a rank that has never sent one.
+        after: beats of the second look.
+        seconds: how long the other ranks have waited, for the text.
+    """
     silent = [rank for rank, beat in after.items() if beat is None or beat == before[rank]]
     alive = {rank: beat for rank, beat in after.items() if beat is not None and rank not in silent}
     behind = [] if silent else _behind(alive)
     if not silent and not behind:
-        return ""
+        return Finding("")
     lines = []
     for rank in silent:
         beat = after[rank]
@@ -223,12 +247,7 @@ def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds:
     if waiting:
         who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
         lines.append(f"{who} since {seconds:g} s at {_told(alive[waiting[0]])}")
-    return "; ".join(lines)
-
-
-def behind(finding: str) -> tuple[int, ...]:
-    """The ranks that a finding of `find` says are behind."""
-    return tuple(int(rank) for rank in re.findall(r"\brank (\d+) (?:does not answer|is still at)", finding))
+    return Finding("; ".join(lines), (*silent, *behind))
 
 
 def _behind(beats: dict[int, Beat]) -> list[int]:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tidewheel.checkpoint.memory.buddies import ring
 from tidewheel.checkpoint.memory.protocol import Address
-from tidewheel.checkpoint.tiers import Placement
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
+from tidewheel.elastic.worker import tier_placement
 from tidewheel.placement import failure_domain
 
 
@@ -95,15 +95,15 @@ class Started:
 
 
 def test_workers_hear_the_failure_domain_of_every_agent():
-    keeper = AgentSupervisor(Started())
-    keeper.located({"x": "rack-1", "y": "rack-1", "z": "rack-2", "elsewhere": "rack-3"})
-    keeper.want(["w", "x", "y", "z"])
-    while not all(keeper.has(node) for node in "wxyz"):
+    supervisor = AgentSupervisor(Started())
+    supervisor.located({"x": "rack-1", "y": "rack-1", "z": "rack-2", "elsewhere": "rack-3"})
+    supervisor.want(["w", "x", "y", "z"])
+    while not all(supervisor.has(node) for node in "wxyz"):
         time.sleep(0.01)
-    order = keeper.placement(["x", "w"])
-    keeper.end(over=False)
+    order = supervisor.placement(["x", "w"])
+    supervisor.end(over=False)
     assert order is not None
-    placement = Placement.of(order)
+    placement = tier_placement(order)
     assert placement.agents == (Address("x", 1), Address("w", 1))
     assert placement.domains == {Address("x", 1): "rack-1", Address("y", 1): "rack-1", Address("z", 1): "rack-2"}
     assert ring(placement.known, Address("x", 1), placement.domains)[-1] == Address("y", 1)

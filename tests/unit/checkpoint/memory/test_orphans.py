@@ -185,7 +185,7 @@ def test_an_agent_that_cannot_upload_does_not_stand_in_the_way(cluster):
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_the_keeper_tells_the_agents_how_the_run_has_ended(over, monkeypatch):
+def test_the_supervisor_tells_the_agents_how_the_run_has_ended(over, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(Agents, "stop", lambda self: told.append("stop"))
     monkeypatch.setattr(Agents, "abandon", lambda self: told.append("abandon"))

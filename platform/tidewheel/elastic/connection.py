@@ -1,0 +1,129 @@
+"""What both ends of the connection between coordinator and workers share: time limits, lines and what was delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+
+MOST_BYTES = 1 << 20
+"""Longest line."""
+SILENT_SECONDS = 10.0
+"""The kernel closes a connection whose other machine acknowledges nothing for this long."""
+RECONNECT_SECONDS = 30.0
+"""Time for a worker to reconnect after its connection broke. After it the worker ends, and the run continues without
+it."""
+ACKNOWLEDGED = 64
+"""Messages of a worker between two acknowledgements by the coordinator."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where and how workers connect."""
+
+    address: tuple[str, int]
+    """Host and port of the coordinator."""
+    token: str = field(repr=False)
+    """The run's token."""
+    runs: bool = False
+    """A generation has formed: a worker that starts now may get a rank at once."""
+
+
+@dataclass
+class DeliveryLog(Generic[M]):
+    """Messages of one side that the other may not have received, and the number of the last message received."""
+
+    sent: int = 0
+    received: int = 0
+    pending: deque[tuple[int, M]] = field(default_factory=deque)
+    """Sequence numbers and messages, the oldest first."""
+
+    def add(self, message: M) -> int:
+        """Keep `message` until it is acknowledged; return its sequence number."""
+        self.sent += 1
+        self.pending.append((self.sent, message))
+        return self.sent
+
+    def acknowledge(self, received: int) -> None:
+        """Forget all messages up to sequence number `received`."""
+        while self.pending and self.pending[0][0] <= received:
+            self.pending.popleft()
+
+    def is_new(self, number: int | None) -> bool:
+        """Return whether a message with this sequence number arrives for the first time; None is always new."""
+        if number is None:
+            return True
+        new = number > self.received
+        self.received = max(self.received, number)
+        return new
+
+
+async def next_line(reader: asyncio.StreamReader, most: int, *, skip: bool = False) -> bytes:
+    """Return the next line, b"" at the end of the connection.
+
+    Args:
+        reader: the connection.
+        most: longest line in bytes.
+        skip: read a longer line to its end before raising.
+
+    Raises:
+        ValueError: the line is longer than `most`.
+    """
+    parts: list[bytes] = []
+    length = 0
+    while not parts or not parts[-1].endswith(b"\n"):
+        try:
+            part = await reader.readuntil(b"\n")
+        except asyncio.IncompleteReadError:
+            return b""  # the connection broke inside a line
+        except asyncio.LimitOverrunError as error:  # longer than the reader's buffer
+            part = await reader.readexactly(error.consumed)
+        length += len(part)
+        if length > most:
+            parts.clear()
+            if not skip:
+                break
+        parts.append(part)
+    if length > most:
+        raise ValueError(f"a line of {length} bytes, more than {most}")
+    return b"".join(parts)
+
+
+def read_line(connection: socket.socket) -> bytes:
+    """Return one line, and read nothing behind it.
+
+    Raises:
+        OSError: the connection ends inside the line, or the line is longer than `MOST_BYTES`.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise ConnectionError("the connection was closed")
+        line += byte
+        if len(line) > MOST_BYTES:
+            raise ConnectionError(f"a line of more than {MOST_BYTES} bytes")
+    return bytes(line)
+
+
+def close(connection: socket.socket | None) -> None:
+    """Close a connection, if there is one, in both directions."""
+    if connection is not None:
+        with contextlib.suppress(OSError):  # it is closed already
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+
+def tune(connection: socket.socket) -> None:
+    """Send small messages at once, and let the kernel close a connection to a machine that is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_SECONDS * 1000))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # also while nobody sends
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_SECONDS / 2))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)

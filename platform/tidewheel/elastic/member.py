@@ -1,0 +1,211 @@
+"""This process as a worker of the coordinator: orders come in, and reports and signs of life go out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tidewheel.elastic.client import Client
+from tidewheel.elastic.connection import Endpoint
+from tidewheel.elastic.faults import Report
+from tidewheel.elastic.messages import (
+    Abort,
+    Beat,
+    CoordinatorMessage,
+    GoOn,
+    Hello,
+    Join,
+    Leaving,
+    Left,
+    Order,
+    Over,
+    Probe,
+    Raise,
+    StepDone,
+    Stop,
+    WorkerEvent,
+    WorkerMessage,
+)
+
+if TYPE_CHECKING:
+    from tidewheel.elastic.process_group import GenerationGroup
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.25
+TEXT_CHARACTERS = 2000
+"""Characters of an error that a worker reports."""
+EXIT_CODE = 71
+"""EX_OSERR of sysexits.h: the coordinator cut this worker off, or is gone."""
+
+members: list[Member] = []
+"""This process as a worker, if it is one; for the signal handler."""
+
+
+class Member:
+    """A worker's side of the run. A thread of its own hears the coordinator, another one sends beats.
+
+    A connection that breaks is made again (`client`). Until then rank 0 waits at its next step boundary, because a
+    worker that was cut off must not train on. The process ends when the coordinator is gone, cannot be reached for
+    `connection.RECONNECT_SECONDS`, or continues without this worker.
+
+    Args:
+        endpoint: where the coordinator listens.
+        name: unique name of this process.
+        node: id of its node.
+        spot: the node may be taken away at any time.
+        device: GPUs of this process, as the node numbers them; "" on CPU.
+    """
+
+    def __init__(self, endpoint: Endpoint, name: str, node: str, *, spot: bool = False, device: str = "") -> None:
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        """Messages that the training thread waits for."""
+        self.stop = False
+        """Leave at the next step boundary."""
+        self.save = False
+        """Save to storage at the next step boundary."""
+        self.terminated = False
+        """The process was asked to end."""
+        self.generation = -1
+        self.step = 0
+        self._group: GenerationGroup | None = None  # of the present generation
+        self._aborted = -1
+        has_clocks = hasattr(time, "pthread_getcpuclockid")  # not on every system
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clocks else None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        hello = Hello(name, node, endpoint.token, spot=spot, device=device)
+        self._client = Client(endpoint.address, hello, self._receive, end_process)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def begin(self, generation: int, group: GenerationGroup) -> None:
+        """Begin a generation; break off the connections of its `group` when it is aborted."""
+        with self._lock:
+            self.generation = generation
+            self.step = 0
+            self.stop = False
+            self.save = False
+            self._group = group
+            if self._aborted >= generation:
+                group.break_off()
+
+    def left(self, report: Report) -> None:
+        """Report that this worker has left its generation."""
+        with self._lock:
+            self._group = None
+        self.send(Left(self.generation, report.reason, report.text[:TEXT_CHARACTERS], report.error_kind,
+                       report.accused, report.saved_step))
+
+    def wait_connected(self) -> None:
+        """Return once the coordinator can be reached; if that takes too long, the process ends."""
+        self._client.connected.wait()
+
+    def send(self, message: WorkerMessage) -> None:
+        """Send a message to the coordinator."""
+        self._client.send(message)
+
+    def close(self) -> None:
+        """End the connection; the process continues."""
+        self._closed.set()
+        self._client.close()
+
+    def terminate(self) -> None:
+        """End the process, as it was asked to: during a generation at a step boundary, otherwise at once."""
+        self.terminated = True
+        self.send(Leaving())
+        with self._lock:
+            busy = self._group is not None
+        if not busy:
+            end_process()
+
+    def _receive(self, message: CoordinatorMessage) -> None:
+        match message:
+            case Abort(generation):
+                with self._lock:
+                    self._aborted = max(self._aborted, generation)
+                    if self._group is not None and self.generation <= self._aborted:
+                        self._group.break_off()
+            case Stop(generation, save):
+                if generation == self.generation:
+                    self.save = save
+                    self.stop = True
+            case GoOn(generation):
+                if generation == self.generation:
+                    self.save = False
+                    self.stop = False
+            case Join() | Probe() | Raise() | Over():
+                self.orders.put(message)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            self.send(Beat(self.generation, self.step, self._cpu_seconds(), self._aborted))
+
+    def _cpu_seconds(self) -> float:
+        """Return the CPU seconds of the thread that made this object: the training thread."""
+        if self._clock is None:
+            return 0.0
+        with contextlib.suppress(OSError):  # the thread has ended
+            return round(time.clock_gettime(self._clock), 2)
+        return 0.0
+
+
+class RunControl:
+    """`train.runtime.Control` over the coordinator's connection. Only `poll` waits, and only until a broken connection
+    is made again.
+
+    Args:
+        member: this process as a worker.
+        rank: its rank.
+    """
+
+    def __init__(self, member: Member, rank: int) -> None:
+        self._member = member
+        self._rank = rank
+
+    @property
+    def stepped(self) -> bool:
+        """Whether this generation has done a step, as far as this rank knows."""
+        return self._member.step > 0
+
+    def poll(self) -> bool:
+        self._member.wait_connected()
+        return self._member.stop
+
+    def save_wanted(self) -> bool:
+        return self._member.save
+
+    def hold(self, step: int) -> NoReturn:
+        from tidewheel.train.runtime import Preempted
+
+        raise Preempted(step)
+
+    def event(self, kind: str, **detail: Any) -> None:
+        logger.info("event %s %s", kind, json.dumps(detail, default=str))
+        self._member.send(WorkerEvent(kind, {"rank": self._rank, **detail}, time.time()))
+
+    def progress(self, step: int, steps: int, **metrics: Any) -> None:
+        self._member.step = step
+        self._member.send(StepDone(self._member.generation, step, steps, metrics))
+
+
+def end_process(why: str = "it was asked to end, was cut off, or the coordinator is gone") -> None:
+    """End this process at once, whatever its threads do; write its last log lines first."""
+    from tidewheel.train.logs import worker_log
+
+    logger.warning("this worker ends: %s", why)
+    worker_log.last_words()
+    os._exit(EXIT_CODE)
+
+
+def notice() -> None:
+    """Respond to SIGTERM: leave at a step boundary."""
+    if members:
+        threading.Thread(target=members[-1].terminate, name="notice").start()
+    else:
+        end_process()

@@ -1,0 +1,318 @@
+"""Messages between the coordinator and its workers: what each side may say, and how a message becomes a line of JSON.
+
+Each message is a frozen dataclass with a `type` that names it on the wire. `FromWorker` and `FromCoordinator` are the
+frames that carry messages; a frame also holds the sequence number of its message and an acknowledgement. The decoder
+refuses unknown types, unknown or missing fields and values of another type, so code that handles a message may rely on
+its fields. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.train.past import Past
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""Holds for a frame and for all dataclasses inside it."""
+
+
+class MessageError(ValueError):
+    """A line is no valid message."""
+
+
+class ExitReason(StrEnum):
+    """Why a worker left its generation."""
+
+    FINISHED = "finished"
+    """The last step is done."""
+    PREEMPTED = "preempted"
+    """The coordinator asked it to leave at a step boundary."""
+    FAILED = "failed"
+    """An error that may not occur again after a restart."""
+    FATAL = "fatal"
+    """An error that a restart does not fix."""
+
+
+# -- from a worker -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Hello:
+    """First message of a worker process: it is ready for a rank."""
+
+    name: str
+    """Unique name of the process."""
+    node: str
+    """Id of its node."""
+    token: str = field(repr=False)
+    """The run's token."""
+    spot: bool = False
+    """The node may be taken away at any time."""
+    device: str = ""
+    """GPUs of the process, as its node numbers them; "" on CPU."""
+    type: Literal["hello"] = "hello"
+
+
+@dataclass(frozen=True)
+class Return:
+    """First message on a new connection of a worker that lost its connection."""
+
+    name: str
+    token: str = field(repr=False)
+    session: str = field(repr=False)
+    """Key of the session to continue, from `Welcome`."""
+    type: Literal["return"] = "return"
+
+
+@dataclass(frozen=True)
+class Here:
+    """Second message of a worker that returns: it has read the welcome. Its frame acknowledges what it received."""
+
+    type: Literal["here"] = "here"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Sign of life."""
+
+    generation: int
+    step: int
+    """Last step done in `generation`; 0 before the first."""
+    work: float = 0.0
+    """CPU seconds used by the training thread."""
+    aborts: int = -1
+    """Newest generation that this worker was told to abort; -1 for none."""
+    type: Literal["beat"] = "beat"
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step is done."""
+
+    generation: int
+    step: int
+    steps: int
+    """Steps of the whole run."""
+    metrics: dict[str, Any]
+    """Metrics for the driver's progress display."""
+    type: Literal["step"] = "step"
+
+
+@dataclass(frozen=True)
+class WorkerEvent:
+    """A record for the run's events.jsonl."""
+
+    kind: str
+    detail: dict[str, Any]
+    time: float
+    """Unix seconds, by the worker's clock."""
+    type: Literal["event"] = "event"
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The worker's process was asked to end, by SIGTERM."""
+
+    type: Literal["leaving"] = "leaving"
+
+
+@dataclass(frozen=True)
+class Left:
+    """The worker has left its generation."""
+
+    generation: int
+    reason: ExitReason
+    text: str = ""
+    """The error, if one ended the generation."""
+    error_kind: str = ""
+    """Class of an error that this worker raised first; "" if it left because of another worker."""
+    accused: tuple[int, ...] = ()
+    """Ranks that do not respond, according to this worker."""
+    saved_step: int | None = None
+    """Step of the committed save of a preempted worker."""
+    type: Literal["left"] = "left"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Result of a self-test."""
+
+    problem: str
+    """"" if the worker passed."""
+    type: Literal["probed"] = "probed"
+
+
+# -- from the coordinator ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Welcome:
+    """Answer to `Hello` and `Return`."""
+
+    session: str = field(repr=False)
+    type: Literal["welcome"] = "welcome"
+
+
+@dataclass(frozen=True)
+class End:
+    """Answer to `Return` when the session is over: the process must end."""
+
+    type: Literal["end"] = "end"
+
+
+@dataclass(frozen=True)
+class Received:
+    """Carries nothing but the acknowledgement of its frame."""
+
+    type: Literal["received"] = "received"
+
+
+@dataclass(frozen=True)
+class MemoryPlacement:
+    """Memory agents for the workers of one generation."""
+
+    agents: tuple[Address, ...]
+    """Agent of the node of each rank."""
+    others: tuple[Address, ...]
+    """Agents of nodes without a rank, which may hold snapshots."""
+    domains: dict[str, tuple[Address, ...]]
+    """Agents of each labelled failure domain."""
+    token: str = field(repr=False)
+    """Token of the agents."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Train in a new generation."""
+
+    generation: int
+    rank: int
+    world_size: int
+    store: tuple[str, int] = ("", 0)
+    """Host and port of the store at which the ranks meet."""
+    memory: MemoryPlacement | None = None
+    """None without a memory tier."""
+    past: Past | None = None
+    """The run so far; None to read it from storage."""
+    type: Literal["join"] = "join"
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Leave this generation, and all before it, at once."""
+
+    generation: int
+    type: Literal["abort"] = "abort"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Leave the generation at the next step boundary."""
+
+    generation: int
+    save: bool = False
+    """Save to storage first."""
+    type: Literal["stop"] = "stop"
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Ignore an earlier `Stop`."""
+
+    generation: int
+    type: Literal["go_on"] = "go_on"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Run the self-test and answer with `Probed`."""
+
+    type: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True)
+class Raise:
+    """End the training function by an error."""
+
+    text: str = ""
+    """Why Ray Train must restart its workers; "" to raise the worker's own last error."""
+    type: Literal["raise"] = "raise"
+
+
+@dataclass(frozen=True)
+class Over:
+    """The run is over and its result is written: return it."""
+
+    type: Literal["over"] = "over"
+
+
+Greeting = Hello | Return
+WorkerMessage = Beat | StepDone | WorkerEvent | Leaving | Left | Probed
+Order = Join | Probe | Raise | Over
+"""Messages that a worker's training thread waits for."""
+CoordinatorMessage = Order | Abort | Stop | GoOn
+Message = WorkerMessage | CoordinatorMessage
+
+
+@dataclass(frozen=True)
+class FromWorker:
+    """A line of a worker."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    body: Annotated[Greeting | Here | WorkerMessage, Field(discriminator="type")]
+    number: int | None = None
+    """Sequence number; None for a message that is not sent again after a reconnect."""
+    received: int = 0
+    """Sequence number of the last message that the worker received."""
+
+
+@dataclass(frozen=True)
+class FromCoordinator:
+    """A line of the coordinator."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    body: Annotated[Welcome | End | Received | CoordinatorMessage, Field(discriminator="type")]
+    number: int | None = None
+    received: int = 0
+
+
+_FROM_WORKER = TypeAdapter(FromWorker)
+_FROM_COORDINATOR = TypeAdapter(FromCoordinator)
+
+
+def encode(frame: FromWorker | FromCoordinator) -> bytes:
+    """Return a frame as one line of UTF-8 JSON. Values in free-form details that JSON does not know become strings."""
+    text = json.dumps(asdict(frame), separators=(",", ":"), ensure_ascii=False, default=str)
+    return text.encode("utf-8", "replace") + b"\n"  # undecodable bytes of file names do not make a line invalid
+
+
+def decode_from_worker(line: bytes) -> FromWorker:
+    """Return the frame in a line of a worker.
+
+    Raises:
+        MessageError: the line is no frame of a worker.
+    """
+    return _decoded(_FROM_WORKER, line)
+
+
+def decode_from_coordinator(line: bytes) -> FromCoordinator:
+    """Return the frame in a line of the coordinator.
+
+    Raises:
+        MessageError: the line is no frame of a coordinator.
+    """
+    return _decoded(_FROM_COORDINATOR, line)
+
+
+def _decoded(adapter: TypeAdapter[T], line: bytes) -> T:
+    try:
+        return adapter.validate_json(line)
+    except ValidationError as error:
+        # the values themselves stay out of the text: they may hold a token
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(map(str, problem["loc"]))
+    raise MessageError(f"invalid message: {where + ': ' if where else ''}{problem['msg']}")

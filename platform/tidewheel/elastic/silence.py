@@ -1,0 +1,59 @@
+"""Which workers are lost because they send nothing, told apart from workers that are slow or out of reach for now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tidewheel.elastic.connection import RECONNECT_SECONDS
+from tidewheel.elastic.generation import Generation, Worker
+
+ALL_SILENT = 10
+"""While all workers are silent, each may be so for this many times the limit: more likely than not the coordinator
+itself is cut off, and no worker could continue without the others."""
+LATE_SECONDS = 1.0
+"""A gap longer than this between two calls, or between two messages of any workers, is the coordinator's own."""
+
+
+class Silence:
+    """Finds silent workers. Times are monotonic seconds.
+
+    Args:
+        workers: all workers by name; the membership's own mapping.
+        limit: seconds after which a worker counts as silent.
+    """
+
+    def __init__(self, workers: Mapping[str, Worker], limit: float) -> None:
+        self._workers = workers
+        self._limit = limit
+        self._checked: float | None = None
+        self._heard: float | None = None  # last message of any worker
+
+    def heard(self, now: float) -> None:
+        """Note a message of any worker. Time in which no worker was heard does not count against the others."""
+        gap = now - self._heard if self._heard is not None else 0.0
+        self._heard = now
+        if gap > LATE_SECONDS:
+            for worker in self._workers.values():
+                worker.beat = now
+
+    def find(self, generation: Generation | None, now: float) -> list[Worker]:
+        """Return the workers that are lost; call it several times a second."""
+        late = now - self._checked - LATE_SECONDS if self._checked is not None else 0.0
+        self._checked = now
+        if late > 0:  # this process was stopped: messages wait to be read
+            for worker in self._workers.values():
+                worker.beat += late
+        connected = [worker for worker in self._workers.values() if worker.connected]
+        newest = max((worker.beat for worker in connected), default=now)
+        return [worker for worker in connected if self._is_lost(worker, newest, generation, now)]
+
+    def _is_lost(self, worker: Worker, newest: float, generation: Generation | None, now: float) -> bool:
+        silent = now - worker.beat
+        if silent < self._limit:
+            return False
+        if newest - worker.beat < self._limit / 2 and silent < max(ALL_SILENT * self._limit, RECONNECT_SECONDS):
+            return False
+        if generation is None or worker.name not in generation.members:
+            return True
+        # a generation cannot progress without a member that stands still: if it does, the member is only late
+        return now - max(generation.stepped_at, generation.began) >= self._limit
