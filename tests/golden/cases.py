@@ -23,7 +23,7 @@ from backports import zstd
 
 from tests.plain_execution import without_ray
 from tidewheel.config import Config, build
-from tidewheel.data import pipeline, readers
+from tidewheel.data import pipeline, readers, url
 from tidewheel.data.config import PipelineConfig, ReadConfig, Step
 from tidewheel.data.reader import READERS
 from tidewheel.data.readers import code
@@ -54,7 +54,7 @@ WORDS = ("the", "river", "of", "time", "and", "history", "that", "measured", "wh
          "with", "have", "theorem", "harbour", "winter", "committee", "water", "stone", "light", "paper", "number",
          "letter", "garden", "Café", "naïve", "straße")
 STAGES = {
-    "ingest": ingest.VERSION, "partition": partition.VERSION, "filter_2": row_local.VERSION,
+    "ingest": ingest.VERSION, "partition": partition.VERSION.using(url.VERSION), "filter_2": row_local.VERSION,
     "dedup_url": dedup_url.VERSION, "dedup_exact": dedup_exact.VERSION, "dedup_lines": dedup_lines.VERSION,
     "near_index": near_index.VERSION, "dedup_near_edges": near_edges.VERSION, "dedup_near_exact": near_exact.VERSION,
     "dedup_near_round": near_rounds.VERSION, "dedup_near": dedup_near.VERSION,
@@ -152,6 +152,15 @@ def filter_case(name: str) -> Outcome:
     return _outcome(version, step, [judged.reasons.tolist(), judged.texts.to_pylist(), statistics])
 
 
+def url_case() -> Outcome:
+    """Bring URLs into the form in which they are compared."""
+    addresses = ["HTTPS://user@WWW.Example.com:443/%7ea/%c3//?b=1&utm_source=x&%66bclid=y#part",
+                 "http://a.example/#!/x y", "http://a.example:8080/100%/a b?q=1 2", "http://www.www.a.example./",
+                 "http://BÜCHER.example/ü",
+                 "http://[2001:DB8::1]:8080/", "http://a b.example/", "ftp://a.example:21/a", "no url"]
+    return _outcome(url.VERSION, ReadConfig(paths=("*",)), [url.normalised(address) for address in addresses])
+
+
 def reader_case(kind: str) -> Outcome:
     """Read one file of a format."""
     docs = [{**doc, "text": doc["text"].replace("\n", " ")} for doc in documents(40)]
@@ -206,7 +215,7 @@ CASES: dict[str, Callable[[], Outcome]] = {
     **{f"filter {name}": lambda name=name: filter_case(name) for name in FILTERS},  # type: ignore[misc]
     **{f"read {kind}": lambda kind=kind: reader_case(kind)  # type: ignore[misc]
        for kind in ("jsonl", "json", "csv", "tsv", "text", "parquet", "arrow")},
-    "read code": code_case,
+    "read code": code_case, "normal url": url_case,
 }
 
 

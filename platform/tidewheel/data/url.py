@@ -1,30 +1,59 @@
-"""URLs of documents: where they stand, and the normal form in which they are compared."""
+"""URLs of documents, and the normal form in which they are compared."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote, urlsplit
+
+from tidewheel.versions import Version
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_PORTS = {"http": 80, "https": 443, "ftp": 21}
+VERSION = Version("normal_url")
+"""Which URLs are the same page."""
+_SCHEMES = frozenset({"http", "https", "ftp"})
+_DEFAULT_PORTS = frozenset({None, 80, 443, 21})  # whatever the scheme, which is not part of the normal form
 _TRACKING = re.compile(r"(utm_\w+|gclid|gclsrc|dclid|gbraid|wbraid|fbclid|msclkid|twclid|yclid|igshid|mc_[ce]id)(=|$)",
                        re.IGNORECASE)
-_ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
+_ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})?")
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f]")
+_NOT_IN_HOSTS = re.compile(rf"{_BLANK.pattern}|[][/?#@:]")
+
+
+class Address(NamedTuple):
+    """The parts of a URL that name a page.
+
+    Args:
+        host: in lower case and punycode; an IPv6 address in brackets.
+        port: None for the default port of HTTP, HTTPS or FTP.
+        path: as it is in the URL, and the following two.
+        query: without its "?".
+        fragment: without its "#".
+    """
+
+    host: str
+    port: int | None
+    path: str
+    query: str
+    fragment: str
 
 
 def of_metas(metas: pa.Array | pa.ChunkedArray) -> list[str]:
-    """The `url` of each meta, "" where there is none."""
-    found = (json.loads(meta).get("url") for meta in metas.to_pylist())
-    return [url if isinstance(url, str) else "" for url in found]
+    """Return the `url` of each meta, or "" if it has none."""
+    urls = (json.loads(meta).get("url") for meta in metas.to_pylist())
+    return [url if isinstance(url, str) else "" for url in urls]
 
 
 def hashes(metas: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, pa.Array]:
-    """XXH3-128 (high, low) of the normal form of each document's URL, uint64 [n]; null without a usable URL."""
+    """Return the XXH3-128 of the normal form of each document's URL.
+
+    Returns:
+        (high, low) halves, each uint64 [n]; null for documents without a usable URL.
+    """
     import pyarrow as pa
     import xxhash
 
@@ -35,51 +64,72 @@ def hashes(metas: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, pa.Array]:
 
 
 def normalised(url: str) -> str:
-    """The form in which URLs are compared; "" for what is no URL of a host.
+    """Return the form in which URLs are compared; "" if the text is not the URL of a page on a host.
 
-    Not part of it: scheme, user, `www.`, default port, fragment (but for `#!...`, which names a page), tracking
-    parameters (utm_*, gclid, fbclid and the like), slashes at the end of the path. Hosts are in lower case and
-    punycode, escapes of plain characters are undone (RFC 3986, section 6.2.2). The order of parameters stays.
+    The form leaves out the scheme, the user, `www.`, default ports, the fragment (except `#!...`, which names a page),
+    tracking parameters (utm_*, gclid, fbclid and the like) and slashes at the end of the path. Hosts are in lower case
+    and punycode. Escapes of unreserved characters are undone (RFC 3986, section 6.2.2); whitespace, control characters
+    and a "%" that begins no escape are escaped. The order of parameters stays.
+
+    The form is stable: with any scheme before it, it is its own normal form.
     """
-    parts = parse(url)
-    if parts is None:
+    address = parse(url)
+    if address is None:
         return ""
-    host, rest, fragment = parts
-    path, _, query = rest.partition("?")
-    kept = "&".join(part for part in query.split("&") if part and not _TRACKING.match(part))
-    text = host.removeprefix("www.") + _escapes(path).rstrip("/")
-    return text + (f"?{_escapes(kept)}" if kept else "") + (f"#{fragment}" if fragment.startswith("!") else "")
+    host = address.host
+    while host.startswith("www."):
+        host = host.removeprefix("www.")
+    port = "" if address.port is None else f":{address.port}"
+    path = _escaped(address.path).rstrip("/")
+    parameters = [part for part in _escaped(address.query).split("&") if part and not _TRACKING.match(part)]
+    query = f"?{'&'.join(parameters)}" if parameters else ""
+    fragment = f"#{_escaped(address.fragment)}" if address.fragment.startswith("!") else ""
+    return f"{host}{port}{path}{query}{fragment}"
 
 
-def parse(url: str) -> tuple[str, str, str] | None:
-    """(host with a port that is not the scheme's own, path and query, fragment), or None."""
+def parse(url: str) -> Address | None:
+    """Return the parts of an HTTP, HTTPS or FTP URL, or None if it is not one or its host is not valid."""
     try:
         parts = urlsplit(url.strip())
-        host, port = (parts.hostname or "").rstrip("."), parts.port
+        name, port = parts.hostname or "", parts.port
     except ValueError:
         return None
-    name = _ascii(host)
-    if not name or parts.scheme not in _PORTS:
+    if parts.scheme not in _SCHEMES:
         return None
-    place = name if port in (None, _PORTS[parts.scheme]) else f"{name}:{port}"
-    return place, parts.path + (f"?{parts.query}" if parts.query else ""), parts.fragment
+    authority = parts.netloc.rpartition("@")[2]
+    host = _bracketed(name) if authority.startswith("[") else _host(name)
+    if not host:
+        return None
+    return Address(host, None if port in _DEFAULT_PORTS else port, parts.path, parts.query, parts.fragment)
 
 
-def _ascii(host: str) -> str:
-    """A host name in lower case and punycode; as it is, where that has none."""
-    host = host.lower()
-    if host.isascii():
-        return host
+def _bracketed(name: str) -> str:
+    """Return an IP literal in its brackets; "" if it is not valid."""
+    return "" if _BLANK.search(name) or not name.isascii() else f"[{name.lower()}]"
+
+
+def _host(name: str) -> str:
+    """Return a host name in lower case, and in punycode if IDNA can express it; "" if it is not valid."""
+    name = _punycode(name.lower().rstrip(".")).rstrip(".")
+    return "" if _NOT_IN_HOSTS.search(name) else name
+
+
+def _punycode(name: str) -> str:
+    """Return a host name in punycode, or unchanged if IDNA cannot express it."""
+    if name.isascii():
+        return name
     try:
-        return host.encode("idna").decode()
+        return name.encode("idna").decode().lower()
     except UnicodeError:
-        return host
+        return name
 
 
-def _escapes(text: str) -> str:
-    """Percent escapes of unreserved characters undone, the others in upper case."""
-    def undo(match: re.Match[str]) -> str:
+def _escaped(text: str) -> str:
+    """Return text with the escapes that the normal form has, and only those, in upper case."""
+    def replaced(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return "%25"
         character = chr(int(match[1], 16))
         return character if character in _UNRESERVED else match[0].upper()
 
-    return _ESCAPE.sub(undo, text)
+    return _BLANK.sub(lambda match: quote(match[0], safe=""), _ESCAPE.sub(replaced, text))

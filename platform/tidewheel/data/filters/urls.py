@@ -29,7 +29,7 @@ _WORD = re.compile(r"[^\W_]+")
 class UrlFilter(Filter):
     """Documents whose URL is on a list go; those without a URL stay. Files have one entry a line, plain or gzip."""
 
-    VERSION: ClassVar[Version | None] = Version("filter_urls")
+    VERSION: ClassVar[Version | None] = Version("filter_urls", uses=(url.VERSION,))
     ORDER: ClassVar[int] = 10
     FILES: ClassVar[tuple[str, ...]] = ("domain_files", "url_files", "word_files", "soft_word_files")
 
@@ -102,8 +102,7 @@ class _Lists:
             return "", True, 0
         words = _WORD.findall(unquote(address).lower())
         soft = sum(word in self.soft_words for word in words)
-        host = parsed[0].partition(":")[0]
-        if len(self.domains) and _any(self.domains, _above(host)):
+        if len(self.domains) and _any(self.domains, _above(parsed.host)):
             return "url_domain", False, soft
         if len(self.urls) and _any(self.urls, [url.normalised(address)]):
             return "url_exact", False, soft
@@ -156,4 +155,4 @@ def _absolute(entry: str) -> str:
 def _domain(entry: str) -> str:
     """The domain of an entry: lists write example.com, .example.com, *.example.com or a URL."""
     parsed = url.parse(_absolute(entry.removeprefix("*").removeprefix(".")))
-    return parsed[0].partition(":")[0] if parsed else ""
+    return parsed.host if parsed else ""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidewheel.data import dedup, verdicts
+from tidewheel.data import dedup, url, verdicts
 from tidewheel.data.stages import drops
 from tidewheel.data.stages.drops import DROP_SCHEMA, after, part_tasks, shuffle_drops, with_partition
 from tidewheel.data.stages.execute import Finished, Hop, Runner, Task
@@ -23,7 +23,7 @@ from tidewheel.versions import Version
 
 STAGE = "dedup_url"
 REASON = "url_duplicate"
-VERSION = Version("dedup_url", uses=(dedup.VERSION, drops.VERSION))
+VERSION = Version("dedup_url", uses=(dedup.VERSION, drops.VERSION, url.VERSION))
 ROWS = dedup.KEY_SCHEMA.append(pa.field("bucket", pa.int32()))
 
 

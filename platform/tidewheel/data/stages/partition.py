@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidewheel.data import document, quarantine, verdicts
+from tidewheel.data import document, quarantine, url, verdicts
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.stage import Published, Unit, read_batches, read_file, read_table, unit_key
@@ -97,9 +97,10 @@ def tasks(job: Job, units: list[Published]) -> list[Task]:
     inputs = sorted(unit.files["documents"].hash for unit in units)
     sizes = ingest.schema(_permutations(job))
     urls = job.config.step("dedup_url") is not None
+    version = VERSION.using(url.VERSION) if urls else VERSION
     return [
         Task(job.output, Unit(STAGE, f"part-{number:05d}", unit_key(
-            STAGE, settings=[number, job.partitions, str(sizes), urls], version=VERSION, inputs=inputs), number),
+            STAGE, settings=[number, job.partitions, str(sizes), urls], version=version, inputs=inputs), number),
             {"urls": urls})
         for number in range(job.partitions)
     ]

@@ -7,12 +7,15 @@ import json
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.filtering import judged
+from tidewheel.config import build
 from tidewheel.data import url as urls
+from tidewheel.data.config import PipelineConfig
 from tidewheel.data.filters.urls import UrlFilter
+from tidewheel.data.stages import recipe_versions
 from tidewheel.errors import ConfigError, InputError
 
 
@@ -51,12 +54,48 @@ def test_what_is_no_url_has_no_form(url):
     assert statistics["url_missing"].tolist() == [1]
 
 
-@settings(deadline=None)
-@given(st.text(max_size=60) | st.from_regex(r"https?://[a-z.]{1,12}(:[0-9]{1,4})?/[ -~]{0,30}", fullmatch=True))
-def test_the_form_is_stable(url):
-    form = urls.normalised(url)
-    if form and not form.startswith("www."):
-        assert urls.normalised(f"http://{form}") == form
+@pytest.mark.parametrize("url", ["http://a b.example/", "http://a\x1f/", "http://a\u2003b.example/x", "http://\u00a8.example/"])
+def test_a_host_with_whitespace_is_invalid(url):
+    assert urls.parse(url) is None
+    assert urls.normalised(url) == ""
+
+
+@pytest.mark.parametrize(("url", "form"), [
+    ("http://a/x y?q=1 2#part", "a/x%20y?q=1%202"), ("http://a/x%20y", "a/x%20y"), ("http://a/ /", "a/%20"),
+    ("http://a/\x85/", "a/%C2%85"), ("http://a/x?q #f", "a/x?q%20"), ("http://a/#!x y", "a#!x%20y"),
+    ("http://a/100%", "a/100%25"), ("http://a/%%34%31", "a/%2541")])
+def test_whitespace_and_stray_percent_signs_are_escaped(url, form):
+    assert urls.normalised(url) == form
+
+
+@pytest.mark.parametrize(("url", "form"), [
+    ("https://a:80/x", "a/x"), ("http://www.www.a/", "a"), ("http://a/?x=1&%75tm_source=2", "a?x=1"),
+    ("http://[2001:DB8::1]/x", "[2001:db8::1]/x"), ("http://[::1]:8080/x", "[::1]:8080/x"),
+    ("http://\u00a1..", "xn--7a"), ("http://a\u3002/", "a")])
+def test_a_form_that_was_not_stable_is(url, form):
+    assert urls.normalised(url) == form
+    assert urls.normalised(f"http://{form}") == form
+
+
+PIECES = ("www.", " ", "\t", "\x1f", "\x85", "%", "%41", "%2F", "%75tm_a=1", "utm_a=1", "&", "?", "#!", "/", ":80",
+          ":443", ":8080", "[::1]", "[", "@", "a", "\u00fc", "\u0130", "\u3002", ".", "\u2488", "\uff05", "\uff3b",
+          "\u00a8", "xn--")
+
+
+@given(st.sampled_from(["http", "https", "ftp"]), st.sampled_from(["http://", "https://", "FTP://www.", ""]),
+       st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+       | st.from_regex(r"[a-z.]{1,12}(:[0-9]{1,4})?/[ -~]{0,30}", fullmatch=True))
+def test_the_form_is_its_own_normal_form(scheme, beginning, rest):
+    if form := urls.normalised(beginning + rest):
+        assert urls.normalised(f"{scheme}://{form}") == form
+
+
+@pytest.mark.parametrize(("step", "uses"), [
+    ("dedup_url", True), ({"filter": {"urls": {"domains": ["a"]}}}, True), ({"filter": {"c4": {}}}, False),
+    ("dedup_exact", False)])
+def test_only_recipes_that_compare_urls_depend_on_their_form(step, uses):
+    config = build(PipelineConfig, {"read": {"paths": ["*"]}, "steps": [step]})
+    assert (urls.VERSION.part in recipe_versions.of_steps(config)) == uses
 
 
 def test_domains_match_by_whole_labels():
