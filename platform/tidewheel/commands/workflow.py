@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import cyclopts
 from cyclopts import Parameter
@@ -14,20 +15,23 @@ from cyclopts import Parameter
 from tidewheel.console import print_table
 from tidewheel.errors import ConfigError
 
+if TYPE_CHECKING:
+    from tidewheel.workflow.workflow import Spec
+
 app = cyclopts.App(name="workflow", help="Data and training as one graph of steps, published once each.")
 
 Source = Annotated[str, Parameter(help="URI of the workflow.json that tw.Workflow(...).submit wrote, or FILE.py:NAME, "
                                        "a Python file that defines the workflow; then --output is needed.")]
 Output = Annotated[str, Parameter(help="Folder or s3://bucket/prefix that every step writes below.")]
 Input = Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths of the steps are below.")]
-Address = Annotated[str | None, Parameter(help="Ray cluster to use: auto, host:port. Without it RAY_ADDRESS counts, "
-                                               "else this machine alone.")]
+Address = Annotated[str | None, Parameter(help="Ray cluster to use: auto or host:port. Default: the cluster of "
+                                               "RAY_ADDRESS, or else this machine.")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON instead of a table.")]
 
 
 @app.command
 def run(config: Source, *, output: Output = "", input: Input = ".", address: Address = None) -> int:
-    """Run every step that is not published. Killed, failed or stopped: give the same command again."""
+    """Run every step that is not published. After a kill, failure or stop, repeat the command to resume."""
     from tidewheel.workflow.workflow import run_spec
 
     spec, functions = _load(config, output, input)
@@ -68,22 +72,30 @@ def cancel(config: Source, *, output: Output = "", input: Input = ".") -> int:
     from tidewheel.workflow.workflow import cancel_spec
 
     drivers = cancel_spec(_load(config, output, input)[0])
-    print(f"{drivers} driver{'s' * (drivers != 1)} told to stop" if drivers else "no driver runs a step of it")
+    if not drivers:
+        print("no driver runs a step of this workflow")
+        return 0
+    print(f"told {drivers} driver{'s' * (drivers != 1)} to stop")
     return 0
 
 
-def _load(config: str, output: str, input: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The spec, and functions that were defined in the file."""
-    from tidewheel.workflow.workflow import Workflow, _everything, read_spec
+def _load(config: str, output: str, input: str) -> tuple[Spec, dict[str, Callable[..., object]]]:
+    """Return the workflow, and the functions of its steps if a Python file defines it.
+
+    Raises:
+        ConfigError: there is no such file or workflow, or the output is missing.
+    """
+    from tidewheel.workflow.workflow import Workflow, read_spec
 
     path, sep, name = config.rpartition(":")
     if not sep or not path.endswith(".py"):
         return read_spec(config), {}
-    mend = "FILE.py:NAME, where NAME = tw.Workflow(...) stands in the file"
+    mend = "give FILE.py:NAME, where the file says NAME = tw.Workflow(...)"
     if not Path(path).is_file():
         raise ConfigError("there is no such file", where=path, mend=mend)
     if not output:
-        raise ConfigError("where the steps shall write is not said", where="--output", mend="--output s3://bucket/pretrain")
+        raise ConfigError("no output is given for the steps", where="--output",
+                          mend="add --output s3://bucket/pretrain")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -93,5 +105,4 @@ def _load(config: str, output: str, input: str) -> tuple[dict[str, Any], dict[st
     flow = getattr(module, name, None)
     if not isinstance(flow, Workflow):
         raise ConfigError(f"{name!r} is not a tw.Workflow of this file", where=path, mend=mend)
-    functions = {step.name: step.function for step in _everything(flow.steps) if hasattr(step, "function")}
-    return flow.spec(output, input), functions
+    return flow.spec(output, input), flow.functions()

@@ -1,7 +1,7 @@
-"""The graph of a workflow: steps in the order in which they depend on each other, each with its content-addressed key.
+"""The graph of a workflow: steps in the order of their dependencies, each with its content-addressed key.
 
-A key is the hash of a step's kind, name, deciding configuration, what it reads from outside, and the keys of the steps
-it reads. Equal keys mean equal results, so a step whose key is published is never run again, and a change reaches
+A key is the hash of a step's kind, name, recipe, the content it reads from outside the workflow, and the keys of the
+steps it reads. Equal keys mean equal results: a step with a published key never runs again, and a change reaches
 exactly the steps behind it.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidewheel.config import recipe_hash
+from tidewheel.config import Setting, recipe_hash
 from tidewheel.errors import ConfigError
 from tidewheel.workflow.kinds import KINDS, Entry
+from tidewheel.workflow.steps import WorkflowStep
 
 KEY_DIGITS = 12
 
@@ -28,35 +29,35 @@ class Node:
     recipe: Any
     content: Any
     needs: Mapping[str, str]
-    """Names of the steps it reads, by role."""
+    """Names of the steps that it reads, by role."""
     key: str
     place: str
-    """URI of what it makes."""
+    """URI of its output."""
 
     @property
     def id(self) -> str:
-        """Name and key: of its record, lease and log."""
+        """Name and key, which name its record, lease and log."""
         return f"{self.name}-{self.key}"
 
 
-def specify(steps: Sequence[Any]) -> list[dict[str, Any]]:
-    """Entries of steps and of all they read, each once, those first that others read.
+def specify(steps: Sequence[WorkflowStep]) -> list[dict[str, Setting]]:
+    """Return the entries of steps and of everything they read, each once, after the entries that it reads.
 
     Raises:
         ConfigError: two different steps have one name.
     """
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Setting]] = {}
     seen: dict[int, str] = {}
 
-    def visit(step: Any) -> str:
+    def visit(step: WorkflowStep) -> str:
         if id(step) in seen:
             return seen[id(step)]
-        needs = {role: visit(each) for role, each in step.inputs().items()}
-        entry = {**step.entry(), "inputs": needs}
-        name: str = entry["name"]
+        needs = {role: visit(read) for role, read in step.inputs().items()}
+        entry: dict[str, Setting] = {**step.entry(), "inputs": needs}
+        name = str(entry["name"])
         if entries.setdefault(name, entry) != entry:
             raise ConfigError(f"two different steps have the name {name!r}", where="tw.Workflow",
-                              mend="give one another name; a tw.Train is named by run.id")
+                              mend="rename one of them; the name of a tw.Train is its run.id")
         seen[id(step)] = name
         return name
 
@@ -66,26 +67,29 @@ def specify(steps: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def resolve(entries: Sequence[Entry], *, output: str, input: str) -> list[Node]:
-    """The graph of these entries. Reads the identity of every file that a step reads from outside.
+    """Return the graph of these entries. Reads the identity of every file that a step reads from outside.
 
     Args:
-        output: URI that all places are below.
+        entries: entries, as `specify` returns them.
+        output: URI that all outputs are below.
         input: URI that relative paths of the steps are below.
 
     Raises:
-        ConfigError: a step is of an unknown kind, or reads one that is not there.
-        StorageError, InputError: what a step reads is not there.
+        ConfigError: a step has an unknown kind, or reads a step that does not come before it.
+        StorageError, InputError: a file that a step reads does not exist.
     """
     nodes: dict[str, Node] = {}
     for entry in entries:
-        name, kind = entry["name"], KINDS.get(entry["kind"])
+        name = entry["name"]
+        kind = KINDS.get(entry["kind"])
         if kind is None:
-            raise ConfigError(f"step {name!r} is of the unknown kind {entry['kind']!r}", where="workflow",
-                              mend=f"one of {', '.join(KINDS)}")
+            raise ConfigError(f"step {name!r} has the unknown kind {entry['kind']!r}", where="workflow",
+                              mend=f"use one of {', '.join(KINDS)}")
         if missing := [need for need in entry["inputs"].values() if need not in nodes]:
             raise ConfigError(f"step {name!r} reads {missing[0]!r}, which does not come before it", where="workflow",
                               mend="the file was changed by hand or is of another version: submit the workflow again")
-        recipe, content = kind.recipe(entry), kind.content(entry, input, output)
+        recipe = kind.recipe(entry)
+        content = kind.content(entry, input, output)
         key = recipe_hash({"kind": entry["kind"], "name": name, "recipe": recipe, "content": content,
                            "inputs": {role: nodes[need].key for role, need in entry["inputs"].items()}})[:KEY_DIGITS]
         nodes[name] = Node(name, entry["kind"], entry, recipe, content, dict(entry["inputs"]), key,
@@ -94,11 +98,20 @@ def resolve(entries: Sequence[Entry], *, output: str, input: str) -> list[Node]:
 
 
 def difference(old: Any, new: Any, path: str = "") -> list[str]:
-    """Dotted keys in which two JSON values differ."""
+    """Return the dotted keys in which two JSON values differ.
+
+    Args:
+        old: a JSON value.
+        new: another one.
+        path: key of both, which starts the returned keys.
+    """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return [found for key in sorted({*old, *new})
-                for found in difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [found for place, (one, other) in enumerate(zip(old, new, strict=True))
-                for found in difference(one, other, f"{path}.{place}" if path else str(place))]
-    return [] if old == new else [path]
+        pairs = [(str(key), old.get(key), new.get(key)) for key in sorted({*old, *new})]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = [(str(index), old[index], new[index]) for index in range(len(old))]
+    else:
+        return [] if old == new else [path]
+    changed = []
+    for key, before, after in pairs:
+        changed += difference(before, after, f"{path}.{key}" if path else key)
+    return changed

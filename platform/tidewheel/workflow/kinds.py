@@ -1,8 +1,6 @@
-"""What each kind of step reads, where it writes, and how it is run. A step here is its entry (`steps`): JSON values.
+"""What each kind of step reads, where it writes, and how it runs. A step here is its entry (`steps`): JSON values.
 
-`KINDS[kind]` has, for each kind: `recipe`, the configuration that decides the result; `content`, the identity of what
-is read from outside the workflow; `place`, the URI of what is made; `run`, which makes it (again and again, if killed)
-and gives the artifact's description, with its "hash"; and `intact`, whether it is still there.
+Each of `KINDS` implements `StepKind`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tidewheel import storage
 from tidewheel.config import build
@@ -24,10 +22,10 @@ from tidewheel.workflow.steps import REFERENCE, source_hash
 Entry = Mapping[str, Any]
 Log = Callable[[str], None]
 SHARDS, VALIDATION = "shards", "validation"
-#: How long a training beside its pipeline waits for a wave, if its configuration does not say: one that fails ends it.
+#: Seconds that a training beside its pipeline waits for a wave by default. A pipeline that fails ends it at once.
 OVERLAP_SECONDS = 3600
-#: A training's artifact has the hash of its key and of the batches it read; of a reproducible one the last
-#: checkpoint's tensors as well, up to this size.
+#: The hash of a training's artifact covers its key and the batches it read. In reproducible mode it also covers the
+#: last checkpoint's tensors, up to this size.
 DIGEST_BYTES = 20 << 30
 #: Groups of a training's configuration that do not decide its result; see `TrainConfig.recipe_hash`.
 UNDECISIVE = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics", "profile")
@@ -35,20 +33,61 @@ UNDECISIVE = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_ca
 
 @dataclass(frozen=True)
 class Task:
-    """A step that is to be run."""
+    """A step to run."""
 
     entry: Entry
     place: str
-    """Where it writes."""
+    """URI that it writes to."""
     key: str
     input: str
     """URI that relative paths are below."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Places of the steps it reads, by role."""
+    """URIs of the steps that it reads, by role."""
     max_workers: int | None = None
     """A training's share of the cluster while others train beside it."""
     function: Callable[..., Any] | None = None
-    """Of a function step that cannot be imported."""
+    """The function of a `Call` that cannot be imported."""
+
+
+class StepKind(Protocol):
+    """What a workflow needs to know about one kind of step."""
+
+    def recipe(self, entry: Entry) -> Any:
+        """Return the settings that decide the result, as JSON values."""
+
+    def content(self, entry: Entry, input: str, output: str) -> Any:
+        """Return the identity of everything that the step reads from outside the workflow, as JSON values.
+
+        Args:
+            entry: the step.
+            input: URI that relative paths are below.
+            output: URI of the workflow.
+        """
+
+    def place(self, output: str, entry: Entry, key: str) -> str:
+        """Return the URI of the step's output.
+
+        Args:
+            output: URI of the workflow.
+            entry: the step.
+            key: key of the step.
+        """
+
+    def run(self, task: Task, log: Log) -> dict[str, Any]:
+        """Make the output, or go on making it, and return its description with its "hash".
+
+        Args:
+            task: the step.
+            log: gets lines of progress.
+        """
+
+    def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
+        """Return whether the output is still what `artifact` describes.
+
+        Args:
+            place: URI of the output.
+            artifact: its description, as `run` returned it.
+        """
 
 
 class PipelineKind:
@@ -70,8 +109,8 @@ class PipelineKind:
         config = build(PipelineConfig, entry["config"], where=entry["name"])
         tokenize = config.step("tokenize")
         given = tokenize is not None and (tokenize.file or "").startswith(REFERENCE)
-        found = content(config, input=input, output=output, given=given)
-        return {**found, "readers": of_files((name for name, _, _ in found["files"]), config)}
+        files = content(config, input=input, output=output, given=given)
+        return {**files, "readers": of_files((name for name, _, _ in files["files"]), config)}
 
     def place(self, output: str, entry: Entry, key: str) -> str:
         return storage.join(output, "data", f"{entry['name']}-{key}")
@@ -82,20 +121,20 @@ class PipelineKind:
 
         overrides = []
         if "tokenizer" in task.needs:
-            step = next(number for number, each in enumerate(task.entry["config"]["steps"]) if each.get("tokenize"))
-            overrides.append(f"steps.{step}.tokenize.file={json.dumps(task.needs['tokenizer'])}")
+            index = next(index for index, step in enumerate(task.entry["config"]["steps"]) if step.get("tokenize"))
+            overrides.append(f"steps.{index}.tokenize.file={json.dumps(task.needs['tokenizer'])}")
         config = build(PipelineConfig, task.entry["config"], overrides, where=task.entry["name"])
-        told = _Sparse(log)
+        report = _Sparse(log)
 
         def on_progress(stage: str, done: int, total: int, note: str = "") -> None:
-            told(f"{stage}: {done}/{total} units {note}".rstrip(), now=done == total)
+            report(f"{stage}: {done}/{total} units {note}".rstrip(), now=done == total)
 
         summary = pipeline.run(config, input=task.input, output=task.place, on_progress=on_progress,
-                               may_replace=True)  # the place is the recipe's own
+                               may_replace=True)  # no other recipe writes to this URI
         return {"hash": _set_hash(task.place), "documents": summary.documents, "tokens": summary.tokens}
 
-    def begun(self, place: str) -> bool:
-        """Whether there is enough of the set for a training to begin."""
+    def has_wave(self, place: str) -> bool:
+        """Return whether the set's first wave is published, so that a training may start."""
         from tidewheel.shards.growing import wave_key
 
         return storage.store(place).child(SHARDS).exists(wave_key(0))
@@ -103,7 +142,7 @@ class PipelineKind:
     def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
         try:
             return _set_hash(place) == artifact["hash"]
-        except (FileNotFoundError, ShardError):  # gone or damaged: running the pipeline again mends it
+        except (FileNotFoundError, ShardError):  # gone or damaged: running the pipeline again restores it
             return False
 
 
@@ -128,11 +167,11 @@ class TokenizerKind:
         from tidewheel.data.tokenize.tokenizer_training import train_tokenizer
 
         config = task.entry["config"]
-        made = train_tokenizer(_below(task.input, config["files"]), field=config["text"],
-                               vocabulary_size=config["vocabulary_size"], sample_bytes=config["sample_bytes"],
-                               special_tokens=config["special_tokens"])
+        trained = train_tokenizer(_below(task.input, config["files"]), field=config["text"],
+                                  vocabulary_size=config["vocabulary_size"], sample_bytes=config["sample_bytes"],
+                                  special_tokens=config["special_tokens"])
         place, name = storage.split(task.place)
-        return {"hash": place.write(name, made.tokenizer).hash, "vocabulary_size": config["vocabulary_size"]}
+        return {"hash": place.write(name, trained.tokenizer).hash, "vocabulary_size": config["vocabulary_size"]}
 
     def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
         folder, name = storage.split(place)
@@ -145,10 +184,10 @@ class TrainKind:
     def recipe(self, entry: Entry) -> Any:
         from tidewheel.train.config import TrainConfig
 
-        _arrive(entry)
+        _import_own_parts(entry)
         config = build(TrainConfig, entry["config"], where=entry["name"])
         decisive = {name: value for name, value in config.decisive().items() if name not in UNDECISIVE}
-        decisive["data"] = {"seed": config.data.seed}  # the sets' contents stand beside this; mixtures are in the hash
+        decisive["data"] = {"seed": config.data.seed}  # `content` has the sets' contents; the hash covers mixtures
         return {"recipe_hash": config.recipe_hash(), **{name: decisive[name] for name in (
             "model", "optimizer", "schedule", "batch", "steps", "seed", "precision", "data") if name in decisive}}
 
@@ -162,10 +201,10 @@ class TrainKind:
         return storage.join(output, "runs", f"{entry['name']}-{key}")
 
     def config(self, task: Task) -> Any:
-        """The run's `TrainConfig`, with the places of what it reads and writes."""
+        """Return the run's `TrainConfig` with the URIs that it reads and writes."""
         from tidewheel.train.config import TrainConfig
 
-        _arrive(task.entry)
+        _import_own_parts(task.entry)
         runs, _, name = task.place.rpartition("/")
         overrides = [f"run.uri={json.dumps(runs)}", f"run.id={json.dumps(name)}"]
         for role, uri in task.needs.items():
@@ -189,14 +228,14 @@ class TrainKind:
         from tidewheel.elastic.trainer import fit
         from tidewheel.train.progress import describe
 
-        told = _Sparse(log)
+        report = _Sparse(log)
 
         def on_progress(progress: dict[str, Any]) -> None:
             for event in progress.get("events", ()):
                 log(describe(event))
             if progress.get("step"):
                 loss = f", loss {progress['loss']:.3f}" if progress.get("loss") is not None else ""
-                told(f"step {progress['step']}/{progress.get('steps')}{loss}, {progress.get('world_size')} workers")
+                report(f"step {progress['step']}/{progress.get('steps')}{loss}, {progress.get('world_size')} workers")
 
         config = self.config(task)
         result = fit(config, on_progress=on_progress)
@@ -237,13 +276,13 @@ class EvaluateKind:
         sets = dict(task.entry["config"]["data"])
         sets |= {role.partition(".")[2]: storage.join(uri, VALIDATION) for role, uri in task.needs.items()
                  if role.startswith("data.")}
-        found = Evaluator(task.needs["run"], data=sets or None,
+        evaluation = Evaluator(task.needs["run"], data=sets or None,
                           sequences=task.entry["config"]["sequences"]).evaluate(task.needs["run"])
         scores = {name or "validation": {"loss": score.loss, "bits_per_byte": score.bits_per_byte,
-                                         "tokens": score.tokens} for name, score in found.scores.items()}
+                                         "tokens": score.tokens} for name, score in evaluation.scores.items()}
         place, name = storage.split(task.place)
-        stamp = place.write_json(name, {"step": found.step, "loss": found.loss, "sets": scores})
-        return {"hash": stamp.hash, "step": found.step, "loss": found.loss}
+        stamp = place.write_json(name, {"step": evaluation.step, "loss": evaluation.loss, "sets": scores})
+        return {"hash": stamp.hash, "step": evaluation.step, "loss": evaluation.loss}
 
     def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
         folder, name = storage.split(place)
@@ -273,7 +312,7 @@ class ExportKind:
 
 
 class FunctionKind:
-    """`tw.Call`: whatever the function writes below its place."""
+    """`tw.Call`: the files that the function writes."""
 
     def recipe(self, entry: Entry) -> Any:
         return {"settings": entry["config"], "code": entry["code"], "function": entry["function"].partition(":")[2]}
@@ -286,8 +325,8 @@ class FunctionKind:
 
     def run(self, task: Task, log: Log) -> dict[str, Any]:
         function = task.function or imported(task.entry)
-        if task.function is None or _came_by_name(function):
-            same_source(function, task.entry)
+        if task.function is None or _is_importable(function):
+            check_source(function, task.entry)
         value = function(**task.needs, output=task.place, **task.entry["config"])
         try:
             json.dumps(value)
@@ -305,41 +344,41 @@ KINDS: dict[str, Any] = {"pipeline": PipelineKind(), "tokenizer": TokenizerKind(
                          "evaluate": EvaluateKind(), "export": ExportKind(), "function": FunctionKind()}
 
 
-def _arrive(entry: Entry) -> None:
-    """Make the modules importable that hold a training's own parts.
+def _import_own_parts(entry: Entry) -> None:
+    """Make the modules of a training's own parts importable.
 
     Raises:
-        ConfigError: one is not here, or has another source than where the workflow was made.
+        ConfigError: a module is missing, or its source differs from the one that the workflow was made of.
     """
     for code in entry.get("code", ()):
         Code(**code).arrive()
 
 
 def imported(entry: Entry) -> Callable[..., Any]:
-    """The function of a function step, as this process finds it by its name; `same_source` compares it.
+    """Import the function of a `Call` by its name; `check_source` compares its source.
 
     Raises:
-        ConfigError: its module is not there, or it is not at the module's top.
+        ConfigError: there is no such module, or the function is not at the module's top.
     """
     module, _, name = entry["function"].partition(":")
     try:
         if module == "__main__" or "<" in name:
             raise ImportError(f"{name} cannot be imported from {module}")
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the function is not there ({error})", where=entry["name"],
+        raise ConfigError(f"the function cannot be imported ({error})", where=entry["name"],
                           mend="define it at the top of a module that every node has") from None
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = value
     return function
 
 
-def same_source(function: Callable[..., Any], entry: Entry) -> None:
-    """See that a function found by its name is the one that the step's key was made of.
+def check_source(function: Callable[..., Any], entry: Entry) -> None:
+    """Check that an imported function is the one that the step's key was made of.
 
     Raises:
-        ConfigError: its source is another one here.
+        ConfigError: its source differs here.
     """
     if (code := source_hash(function, where=entry["name"])) != entry["code"]:
         raise ConfigError(f"the source of the function {entry['function']} is {code} here, and {entry['code']} where "
@@ -347,19 +386,21 @@ def same_source(function: Callable[..., Any], entry: Entry) -> None:
                           "(working_dir=\".\"), or bring every node to the same version, and submit it again")
 
 
-def _came_by_name(function: Callable[..., Any]) -> bool:
-    """Whether a function that was handed over was imported here, rather than unpickled with its code."""
-    found: Any = sys.modules.get(function.__module__)
+def _is_importable(function: Callable[..., Any]) -> bool:
+    """Return whether a function was imported here, rather than unpickled with its code."""
+    value: Any = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is function
+        value = getattr(value, part, None)
+    return value is function
 
 
 class _Sparse:
-    """Passes on a line every few seconds."""
+    """Pass on one line every few seconds, and drop the others."""
 
     def __init__(self, log: Log, seconds: float = 5.0) -> None:
-        self._log, self._seconds, self._last = log, seconds, 0.0
+        self._log = log
+        self._seconds = seconds
+        self._last = 0.0
 
     def __call__(self, text: str, now: bool = False) -> None:
         if now or time.monotonic() - self._last >= self._seconds:
@@ -368,8 +409,8 @@ class _Sparse:
 
 
 def _below(input: str, patterns: list[str]) -> list[str]:
-    return [each if "://" in each or each.startswith(("/", "~")) else storage.join(storage.absolute(input), each)
-            for each in patterns]
+    return [pattern if "://" in pattern or pattern.startswith(("/", "~"))
+            else storage.join(storage.absolute(input), pattern) for pattern in patterns]
 
 
 def _same(uri: str, key: str, expected: str) -> bool:
@@ -380,7 +421,7 @@ def _same(uri: str, key: str, expected: str) -> bool:
 
 
 def _manifest(uri: str) -> str:
-    """Content of a shard set; the URI itself while there is none."""
+    """Return the hash of a shard set's manifest, or the URI itself while there is none."""
     try:
         return storage.store(uri).hash("manifest.json")
     except FileNotFoundError:
@@ -388,8 +429,10 @@ def _manifest(uri: str) -> str:
 
 
 def _set_hash(place: str) -> str:
-    """Content of a pipeline's shard set, wherever its tokenizer's file was: without the hash of the recipe's text. Of a
-    pipeline without one, content of what it has written."""
+    """Return the hash of a pipeline's output: of its shard set, or else of the files that it wrote.
+
+    The recipe's hash is left out, since it depends on the path of the tokenizer's file.
+    """
     from tidewheel.shards.manifest import read_manifest
 
     product = storage.store(place).child("dataset")

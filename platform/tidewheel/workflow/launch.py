@@ -1,7 +1,7 @@
-"""Steps as Ray tasks: each in a process of its own, so that one that dies takes nothing along.
+"""Steps as Ray tasks: each runs in its own process, so that one that dies ends no other.
 
-Platform steps (which start workers themselves) run beside the driver without reserving anything; functions run where
-there is room. The tasks end with the driver.
+Steps that start workers themselves run on the driver's node and reserve nothing. Functions run on any node with free
+CPUs. All tasks end with the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from tidewheel.workflow.records import StepLog
 
 
 def execute(task: Task, output: str, node_id: str) -> dict[str, Any]:
-    """Run one step in this process; what it says goes to its log."""
+    """Run one step in this process, and return its artifact.
+
+    Args:
+        task: the step.
+        output: URI of the workflow, below which its log is.
+        node_id: the step's id.
+    """
     log = StepLog(output, node_id)
     log("started")
     try:
@@ -36,29 +42,37 @@ def execute(task: Task, output: str, node_id: str) -> dict[str, Any]:
 
 
 class RayLauncher:
-    """`schedule.Launcher` on the cluster this process is connected to.
+    """`schedule.Launcher` on the Ray cluster that this process is connected to.
 
     Args:
         nodes: the graph.
         input: URI that relative paths are below.
-        output: of the workflow.
-        functions: of function steps by name, for those that cannot be imported.
+        output: URI of the workflow.
+        functions: functions of `Call` steps by step name, for those that cannot be imported.
     """
 
     def __init__(self, nodes: Sequence[Node], *, input: str, output: str,
-                 functions: Mapping[str, Callable[..., Any]] | None = None) -> None:
+                 functions: Mapping[str, Callable[..., object]] | None = None) -> None:
         self._places = {node.name: node.place for node in nodes}
-        self._input, self._output, self._functions = input, output, dict(functions or {})
+        self._input = input
+        self._output = output
+        self._functions = dict(functions or {})
         self._tasks: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def task(self, node: Node, max_workers: int | None) -> Task:
-        """What is handed to the step's process."""
+        """Return what the step's process gets.
+
+        Args:
+            node: the step.
+            max_workers: a training's share of the cluster; None: unlimited.
+        """
         needs = {role: self._places[need] for role, need in node.needs.items()}
         return Task(node.entry, node.place, node.key, self._input, needs, max_workers,
                     self._functions.get(node.name))
 
     def launch(self, node: Node, max_workers: int | None) -> dict[str, Any]:
+        """Run a step to its end, and return its artifact; see `Launcher.launch`."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -78,6 +92,7 @@ class RayLauncher:
                 self._tasks.pop(node.name, None)
 
     def interrupt(self, running: Sequence[Node]) -> None:
+        """Let trainings save, then cancel the tasks of these steps."""
         import ray
 
         from tidewheel.elastic.leave import save_now
@@ -89,18 +104,20 @@ class RayLauncher:
         with self._lock:
             references = [self._tasks[node.name] for node in running if node.name in self._tasks]
         for reference in references:
-            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended meanwhile
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it has ended in the meantime
                 ray.cancel(reference, force=False, recursive=True)
 
     def places(self, node: Node, *, spare_cpus: float = 0) -> int | None:
+        """Return the number of workers that fit on the cluster now; None where it can grow; see `Launcher.places`."""
         from tidewheel.elastic import layout, nodes
         from tidewheel.train.config import TrainConfig
 
         if can_grow():
             return None
-        wanted = build(TrainConfig, node.entry["config"]).elastic
-        there = nodes.usable()
-        places = layout.slots([each.resources for each in there if matches(wanted.placement.selector, each.labels)],
-                              wanted.needs)
-        free = sum(each.resources.get("CPU", 0.0) for each in there) - places * wanted.cpus_per_worker
-        return max(0, places - math.ceil(max(0.0, spare_cpus - free) / wanted.cpus_per_worker))
+        elastic = build(TrainConfig, node.entry["config"]).elastic
+        usable = nodes.usable()
+        matching = [node.resources for node in usable if matches(elastic.placement.selector, node.labels)]
+        places = layout.slots(matching, elastic.needs)
+        free_cpus = sum(node.resources.get("CPU", 0.0) for node in usable) - places * elastic.cpus_per_worker
+        missing_cpus = max(0.0, spare_cpus - free_cpus)
+        return max(0, places - math.ceil(missing_cpus / elastic.cpus_per_worker))

@@ -1,9 +1,11 @@
-"""What a workflow would run, why, and what it would take: an estimate from earlier runs and from plain arithmetic.
+"""What a workflow would run, why, and an estimate of its cost.
 
-Time is that of earlier steps of the kind below the same output, in proportion to the work (bytes of input for data,
-FLOPs for training); without any it is unknown and said so. Storage: a pipeline keeps its stages and shards, a training
-its checkpoints. GPU memory is the model's state on one worker (weights, gradients, fp32 master copy and moments: 16
-bytes a parameter with AdamW, arXiv:1910.02054), divided by what the layout shards; activations come on top.
+Time scales that of earlier steps of the same kind below the same output by the work: bytes of input for data, FLOPs
+for training. Without an earlier step it is unknown. Storage is a pipeline's stages and shards, and a training's
+checkpoints.
+
+GPU memory is the model's state on one worker (weights, gradients, fp32 master copy and moments: 16 bytes per parameter
+with AdamW, arXiv:1910.02054), divided by the ranks that shard it. Activations come on top.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from tidewheel.workflow.graph import Node, difference
 from tidewheel.workflow.records import Record, Records
 
 STORED_PER_INPUT_BYTE = 1.3
-"""What a pipeline writes for a byte of uncompressed input: the demo's 8.9 MB give 11.4 MB."""
+"""Bytes that a pipeline writes per byte of uncompressed input: the demo's 8.9 MB give 11.4 MB."""
 STATE_BYTES = 16
+"""Bytes of state per parameter on the GPU; see the module."""
 SAVED_BYTES = 12
-"""Of a parameter in a checkpoint: fp32 weight and two moments."""
+"""Bytes of a parameter in a checkpoint: fp32 weight and two moments."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,20 @@ class Planned:
 
 
 def plan(nodes: Sequence[Node], records: Records) -> list[Planned]:
-    """What would run. Reads records only."""
+    """Return what would run. Reads records only."""
     past = records.all()
-    found: dict[str, Planned] = {}
+    planned: dict[str, Planned] = {}
     for node in nodes:
-        found[node.name] = _planned(node, found, records, past)
-    return list(found.values())
+        planned[node.name] = _planned(node, planned, records, past)
+    return list(planned.values())
 
 
 def rows(planned: Sequence[Planned]) -> list[dict[str, str]]:
-    """For a table."""
-    return [{"step": each.node.name, "kind": each.node.kind, "state": each.state, "why": each.why,
-             "time": "-" if each.state == "published" else _time(each.seconds),
-             "storage": _bytes(each.storage_bytes), "GPU memory": _bytes(each.gpu_bytes),
-             "output": each.node.place} for each in planned]
+    """Return the rows of a table, one per step."""
+    return [{"step": step.node.name, "kind": step.node.kind, "state": step.state, "why": step.why,
+             "time": "-" if step.state == "published" else _time(step.seconds),
+             "storage": _bytes(step.storage_bytes), "GPU memory": _bytes(step.gpu_bytes),
+             "output": step.node.place} for step in planned]
 
 
 def _planned(node: Node, before: Mapping[str, Planned], records: Records, past: Sequence[Record]) -> Planned:
@@ -59,18 +62,18 @@ def _planned(node: Node, before: Mapping[str, Planned], records: Records, past: 
         return Planned(node, "published", "nothing has changed", *estimate)
     attempt = records.attempt(node)
     if records.published(node, check=False) is not None:
-        why = "what it made is gone or was changed"
+        why = "its output is gone or was changed"
     elif attempt is not None and attempt["state"] == "failed":
         why = f"it failed before: {attempt['error'].splitlines()[0]}"
     elif attempt is not None:
-        why = "it was begun and not finished"
+        why = "it was started and not finished"
     else:
         why = _reason(node, before, past)
     return Planned(node, "to resume" if attempt is not None else "to run", why, *estimate)
 
 
 def _reason(node: Node, before: Mapping[str, Planned], past: Sequence[Record]) -> str:
-    """What is different from the newest published step of this name."""
+    """Return the differences from the newest published step of this name."""
     old = next((record for record in reversed(past) if record.name == node.name and record.kind == node.kind), None)
     if old is None:
         return "it is new"
@@ -80,7 +83,7 @@ def _reason(node: Node, before: Mapping[str, Planned], past: Sequence[Record]) -
     elif difference(old.recipe, node.recipe):
         reasons.append("its configuration changed")
     if old.content != node.content:
-        reasons.append("other files are read, or their content changed")
+        reasons.append("it reads other files, or their content changed")
     for role, need in node.needs.items():
         if old.inputs.get(role) != before[need].node.key:
             reasons.append(f"reads the new {need}")
@@ -88,7 +91,7 @@ def _reason(node: Node, before: Mapping[str, Planned], past: Sequence[Record]) -
 
 
 def _work(node: Node, before: Mapping[str, Planned]) -> float | None:
-    """Bytes of input, or FLOPs; None: nothing to compare by."""
+    """Return the bytes of input of a pipeline, or the FLOPs of a training; None for other steps."""
     if node.kind == "pipeline":
         return float(sum(file[1] for file in node.content["files"])) or None
     if node.kind != "train":
@@ -101,19 +104,19 @@ def _work(node: Node, before: Mapping[str, Planned]) -> float | None:
 
 
 def _seconds(node: Node, before: Mapping[str, Planned], past: Sequence[Record]) -> float | None:
-    """By the newest step of the kind, the one of the same name first."""
-    alike = [record for record in past if record.kind == node.kind]
-    alike.sort(key=lambda record: (record.name == node.name, record.finished))
-    if not alike:
+    """Estimate the time from the newest step of the same name, or else of the same kind."""
+    similar = [record for record in past if record.kind == node.kind]
+    if not similar:
         return None
+    newest = max(similar, key=lambda record: (record.name == node.name, record.finished))
     if node.kind == "pipeline":
-        old = sum(file[1] for file in alike[-1].content["files"])
-        return alike[-1].seconds * (_work(node, before) or old) / max(old, 1)
+        old = sum(file[1] for file in newest.content["files"])
+        return newest.seconds * (_work(node, before) or old) / max(old, 1)
     if node.kind == "train":
         config, _ = _training(node)
-        scale = alike[-1].recipe["steps"] * alike[-1].recipe["batch"]["global_sequences"]
-        return alike[-1].seconds * config.steps * config.batch.global_sequences / scale
-    return alike[-1].seconds
+        sequences = newest.recipe["steps"] * newest.recipe["batch"]["global_sequences"]
+        return newest.seconds * config.steps * config.batch.global_sequences / sequences
+    return newest.seconds
 
 
 def _storage(node: Node) -> int | None:
@@ -137,7 +140,7 @@ def _gpu(node: Node) -> int | None:
 
 
 def _training(node: Node) -> tuple[Any, int]:
-    """Its configuration, and its vocabulary (32,000 where only the data will tell)."""
+    """Return a training's configuration, and its vocabulary size (32,000 where only the data will say)."""
     from tidewheel.train.config import TrainConfig
 
     config = build(TrainConfig, node.entry["config"], where=node.name)
@@ -146,7 +149,7 @@ def _training(node: Node) -> tuple[Any, int]:
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "unknown: none ran yet"
+        return "unknown: none has run yet"
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,8 @@
-"""What a workflow keeps in the store beside the artifacts: records of published steps, attempts, logs, leases.
+"""A workflow's own files in the store: records of published steps, attempts, logs and leases.
 
-Below the workflow's output: `steps/<name>-<key>.json` is written last and says that a step is published;
-`attempts/<name>-<key>.json` is the last try; `logs/<name>-<key>.jsonl` what it said; `leases/` who is at it.
+Below the workflow's output, `steps/<name>-<key>.json` is written last and marks a step as published,
+`attempts/<name>-<key>.json` holds its last attempt, `logs/<name>-<key>.jsonl` its log, and `leases/` the driver that
+runs it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Record:
     key: str
     place: str
     artifact: dict[str, Any]
-    """With the content's "hash"."""
+    """Description of the output, with the content's "hash"."""
     recipe: Any
     content: Any
     inputs: dict[str, str]
-    """Keys of the steps it read, by role."""
+    """Keys of the steps that it read, by role."""
     seconds: float
     finished: float
     """Unix time."""
@@ -46,7 +47,10 @@ class Records:
         self.store = storage.store(output)
 
     def published(self, node: Node, *, check: bool = True) -> Record | None:
-        """The record of a step; None when it is not published, or (`check`) what it made is gone or changed."""
+        """Return the record of a step, or None if it is not published.
+
+        With `check`, a step whose output is gone or changed is not published either.
+        """
         try:
             record = Record(**self.store.read_json(f"steps/{node.id}.json"))
         except FileNotFoundError:
@@ -54,38 +58,52 @@ class Records:
         return record if not check or KINDS[node.kind].intact(node.place, record.artifact) else None
 
     def publish(self, node: Node, inputs: Mapping[str, str], artifact: dict[str, Any], seconds: float) -> Record:
-        """Write the record of a step that is done."""
+        """Write the record of a finished step, and return it.
+
+        Args:
+            node: the step.
+            inputs: keys of the steps that it read, by role.
+            artifact: description of its output, with its "hash".
+            seconds: time that it took.
+        """
         record = Record(node.name, node.kind, node.key, node.place, artifact, without_secrets(node.recipe),
                         without_secrets(node.content), dict(inputs), seconds, time.time())
         self.store.write_json(f"steps/{node.id}.json", asdict(record))
         return record
 
     def all(self) -> list[Record]:
-        """Every record, newest last."""
-        found = [Record(**self.store.read_json(entry.key)) for entry in self.store.list("steps")]
-        return sorted(found, key=lambda record: record.finished)
+        """Return every record, the newest last."""
+        records = [Record(**self.store.read_json(entry.key)) for entry in self.store.list("steps")]
+        return sorted(records, key=lambda record: record.finished)
 
     def attempt(self, node: Node) -> dict[str, Any] | None:
-        """The last try of a step: "state" (running, failed, stopped), "error", "log", "time"."""
+        """Return the last attempt at a step: "state" (running, failed, stopped), "error", "log", "time"."""
         try:
-            found: dict[str, Any] = self.store.read_json(f"attempts/{node.id}.json")
+            attempt: dict[str, Any] = self.store.read_json(f"attempts/{node.id}.json")
         except FileNotFoundError:
             return None
-        return found
+        return attempt
 
-    def tried(self, node: Node, state: str, error: BaseException | None = None) -> None:
-        """Write down how far a try is."""
-        told = {} if error is None else {"error": without_secrets(message(error))}
-        self.store.write_json(f"attempts/{node.id}.json", {
-            "state": state, "time": time.time(), "log": self.log_uri(node), **told})
+    def record_attempt(self, node: Node, state: str, error: BaseException | None = None) -> None:
+        """Record the state of the current attempt at a step.
+
+        Args:
+            node: the step.
+            state: running, failed or stopped.
+            error: why it failed.
+        """
+        attempt = {"state": state, "time": time.time(), "log": self.log_uri(node)}
+        if error is not None:
+            attempt["error"] = without_secrets(message(error))
+        self.store.write_json(f"attempts/{node.id}.json", attempt)
 
     def log_uri(self, node: Node) -> str:
-        """Where the step's log is."""
+        """Return the URI of the step's log."""
         return self.store.at(f"logs/{node.id}.jsonl")
 
 
 class StepLog:
-    """Lines of a step's log."""
+    """A step's log; call it with a line of text."""
 
     def __init__(self, output: str, node_id: str) -> None:
         self._log = JsonLog(storage.store(output), f"logs/{node_id}.jsonl")
@@ -94,17 +112,17 @@ class StepLog:
         self._log.append({"time": time.time(), "text": without_secrets(text)})
 
     def failed(self, error: BaseException) -> None:
-        """The error with its trace."""
+        """Write an error with its stack trace."""
         self("".join(traceback.format_exception(error)))
         self.flush()
 
     def flush(self) -> None:
-        """Write out what is collected."""
+        """Write the collected lines to the store."""
         self._log.flush()
 
 
 def message(error: BaseException) -> str:
-    """What to tell people about an error: ours says it all, of others the last line of the innermost."""
+    """Return an error's message for users: of other libraries' errors, the last line of the innermost cause."""
     cause = root_cause(error)
     if isinstance(cause, TidewheelError):
         return str(cause)

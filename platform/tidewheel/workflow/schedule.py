@@ -1,8 +1,8 @@
-"""Running a graph: steps whose inputs are published run side by side, under leases; what is published is passed over.
+"""Run a graph: steps whose inputs are published run at the same time, under leases; published steps are skipped.
 
-A training that overlaps its pipeline is started when that has published its first wave, and published after it.
+A training that overlaps its pipeline starts when the pipeline has published its first wave, and is published after it.
 
-No Ray here: `launch` runs one step and returns its artifact, in a thread of ours; `interrupt` ends those that run.
+There is no Ray here. A `Launcher` runs a step and returns its artifact, each in a thread of this process.
 """
 
 from __future__ import annotations
@@ -24,63 +24,75 @@ from tidewheel.workflow.records import Record, Records, message
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-FOREIGN_SECONDS = 2.0  # between looks at a step that another driver is running
-Say = Callable[[str], Any]
+FOREIGN_SECONDS = 2.0  # between checks of a step that another driver runs
+Say = Callable[[str], object]
 
 
 class StepsFailed(ClusterError):
-    """One or several steps failed; the others that do not depend on them are published."""
+    """Raised when steps failed. Steps that do not depend on them are published."""
 
 
 class Cancelled(TidewheelError):
-    """The workflow was told to end; what could be saved is."""
+    """Raised when the workflow was told to stop. Trainings have saved what they could."""
 
     exit_code = 143
 
 
 class Launcher(Protocol):
-    """What runs steps."""
+    """Runs steps."""
 
     def launch(self, node: Node, max_workers: int | None) -> dict[str, Any]:
-        """Run a step to its end; its artifact."""
+        """Run a step to its end, and return its artifact.
+
+        Args:
+            node: the step.
+            max_workers: a training's share of the cluster; None: unlimited.
+        """
 
     def interrupt(self, running: Sequence[Node]) -> None:
-        """Let what runs save, then end it; `launch` raises soon."""
+        """Let these steps save, then end them; their `launch` raises soon after."""
 
     def places(self, node: Node, *, spare_cpus: float = 0) -> int | None:
-        """Places for workers of this training on the cluster, `spare_cpus` left free; None: not limited."""
+        """Return how many workers of this training fit on the cluster with `spare_cpus` left free; None: no limit."""
 
 
 class Schedule:
     """One run of a graph.
 
     Args:
-        nodes: the graph, those first that others read.
-        leases: of this driver.
-        say: where progress goes.
-        stop: set from outside, it ends the run.
+        nodes: the graph; a step comes after the steps that it reads.
+        records: the workflow's records.
+        leases: leases of this driver.
+        launcher: runs the steps.
+        say: gets lines of progress.
+        stop: ends the run when it is set.
+        beat_seconds: time between two renewals of the leases.
     """
 
     def __init__(self, nodes: Sequence[Node], records: Records, leases: Leases, launcher: Launcher, *, say: Say = print,
                  stop: threading.Event | None = None, beat_seconds: float = BEAT_SECONDS) -> None:
         self._nodes = {node.name: node for node in nodes}
-        self._records, self._leases, self._launcher, self._say = records, leases, launcher, say
-        self._stop, self._beat_seconds = stop or threading.Event(), beat_seconds
+        self._records = records
+        self._leases = leases
+        self._launcher = launcher
+        self._say = say
+        self._stop = stop or threading.Event()
+        self._beat_seconds = beat_seconds
         self._done: dict[str, Record] = {}
         self._failed: dict[str, BaseException] = {}
         self._running: dict[str, Future[Record]] = {}
         self._granted: dict[str, int] = {}
-        self._look_again: dict[str, float] = {}
+        self._check_after: dict[str, float] = {}  # monotonic seconds
         self._lost: set[str] = set()
-        self._begun: set[str] = set()
+        self._has_wave: set[str] = set()
         self._ended = threading.Event()
 
     def run(self) -> dict[str, Record]:
-        """Records of all steps, by name.
+        """Run the graph, and return the records of all steps by name.
 
         Raises:
-            StepsFailed: steps failed; the message names each, its log and how to go on.
-            Cancelled: `stop` was set, or `Workflow.cancel` called.
+            StepsFailed: steps failed; the message names each with its log.
+            Cancelled: `stop` was set, or `Workflow.cancel` was called.
         """
         heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
         heart.start()
@@ -112,48 +124,48 @@ class Schedule:
                         for role, need in node.needs.items())]
 
     def _growing(self, node: Node, need: str) -> bool:
-        """Whether a training that overlaps its pipeline, which runs, has enough to begin with."""
+        """Return whether a training may start beside its running pipeline, because the first wave is published."""
         if not node.entry.get("overlap") or need not in self._running:
             return False
-        if need not in self._begun and time.monotonic() >= self._look_again.get(need, 0.0):
-            self._look_again[need] = time.monotonic() + FOREIGN_SECONDS
-            if KINDS["pipeline"].begun(self._nodes[need].place):
-                self._begun.add(need)
-        return need in self._begun
+        if need not in self._has_wave and time.monotonic() >= self._check_after.get(need, 0.0):
+            self._check_after[need] = time.monotonic() + FOREIGN_SECONDS
+            if KINDS["pipeline"].has_wave(self._nodes[need].place):
+                self._has_wave.add(need)
+        return need in self._has_wave
 
     def _over(self) -> bool:
         return not self._running and not self._ready()
 
     def _start(self, pool: ThreadPoolExecutor) -> None:
         for node in (ready := self._ready()):
-            if time.monotonic() < self._look_again.get(node.name, 0.0):
+            if time.monotonic() < self._check_after.get(node.name, 0.0):
                 continue
             if (record := self._records.published(node)) is not None:
                 self._done[node.name] = record
                 self._say(f"{node.name}: published, {record.place}")
                 continue
             if not self._leases.acquire(node.id):
-                if node.name not in self._look_again:
-                    self._say(f"{node.name}: another driver is at it; waiting")
-                self._look_again[node.name] = time.monotonic() + FOREIGN_SECONDS
+                if node.name not in self._check_after:
+                    self._say(f"{node.name}: another driver runs it; waiting")
+                self._check_after[node.name] = time.monotonic() + FOREIGN_SECONDS
                 continue
-            if self._records.published(node) is not None:  # between our look and our lease
+            if self._records.published(node) is not None:  # since the check above
                 self._leases.release(node.id)
                 continue
             share = self._share(node, ready)
             if share == 0:
                 self._leases.release(node.id)
-                self._look_again[node.name] = time.monotonic() + FOREIGN_SECONDS
+                self._check_after[node.name] = time.monotonic() + FOREIGN_SECONDS
                 continue
             logger.info("step %s starts at %s", node.name, node.place)
             self._say(f"{node.name}: started" + (f" with up to {share} workers" if share else ""))
             self._running[node.name] = pool.submit(self._step, node, share)
 
     def _share(self, node: Node, ready: Sequence[Node]) -> int | None:
-        """Workers that a training may take beside others that train or wait; None: as it likes; 0: not now."""
+        """Return how many workers a training may use beside other trainings; None: no limit; 0: not now."""
         beside = [need for need in node.needs.values() if need not in self._done]
         places = None
-        if node.kind == "train":  # a pipeline that never gets a CPU would be waited for in vain
+        if node.kind == "train":  # a pipeline beside it needs a CPU to go on
             places = self._launcher.places(node, spare_cpus=1) if beside else self._launcher.places(node)
         if places is None:
             return None
@@ -164,12 +176,12 @@ class Schedule:
         share = grant(places, elastic(node), sum(self._granted.values()), others)
         if not share:
             return 0
-        alone = not self._granted and not others and not beside  # then it may also take what joins later
+        alone = not self._granted and not others and not beside  # it may also use nodes that join later
         self._granted[node.name] = share
         return None if alone else share
 
     def _step(self, node: Node, share: int | None) -> Record:
-        self._records.tried(node, "running")
+        self._records.record_attempt(node, "running")
         began = time.monotonic()
         artifact = self._launcher.launch(node, share)
         seconds = time.monotonic() - began
@@ -185,7 +197,7 @@ class Schedule:
             node = self._nodes[name]
             if name in self._lost:
                 self._launcher.interrupt([node])
-                self._say(f"{name}: its lease went to another driver, because this one was away; waiting for it")
+                self._say(f"{name}: another driver took its lease, because this one did not renew it; waiting for it")
                 self._lost.discard(name)
             elif not future.done():
                 continue
@@ -194,16 +206,16 @@ class Schedule:
             if not future.done():
                 continue
             error = future.exception()
-            if error is not None and (gone := [need for need in node.needs.values() if need in self._failed]):
-                error = ClusterError(f"stopped, because {gone[0]} failed, whose shards it reads as they come",
-                                     where=node.place, mend="run the workflow again: it goes on where it was")
+            if error is not None and (failed := [need for need in node.needs.values() if need in self._failed]):
+                error = ClusterError(f"stopped, because {failed[0]} failed, whose shards it was reading",
+                                     where=node.place, mend="run the workflow again: it resumes")
             if error is None:
                 self._done[name] = record = future.result()
                 self._say(f"{name}: published after {record.seconds:.1f} s, {record.place}")
             else:
                 self._failed[name] = error
                 logger.info("step %s failed", name, exc_info=error)
-                self._records.tried(node, "failed", error)
+                self._records.record_attempt(node, "failed", error)
                 self._say(f"{name}: failed: {message(error).splitlines()[0]}")
                 if beside := [self._nodes[other] for other in self._running
                               if name in self._nodes[other].needs.values()]:
@@ -218,64 +230,64 @@ class Schedule:
         for node in running:
             with contextlib.suppress(BaseException):  # how an interrupted step ends is of no interest
                 self._running[node.name].result(timeout=30)
-            self._records.tried(node, "stopped")
+            self._records.record_attempt(node, "stopped")
         self._running.clear()
         raise Cancelled("the workflow was stopped", where=self._records.store.uri,
-                        mend="run it again: it goes on from what is published and saved")
+                        mend="run it again: it resumes from what is published and saved")
 
     def _failure(self) -> StepsFailed:
         lines = [f"step {name} failed: {message(error)}\n  log: {self._records.log_uri(self._nodes[name])}"
                  for name, error in self._failed.items()]
-        left = [name for name in self._nodes if name not in self._done and name not in self._failed]
-        if left:
-            lines.append(f"not run, because they read it: {', '.join(left)}")
-        fault = next((error for error in self._failed.values()
+        skipped = [name for name in self._nodes if name not in self._done and name not in self._failed]
+        if skipped:
+            lines.append(f"not run, because they read a failed step: {', '.join(skipped)}")
+        bug = next((error for error in self._failed.values()
                       if not isinstance(root_cause(error), TidewheelError)), None)
-        found = StepsFailed("\n".join(lines), where=self._records.store.uri,
-                            mend="correct that and run the workflow again: published steps are passed over, the "
-                                 "others go on where they were")
-        if fault is not None:
-            found.__cause__ = fault
-        return found
+        failure = StepsFailed("\n".join(lines), where=self._records.store.uri,
+                              mend="correct that and run the workflow again: published steps are skipped, the others "
+                                   "resume")
+        if bug is not None:
+            failure.__cause__ = bug
+        return failure
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
             try:
                 lost = self._leases.beat()
                 names = {node.id: name for name, node in self._nodes.items()}
-                self._lost |= {names[each] for each in lost if each in names}
+                self._lost |= {names[node_id] for node_id in lost if node_id in names}
                 if self._records.store.exists(cancel_key(self._leases.holder.driver)):
                     self._stop.set()
-            except TidewheelError as error:  # the store is away for a moment: the lease lives some beats longer
+            except TidewheelError as error:  # the store is unavailable for a moment; the lease outlives several beats
                 self._say(f"the lease could not be renewed ({error.what}); trying again")
 
 
 def cancel_key(driver: str) -> str:
-    """The object whose existence tells a driver to stop."""
+    """Return the key of the object whose existence tells a driver to stop."""
     return f"cancel/{driver}.json"
 
 
 def elastic(node: Node) -> tuple[int, int]:
-    """(least, most) workers of a training."""
+    """Return the least and the most workers of a training."""
     settings = node.entry["config"]["elastic"]
     return settings["min_workers"], settings["max_workers"]
 
 
-def grant(places: int, wanted: tuple[int, int], taken: int, waiting: Sequence[int]) -> int:
-    """Workers for one training, so that those that wait get their least as well; 0: it waits.
+def grant(places: int, bounds: tuple[int, int], taken: int, waiting: Sequence[int]) -> int:
+    """Return the number of workers for one training, so that waiting trainings get their least too; 0: it waits.
 
     Args:
-        places: on the cluster.
-        wanted: its least and most.
-        taken: granted to trainings that run.
-        waiting: least workers of the others that could start now.
+        places: workers that fit on the cluster.
+        bounds: least and most workers of the training.
+        taken: workers granted to running trainings.
+        waiting: least workers of each other training that could start now.
     """
-    least, most = wanted
+    least, most = bounds
     free = places - taken
     if free < least:
-        return least if not taken else 0  # alone: training itself says what is missing, or waits for nodes
-    kept = 0
+        return least if not taken else 0  # nothing runs: the training itself reports missing nodes, or waits for them
+    reserved = 0
     for other in waiting:
-        if least + kept + other <= free:
-            kept += other
-    return min(most, free - kept)
+        if least + reserved + other <= free:
+            reserved += other
+    return min(most, free - reserved)

@@ -13,7 +13,7 @@ from tidewheel.config import Config, Setting, build, load, merged
 from tidewheel.errors import ConfigError
 from tidewheel.parts import Part, as_json, importable, is_own, name_of
 from tidewheel.workflow.pipeline import Pipeline
-from tidewheel.workflow.steps import REFERENCE
+from tidewheel.workflow.steps import REFERENCE, WorkflowStep
 
 if TYPE_CHECKING:
     from tidewheel.models.family import Model
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tidewheel.train.record import TrainResult
 
 Settings = Mapping[str, Setting]
-"""Settings of a group by name; those that are not given stay as the configuration has them."""
+"""Settings of a group by name. Settings that are not given keep the configuration's values."""
 
 
 class Train:
@@ -40,19 +40,19 @@ class Train:
 
     Args:
         config: path of a YAML file, or the settings as a dict.
-        data: the `Pipeline` whose shards it reads, or the URI that a pipeline wrote to (its --output), or such
-            pipelines or URIs by name: the domains of a mixture, with the weights that the configuration gives them.
+        data: the `Pipeline` whose shards it reads, or the URI that a pipeline wrote to (its --output), or several of
+            these by name: the domains of a mixture, whose weights are in the configuration.
         init_from: the `Train` whose last checkpoint it starts from.
-        overlap: in a workflow, start when the first wave of `data` is packed, not when all of it is; the pipeline must
-            say how many waves there are, pack(waves=...).
+        overlap: in a workflow, start when the first wave of `data` is packed instead of after all of it. The pipeline
+            needs pack(waves=...).
         reading: settings of the group `data`.
-        optimizer: settings that take the place of those in `config`, {"learning_rate": 2e-4}; or an object,
-            tw.optimizers.AdamW(learning_rate=2e-4), which takes the place of the group. Likewise all other groups of
-            `TrainConfig`.
-        steps: and all other settings that are no groups: their value.
+        optimizer: settings that replace those in `config`, {"learning_rate": 2e-4}, or an object,
+            tw.optimizers.AdamW(learning_rate=2e-4), which replaces the group. All other groups of `TrainConfig` work
+            the same way.
+        steps: number of optimizer steps. All other settings outside groups are given by value, too.
 
     Raises:
-        ConfigError: there is no such argument, or the data is none that a training can read.
+        ConfigError: there is no such argument, or a training cannot read the data.
     """
 
     def __init__(self, config: str | Settings,
@@ -76,10 +76,13 @@ class Train:
         if unknown:
             raise ConfigError(_no_argument(next(iter(unknown))), where="Train(...)",
                               mend="settings are nested: Train(..., optimizer={\"learning_rate\": 2e-4})")
-        self.config, self.data, self.init_from, self.overlap = config, data, init_from, overlap
-        for each in data.values() if isinstance(data, Mapping) else [data]:
-            if isinstance(each, Pipeline) and not each.config().step("pack"):
-                raise ConfigError(f"the pipeline {each.name!r} packs nothing that a training could read",
+        self.config = config
+        self.data = data
+        self.init_from = init_from
+        self.overlap = overlap
+        for source in data.values() if isinstance(data, Mapping) else [data]:
+            if isinstance(source, Pipeline) and not source.config().step("pack"):
+                raise ConfigError(f"the pipeline {source.name!r} packs nothing that a training could read",
                                   where="Train(...)", mend="end it with .tokenize(...).pack(...)")
         if overlap and not (isinstance(data, Pipeline) and data.config().step("pack").waves):
             raise ConfigError("overlap needs a pipeline whose shards are read in waves", where="Train(...)",
@@ -95,7 +98,15 @@ class Train:
             name: _written(value, name) for name, value in given.items() if value is not None}
 
     def resolve(self, data_uri: str | None = None, run_uri: str | None = None) -> TrainConfig:
-        """The validated configuration, reading what a pipeline wrote to `data_uri`, writing runs below `run_uri`."""
+        """Return the validated configuration.
+
+        Args:
+            data_uri: URI that the pipeline wrote to; default: as `data` says.
+            run_uri: URI below which runs are written; default: as the configuration says.
+
+        Raises:
+            ConfigError: a setting is unknown, missing or wrong.
+        """
         from tidewheel.train.config import TrainConfig
 
         source = data_uri or (storage.absolute(self.data) if isinstance(self.data, str) else None)
@@ -103,10 +114,10 @@ class Train:
         if source:
             overrides += [f"data.uri={storage.join(source, 'shards')}",
                           f"data.validation={storage.join(source, 'validation')}"]
-        elif isinstance(self.data, Mapping):  # a pipeline's place is the workflow's to say
-            for name, each in self.data.items():
-                shards = (storage.join(storage.absolute(each), "shards") if isinstance(each, str)
-                          else f"{REFERENCE}{each.name}")
+        elif isinstance(self.data, Mapping):  # the workflow decides where a pipeline writes
+            for name, domain in self.data.items():
+                shards = (storage.join(storage.absolute(domain), "shards") if isinstance(domain, str)
+                          else f"{REFERENCE}{domain.name}")
                 overrides.append(f"data.mixture.domains.{name}.shards={shards}")
         if run_uri:
             overrides.append(f"run.uri={run_uri}")
@@ -116,29 +127,43 @@ class Train:
 
     @property
     def name(self) -> str:
-        """Its run id: the step's name in a workflow."""
+        """The run id, which is the step's name in a workflow."""
         return self.resolve().run.id
 
-    def inputs(self) -> dict[str, Any]:
-        """Steps of a workflow that it reads, by role."""
-        found: dict[str, Any] = {"init": self.init_from} if self.init_from is not None else {}
+    def inputs(self) -> dict[str, WorkflowStep]:
+        """Return the workflow steps that this one reads, by role."""
+        steps: dict[str, WorkflowStep] = {}
+        if self.init_from is not None:
+            steps["init"] = self.init_from
         if isinstance(self.data, Mapping):
-            found |= {f"data.{name}": data for name, data in self.data.items() if not isinstance(data, str)}
+            steps |= {f"data.{name}": data for name, data in self.data.items() if not isinstance(data, str)}
         elif self.data is not None and not isinstance(self.data, str):
-            found["data"] = self.data
-        return found
+            steps["data"] = self.data
+        return steps
 
-    def entry(self) -> dict[str, Any]:
-        """What a workflow writes down about it; see `steps`."""
-        overlap = {"overlap": True} if self.overlap else {}
+    def entry(self) -> dict[str, Setting]:
+        """Return the step as JSON values, as a workflow records it; see `steps`."""
         config = self.resolve()
-        code = [asdict(each) for each in config.code()]
-        return {"kind": "train", "name": self.name, "config": config.canonical(), **overlap,
-                **({"code": code} if code else {})}
+        entry: dict[str, Setting] = {"kind": "train", "name": self.name, "config": config.canonical()}
+        if self.overlap:
+            entry["overlap"] = True
+        if code := [asdict(module) for module in config.code()]:
+            entry["code"] = code
+        return entry
 
     def run(self, *, address: str | None = None, data_uri: str | None = None,
             run_uri: str | None = None) -> TrainResult:
-        """Train on Ray to the last step, or resume the run that is there."""
+        """Train on Ray to the last step. Resumes the run if it has started before.
+
+        Args:
+            address: address of the Ray cluster; None: a local one, or the one that RAY_ADDRESS names.
+            data_uri: URI that the pipeline wrote to; default: as `data` says.
+            run_uri: URI below which runs are written; default: as the configuration says.
+
+        Raises:
+            TidewheelError: the configuration, the data, the cluster or the storage does not allow the run; the message
+                says which and how to correct it.
+        """
         from tidewheel.cluster.session import session
         from tidewheel.elastic.leave import leaving
         from tidewheel.elastic.trainer import fit
@@ -150,7 +175,7 @@ class Train:
 
 
 def _written(value: Any, name: str) -> Setting:
-    """Return a setting as JSON values; an object names its kind, so that it takes the place of the group."""
+    """Return a setting as JSON values. An object names its kind, so that it replaces the group."""
     if isinstance(value, Part):
         kind = name_of(type(value))
         if is_own(kind):
@@ -165,7 +190,7 @@ def _written(value: Any, name: str) -> Setting:
 
 
 def _no_argument(name: str) -> str:
-    """Say that `Train` has no argument `name`, and which one is meant."""
+    """Return the message that `Train` has no argument `name`, with the nearest one."""
     known = [known for known in inspect.signature(Train).parameters if known not in ("config", "unknown")]
     group, _, setting = name.partition("__")
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -1,9 +1,9 @@
 """`tw.Workflow`: data, tokenizers, trainings, evaluations, exports and functions as one object that can be killed and
 run again.
 
-Every step's output path is derived from a hash of what it is and what it reads (`graph`), its record is written last
-(`records`), and a lease keeps a second driver from running it meanwhile (`lease`). So a second run finds what the first
-one published, whoever ran it and wherever.
+A step's output path contains a hash of its recipe and inputs (`graph`). Its record is written last (`records`), and a
+lease keeps a second driver from running it at the same time (`lease`). A second run therefore finds every step that a
+first run published, on any machine.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from tidewheel import storage
+from tidewheel.config import Setting
 from tidewheel.console import console
 from tidewheel.errors import ConfigError
 from tidewheel.lease import Holder, Leases
@@ -26,6 +27,7 @@ from tidewheel.workflow.kinds import imported
 from tidewheel.workflow.plan import Planned, plan
 from tidewheel.workflow.records import Record, Records
 from tidewheel.workflow.schedule import Cancelled, Schedule, cancel_key
+from tidewheel.workflow.steps import Call, WorkflowStep
 
 if TYPE_CHECKING:
     from tidewheel.data.pipeline import PipelineSummary
@@ -34,20 +36,29 @@ if TYPE_CHECKING:
 SPEC_KEY = "workflow.json"
 
 
+class Spec(TypedDict):
+    """A workflow as JSON values."""
+
+    name: str
+    output: str
+    input: str
+    steps: list[dict[str, Setting]]
+
+
 @dataclass(frozen=True)
 class WorkflowResult:
-    """What a workflow made: the record of each step by name; a training is named by the run id it was given."""
+    """The records of a workflow's steps, by step name. The name of a training is its run id."""
 
     records: Mapping[str, Record]
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Content hash of what each step made."""
+        """Content hash of each step's output, by step name."""
         return {name: record.artifact["hash"] for name, record in self.records.items()}
 
     @property
     def pipelines(self) -> dict[str, PipelineSummary]:
-        """Summaries of the pipelines."""
+        """Summaries of the pipelines, by step name."""
         from tidewheel.data.pipeline import PipelineSummary
 
         return {name: PipelineSummary(storage.store(record.place).read_json("summary.json"), record.place)
@@ -55,69 +66,82 @@ class WorkflowResult:
 
     @property
     def runs(self) -> dict[str, TrainResult]:
-        """Results of the trainings."""
+        """Results of the trainings, by step name."""
         from tidewheel.train.record import read_result
 
-        found = {name: read_result(storage.store(record.place)) for name, record in self.records.items()
-                 if record.kind == "train"}
-        return {name: result for name, result in found.items() if result is not None}
+        results = {name: read_result(storage.store(record.place)) for name, record in self.records.items()
+                   if record.kind == "train"}
+        return {name: result for name, result in results.items() if result is not None}
 
 
 class Workflow:
-    """Steps, run in the order in which they depend on each other, side by side where they do not.
+    """Steps in the order of their dependencies. Steps that do not depend on each other run at the same time.
 
     Args:
         name: name of the workflow.
-        steps: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export` and `Call` objects; what they read need not be
-            named again.
+        steps: `Pipeline`, `Train`, `Tokenizer`, `Evaluate`, `Export` and `Call` objects. Steps that these read are
+            added by themselves.
+
+    Raises:
+        ConfigError: there are no steps.
     """
 
-    def __init__(self, name: str, *steps: Any) -> None:
-        self.name, self.steps = name, steps
+    def __init__(self, name: str, *steps: WorkflowStep) -> None:
+        self.name = name
+        self.steps = steps
         if not steps:
             raise ConfigError("a workflow without steps", where=f"Workflow({name!r})",
                               mend="give it a tw.Pipeline, a tw.Train, or both")
 
-    def spec(self, output: str, input: str = ".") -> dict[str, Any]:
-        """The workflow as JSON values: what `jobs.workflow` runs on a cluster."""
+    def spec(self, output: str, input: str = ".") -> Spec:
+        """Return the workflow as JSON values, which `jobs.workflow` runs on a cluster."""
         return {"name": self.name, "output": storage.absolute(output), "input": storage.absolute(input),
                 "steps": graph.specify(self.steps)}
 
+    def functions(self) -> dict[str, Callable[..., object]]:
+        """Return the functions of all `Call` steps, by step name."""
+        return {step.name: step.function for step in _with_inputs(self.steps) if isinstance(step, Call)}
+
     def nodes(self, output: str, *, input: str = ".") -> list[Node]:
-        """The graph: steps with their keys and places."""
+        """Return the graph: steps with their keys and output URIs."""
         return nodes_of(self.spec(output, input))
 
     def plan(self, output: str, *, input: str = ".") -> list[Planned]:
-        """What would run, why, and an estimate of what it takes. Starts nothing; `plan.rows` makes a table of it."""
+        """Return what would run, why, and an estimate of its cost, without starting anything.
+
+        `plan.rows` makes a table of it.
+        """
         return plan(self.nodes(output, input=input), Records(output))
 
     def run(self, output: str, *, input: str = ".", address: str | None = None) -> WorkflowResult:
-        """Run every step that is not published, on Ray. Killed, failed or stopped: run it again.
+        """Run every step that is not published, on Ray. After a kill, failure or stop, run it again to go on.
 
         Args:
-            output: URI that every step writes below; one that all nodes see.
+            output: URI that every step writes below; all nodes must see it.
             input: URI that relative paths of the steps are below.
-            address: of the Ray cluster, as `session` takes it.
+            address: address of the Ray cluster, as `session` takes it.
 
         Raises:
-            StepsFailed: a step failed; what does not depend on it is published all the same.
+            StepsFailed: a step failed; steps that do not depend on it are published.
             Cancelled: `cancel` was called. Trainings have saved.
-            Stopped: Ctrl-C or SIGTERM came. Trainings have saved.
+            Stopped: Ctrl-C or SIGTERM arrived. Trainings have saved.
         """
-        functions = {step.name: step.function for step in _everything(self.steps) if hasattr(step, "function")}
-        return run_spec(self.spec(output, input), address=address, functions=functions)
+        return run_spec(self.spec(output, input), address=address, functions=self.functions())
 
     def submit(self, address: str | None, output: str, *, input: str = ".", working_dir: str = "") -> str:
-        """Hand the workflow to the job server at `address` ("http://head:8265"); the job's id, for `tidewheel job
-        follow`.
+        """Submit the workflow to a job server, and return the job's id for `tidewheel job follow`.
 
         The workflow is written to `<output>/workflow.json`, which the cluster must be able to read.
 
         Args:
-            working_dir: folder with the modules of function steps, uploaded; "": the cluster's nodes have them.
+            address: URL of the job server, "http://head:8265"; None: as `JobServer` finds it.
+            output: URI that every step writes below.
+            input: URI that relative paths of the steps are below.
+            working_dir: folder with the modules of function steps, which is uploaded; "" if the cluster's nodes have
+                them.
 
         Raises:
-            ClusterError: no job server answers there.
+            ClusterError: no job server answers at `address`.
             ConfigError: a function step cannot be imported on the cluster.
         """
         from tidewheel.cluster.jobs import JobServer, Submission
@@ -133,24 +157,24 @@ class Workflow:
             f"python -m tidewheel.cli workflow run {shlex.quote(target.at(SPEC_KEY))}", working_dir=working_dir,
             metadata={"tidewheel_workflow": self.name}))
 
-    def status(self, output: str, *, input: str = ".") -> list[dict[str, Any]]:
-        """One row a step: what it is, its state, since when, its log; see `status_of`."""
+    def status(self, output: str, *, input: str = ".") -> list[dict[str, str]]:
+        """Return one row per step with its state and its log; see `status_of`."""
         return status_of(self.spec(output, input))
 
     def cancel(self, output: str, *, input: str = ".") -> int:
-        """Tell every driver that runs a step of this workflow to stop; how many there are. Trainings save first."""
+        """Tell every driver of this workflow to stop, and return the number of drivers. Trainings save first."""
         return cancel_spec(self.spec(output, input))
 
 
-def read_spec(uri: str) -> dict[str, Any]:
-    """What `Workflow.submit` wrote to `uri`, or that of the workflow in a Python file, "flow.py:NAME".
+def read_spec(uri: str) -> Spec:
+    """Read the workflow that `Workflow.submit` wrote to `uri`.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: there is no such file, or it is no workflow.
     """
     mend = "give the URI of a workflow.json, as tw.Workflow(...).submit writes it, or FILE.py:NAME with --output"
     try:
-        spec: dict[str, Any] = json.loads(storage.read_text(uri))
+        spec: Spec = json.loads(storage.read_text(uri))
     except FileNotFoundError:
         raise ConfigError("there is no such file", where=uri, mend=mend) from None
     except ValueError:
@@ -160,20 +184,29 @@ def read_spec(uri: str) -> dict[str, Any]:
     return spec
 
 
-def nodes_of(spec: Mapping[str, Any]) -> list[Node]:
-    """The graph of a spec."""
+def nodes_of(spec: Spec) -> list[Node]:
+    """Return the graph of a spec."""
     return graph.resolve(spec["steps"], output=spec["output"], input=spec["input"])
 
 
-def run_spec(spec: Mapping[str, Any], *, address: str | None = None,
-             functions: Mapping[str, Callable[..., Any]] | None = None) -> WorkflowResult:
-    """Run the steps of a spec that are not published; see `Workflow.run`."""
+def run_spec(spec: Spec, *, address: str | None = None,
+             functions: Mapping[str, Callable[..., object]] | None = None) -> WorkflowResult:
+    """Run the steps of a spec that are not published.
+
+    Args:
+        spec: the workflow.
+        address: address of the Ray cluster, as `session` takes it.
+        functions: functions of `Call` steps by step name, for those that cannot be imported.
+
+    Raises:
+        StepsFailed, Cancelled, Stopped: see `Workflow.run`.
+    """
     from tidewheel.cluster.session import session
     from tidewheel.workflow.launch import RayLauncher
 
     records = Records(spec["output"])
     records.store.check()
-    nodes = nodes_of(spec)  # what is wrong with the steps or their files is said before a cluster is started
+    nodes = nodes_of(spec)  # reports wrong steps and missing files before a cluster starts
     if all(records.published(node) for node in nodes):
         return _result(nodes, records)
     leases = Leases(records.store.child("leases"), Holder.me())
@@ -188,13 +221,17 @@ def run_spec(spec: Mapping[str, Any], *, address: str | None = None,
     return _result(nodes, records)
 
 
-def status_of(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row a step: step, kind, state (published, running, failed, stopped, waiting), detail, log, output."""
+def status_of(spec: Spec) -> list[dict[str, str]]:
+    """Return one row per step: step, kind, state, detail, log, output.
+
+    The state is published, running, failed, stopped or waiting.
+    """
     records = Records(spec["output"])
     leases = Leases(records.store.child("leases"), Holder.me())
     rows = []
     for node in nodes_of(spec):
-        attempt, holder = records.attempt(node), leases.look(node.id)
+        attempt = records.attempt(node)
+        holder = leases.look(node.id)
         if (record := records.published(node, check=False)) is not None:
             state, detail = "published", f"after {record.seconds:.0f} s, {record.artifact['hash'][:19]}"
         elif holder is not None:
@@ -208,8 +245,8 @@ def status_of(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def cancel_spec(spec: Mapping[str, Any]) -> int:
-    """Tell the drivers of a spec's steps to stop; see `Workflow.cancel`."""
+def cancel_spec(spec: Spec) -> int:
+    """Tell the drivers of a spec's steps to stop, and return their number; see `Workflow.cancel`."""
     records = Records(spec["output"])
     leases = Leases(records.store.child("leases"), Holder.me())
     drivers = {holder["driver"] for node in nodes_of(spec) if (holder := leases.look(node.id)) is not None}
@@ -219,14 +256,15 @@ def cancel_spec(spec: Mapping[str, Any]) -> int:
 
 
 def _result(nodes: Sequence[Node], records: Records) -> WorkflowResult:
-    found = {node.name: records.published(node, check=False) for node in nodes}
-    return WorkflowResult({name: record for name, record in found.items() if record is not None})
+    published = {node.name: records.published(node, check=False) for node in nodes}
+    return WorkflowResult({name: record for name, record in published.items() if record is not None})
 
 
-def _everything(steps: Sequence[Any]) -> Iterator[Any]:
+def _with_inputs(steps: Sequence[WorkflowStep]) -> Iterator[WorkflowStep]:
+    """Yield steps and everything that they read."""
     for step in steps:
         yield step
-        yield from _everything(list(step.inputs().values()))
+        yield from _with_inputs(list(step.inputs().values()))
 
 
 def _say(text: str) -> None:

@@ -199,5 +199,5 @@ def test_the_plan_says_what_would_run_and_why(raw, monkeypatch):
     assert {each.node.name: each for each in flow().plan(out, input=str(raw))}["web"].state == "published"
     (folder / "tokenizer.json").write_text("damaged")
     damaged = {each.node.name: each for each in flow().plan(out, input=str(raw))}["bpe"]
-    assert (damaged.state, damaged.why) == ("to run", "what it made is gone or was changed")
+    assert (damaged.state, damaged.why) == ("to run", "its output is gone or was changed")
     assert {row["step"]: row["storage"] for row in rows(list(found.values()))}["small"] != "-"

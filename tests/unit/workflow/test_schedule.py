@@ -68,7 +68,7 @@ class Begun:
     def __init__(self) -> None:
         self.wave = threading.Event()
 
-    def begun(self, place: str) -> bool:
+    def has_wave(self, place: str) -> bool:
         return self.wave.is_set()
 
 
@@ -114,7 +114,7 @@ def test_a_failure_names_the_step_its_log_and_how_to_go_on(tmp_path):
     assert "step b failed: there: no such thing" in text
     assert "do this" in text
     assert "logs/b-keyb.jsonl" in text
-    assert "not run, because they read it: d" in text
+    assert "not run, because they read a failed step: d" in text
     assert "run the workflow again" in text
     assert sorted(steps.begun) == ["a", "b", "c"]
     assert Records(str(tmp_path)).attempt(DIAMOND[1])["state"] == "failed"
