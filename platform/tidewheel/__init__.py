@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tidewheel import filters
-    from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
+    from tidewheel.data.filter import Batch, Document, Filter, Limits, Verdicts
     from tidewheel.data.reader import Reader
     from tidewheel.data.similar import SimilarityIndex
     from tidewheel.errors import TidewheelError
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batch": "tidewheel.data.filter",
+    "Document": "tidewheel.data.filter",
     "Filter": "tidewheel.data.filter",
     "Limits": "tidewheel.data.filter",
     "Verdicts": "tidewheel.data.filter",
@@ -87,11 +88,11 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Batch", "Call", "Callback", "Cut", "Evaluate", "Export", "FeedForwardShape", "Filter", "Limits",
-           "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record", "Schedule",
-           "SimilarityIndex", "Step", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train",
-           "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "schedules",
-           "trackers"]
+__all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "FeedForwardShape", "Filter",
+           "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader",
+           "Record", "Schedule", "SimilarityIndex", "Step", "Sums", "TidewheelError", "Tokenizer",
+           "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
+           "models", "objectives", "optimizers", "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -109,8 +109,9 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Exc
         if kind == "save_failed":
             failures.append(str(detail["reason"]))
 
-    extra = {"step": 0, "position": 0, "tokens": 0, "loss": None, "identity": {"model": config.shape()},
-             "imported": {"from": source.uri, "time": time.time()}}
+    extra: dict[str, Any] = {
+        "step": 0, "position": 0, "tokens": 0, "loss": None, "identity": {"model": config.shape()},
+        "imported": {"from": source.uri, "time": time.time()}}
     CheckpointManager(target.child("checkpoints"), asynchronous=False, on_event=on_event).save(
         0, {"model": weights}, extra)
     if failures:

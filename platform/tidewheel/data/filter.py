@@ -24,7 +24,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 from tidewheel.errors import InputError, TidewheelError
 from tidewheel.parts import Kind, Part, is_own, name_of
@@ -41,6 +41,19 @@ Limits = Mapping[str, tuple[float | None, float | None]]
 """(smallest, largest) kept value by statistic."""
 OWN = Version("own_filters")
 """How filters from outside the package are applied; their source is in the keys beside this."""
+
+
+class Document(TypedDict):
+    """A document, as `Batch.documents` yields it and as a function of one document gets it."""
+
+    id: str
+    """Stable id."""
+    text: str
+    """Text, as the filters before this one left it."""
+    source: str
+    """Where it came from."""
+    meta: dict[str, Any]
+    """Further fields of its record, JSON values."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class Batch:
         """Further fields of the records, JSON objects, string [n]."""
         return self._column("meta")
 
-    def documents(self) -> Iterator[dict[str, Any]]:
+    def documents(self) -> Iterator[Document]:
         """Yield the documents one by one as mappings with id, text, source and meta (a dict)."""
         for row in zip(self.ids, self.texts, self.sources, self.metas, strict=True):
             name, text, source, meta = (value.as_py() for value in row)
@@ -191,7 +204,7 @@ class Filter(Part):
 class FunctionFilter(Filter):
     """A plain function of one document: True keeps it, False drops it, a string is the reason to drop it."""
 
-    function: ClassVar[Callable[[Mapping[str, Any]], bool | str]]
+    function: ClassVar[Callable[[Document], bool | str]]
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> type[Filter]:
@@ -202,7 +215,7 @@ class FunctionFilter(Filter):
         """Call the function for each document."""
         return Verdicts([self._reason(document) for document in batch.documents()])
 
-    def _reason(self, document: Mapping[str, Any]) -> str:
+    def _reason(self, document: Document) -> str:
         function = type(self).function
         answer = function(document)
         if isinstance(answer, str):

@@ -68,7 +68,7 @@ class Reader(Part):
     TREE: ClassVar[bool] = False
     """Its files are a tree: many small ones, read in bundles."""
 
-    def records(self, stream: BinaryIO) -> Iterator[Mapping[str, Any]]:
+    def records(self, stream: BinaryIO) -> Iterator[Mapping[str, object]]:
         """Yield the fields of each record of a file, JSON values; those that `read` names make the document.
 
         Args:

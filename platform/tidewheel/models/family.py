@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
+from tidewheel.config import Setting
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import RopeScaling
 from tidewheel.parts import Part, name_of
@@ -63,7 +64,7 @@ class Model(Part):
 
     VERSION: ClassVar[Version] = Version("decoder")
     """Version of what all families share: initial weights, embedding, RoPE, attention, norms and output."""
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Setting]]] = {}
     """Named shapes of this family, for `preset`."""
     FEED_FORWARD: ClassVar[FeedForwardShape]
     """What its feed-forward computes and keeps."""
@@ -169,7 +170,7 @@ class Model(Part):
         """
         raise self._unknown_elsewhere()
 
-    def to_hugging_face(self, vocabulary_size: int, *, eos: int | None, dtype: str) -> dict[str, Any]:
+    def to_hugging_face(self, vocabulary_size: int, *, eos: int | None, dtype: str) -> dict[str, Setting]:
         """Return the content of config.json, for transformers 4 and 5.
 
         Raises:
@@ -178,7 +179,7 @@ class Model(Part):
         raise self._unknown_elsewhere()
 
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any], where: str) -> Model:
+    def from_hugging_face(cls, values: Mapping[str, Setting], where: str) -> Model:
         """Return the configuration of a config.json whose `model_type` is one of `MODEL_TYPES`.
 
         Raises:
@@ -213,7 +214,7 @@ class Model(Part):
         attention = 2 * self.dim * self.head_width * (self.num_heads + self.kv_heads)
         return attention + (self.FEED_FORWARD.inputs + 1) * self.dim * self.ffn_width
 
-    def shape(self) -> dict[str, Any]:
+    def shape(self) -> dict[str, Setting]:
         """Return the settings that decide what is computed, with the family's name as `kind` unless it is the default:
         not the kernel, nor where the first weights come from."""
         from tidewheel.models.families import DEFAULT

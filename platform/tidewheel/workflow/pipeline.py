@@ -12,7 +12,7 @@ from tidewheel.workflow.steps import REFERENCE, Tokenizer, WorkflowStep
 
 if TYPE_CHECKING:
     from tidewheel.data.config import PipelineConfig
-    from tidewheel.data.filter import Filter
+    from tidewheel.data.filter import Document, Filter
     from tidewheel.data.pipeline import PipelineSummary
     from tidewheel.workflow.step_settings import (
         DecontaminateSettings,
@@ -72,7 +72,7 @@ class Pipeline:
             values["format"] = as_json(reader)
         return replace(self, source=(("paths", list(paths)), *values.items()))
 
-    def filter(self, *filters: Filter | Callable[[Mapping[str, object]], bool | str],
+    def filter(self, *filters: Filter | Callable[[Document], bool | str],
                annotate: bool = False) -> Pipeline:
         """Drop or edit documents by rules that look at one document at a time, in the recipe's order of filters.
 

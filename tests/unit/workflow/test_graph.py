@@ -157,7 +157,7 @@ def test_functions_are_imported_by_name_and_return_json(tmp_path):
     assert not KINDS["function"].intact(str(tmp_path), made)
     with pytest.raises(ConfigError, match="not JSON"):
         KINDS["function"].run(Task(entry, str(tmp_path), "k", ".", function=lambda **_: {1, 2}), print)
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="cannot be imported"):
         KINDS["function"].run(Task({**entry, "function": "nowhere:f"}, str(tmp_path), "k", "."), print)
 
 

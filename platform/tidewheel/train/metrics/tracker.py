@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from tidewheel.config import Setting
 from tidewheel.parts import Part
 from tidewheel.storage import Store
 from tidewheel.train.metrics.sinks import Record, Sink
@@ -36,7 +37,7 @@ class TrackedRun:
     """Steps up to it were told of before. Those behind `step` come again."""
     generation: int
     """Number of the generation of workers."""
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Setting]
     """The run's configuration as JSON values, without secrets."""
     gauges: Callable[[], Sink] | None = None
     """Makes the cluster's own gauges; None without a cluster."""

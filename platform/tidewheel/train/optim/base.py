@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pydantic import Field, field_validator
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 Named = tuple[str, "torch.Tensor"]
 COUNT = "step"
 """Name of a state tensor that counts updates."""
+
+
+ParameterGroups: TypeAlias = list[dict[str, Any]]
+"""Parameter groups, in the type that torch's optimizers take."""
 
 
 class Optimizer(Part):
@@ -64,7 +68,7 @@ class Optimizer(Part):
             raise ValueError("the learning rate must be greater than 0")
         return value
 
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         """Return the torch optimizer of fp32 parameters.
 
         Args:
