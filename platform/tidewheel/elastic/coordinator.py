@@ -211,14 +211,13 @@ class Coordinator:
 
         return self._decide(note)
 
-    def failed(self, text: str, ranks: list[int], retryable: bool, placement: bool, lost: bool = False) -> str:
+    def failed(self, text: str, ranks: list[int], retryable: bool, lost: bool = False) -> str:
         """Return the `Recovery` for a failure of Ray Train's group of workers.
 
         Args:
             text: the error.
             ranks: the ranks that failed.
             retryable: a restart may help.
-            placement: the group could not be started for want of a place, which is no failure of the run.
             lost: workers were lost.
         """
         def decide() -> Recovery:
@@ -226,9 +225,9 @@ class Coordinator:
             recovery = self._membership.recovery
             if not retryable or self.lost() is not None:
                 recovery = Recovery.NONE
-            elif not placement and not recorded:
+            elif not recorded:
                 recovery = self._membership.charge(counted=not lost)
-            if recovery is Recovery.IN_PLACE or placement:
+            if recovery is Recovery.IN_PLACE:
                 recovery = Recovery.KEPT
             if not recorded:
                 self.event("failure", {"generation": self._snapshot.generation, "ranks": ranks, "error": text,

@@ -75,14 +75,6 @@ def usable(selector: Selector = ANY, patience_seconds: float = 0.0) -> list[Node
         time.sleep(0.1)
 
 
-def free(selector: Selector = ANY) -> list[Mapping[str, float]]:
-    """The resources that nobody has taken, per node that matches and is alive."""
-    from ray._private import state
-
-    meant = {node.node_id for node in alive(selector)}
-    return [left for node_id, left in state.available_resources_per_node().items() if node_id in meant]
-
-
 def _node(row: dict[str, Any], draining: bool) -> Node:
     return Node(row["NodeID"], row["NodeManagerAddress"], int(row["NodeManagerPort"]), row.get("Resources") or {},
                 draining, row.get("Labels") or {})

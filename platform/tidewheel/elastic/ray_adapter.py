@@ -1,8 +1,8 @@
-"""The module that, with `ray_workers`, knows the inside of Ray Train.
+"""The elastic trainer: Ray Train's trainer and controller, with our group of workers and our judgement of failures.
 
-Ray Train has no public way to choose the number of workers or what a failure means. `ElasticTrainer` replaces the
-two policies that its controller is given, and the way it keeps its workers (`ray_workers`). Every internal name used
-here is in `ray_contract.CONTRACT`; call `ray_contract.check_ray` before importing this module.
+Ray Train has no public way to keep a group of workers whose members come and go, or to choose what a failure means.
+`ElasticTrainer` gives its controller the group (`ray_workers`) and the failure policy. `ray_contract.CONTRACT` lists
+every private name used here; call `ray_contract.check_ray` before importing this module.
 """
 
 from __future__ import annotations
@@ -16,136 +16,78 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.train import RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.backend import BackendConfig
-from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.exceptions import (
-    InsufficientClusterResourcesError,
-    WorkerGroupStartupTimeoutError,
-    WorkerHealthCheckFailedError,
-    WorkerHealthCheckTimeoutError,
-)
 from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.scaling_policy import (
-    NoopDecision,
-    ResizeDecision,
-    ScalingDecision,
-    ScalingPolicy,
-)
-from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidewheel.autoscaler import can_grow
-from tidewheel.elastic import layout, nodes
 from tidewheel.elastic.faults import MISTAKES
 from tidewheel.elastic.policy import Recovery
-from tidewheel.elastic.ray_workers import Workers, one_line, unwrapped
+from tidewheel.elastic.ray_workers import LostWorkerError, Workers, one_line, train_environment, unwrapped
 from tidewheel.errors import ClusterError, TidewheelError
-from tidewheel.placement import with_labels
 from tidewheel.train.config import ElasticConfig
 
-#: Read by the driver, the controller and the workers; what the user has set stays. Ray's defaults are in brackets.
 TRAIN_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # (2 s) how soon a lost worker's place is filled
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # drains are ours: it would restart at the deadline, unsaved
-    "RAY_TRAIN_METRICS_ENABLED": "0",  # metrics.jsonl is ours
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths mean in a worker what they mean to the user
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # Ray: 2. How soon a lost worker is replaced
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the coordinator handles drains: it saves before the deadline
 }
+"""Settings of Ray Train for the driver, the controller and the workers, where the user has not set them."""
 
-SETTLE_SECONDS = 10.0  # Ray's own death detection takes 1-2 s on a local cluster, longer with its defaults
-IDLE_SECONDS = 0.5
+LOOK_SECONDS = 10.0
+"""Least time between two questions whether the cluster has an autoscaler."""
 
 
-class ElasticScaling(ScalingPolicy):
-    """Workers for the nodes that are alive, stay, and answer; legal numbers only. What changes while a group runs is
-    the coordinator's business."""
+class AutoscalerRequests(FixedScalingPolicy):
+    """Ray Train's policy of a fixed number of workers, which asks the autoscaler only if there is one.
 
-    def __init__(self, scaling: ScalingConfig, elastic: ElasticConfig, sizes: tuple[int, ...],
-                 coordinator: Any, workers: Workers) -> None:
+    Asking starts an actor that imports Ray Data, seconds of processor time. The number asked for is the largest; the
+    group begins with any legal number (`ray_workers.Workers.create`).
+
+    Args:
+        scaling: what to ask the autoscaler for.
+    """
+
+    def __init__(self, scaling: Any) -> None:
         super().__init__(scaling)
-        self._workers = workers
-        self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
-        self._waiting_since: float | None = None
         self._run_context: Any = None
-        self._asking, self._look_again = False, 0.0
-        self.distrust_totals = False
-        """Set after a group found no place: others use the nodes too, so count what is free."""
+        self._asking = False
+        self._look_at = 0.0
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        """Ask the autoscaler for nodes if there is one."""
         self._run_context = train_run_context
-        self._ask_autoscaler()
+        self._maybe_send_resource_request()
 
-    def _ask_autoscaler(self) -> None:
-        """Once there is one: else nobody would answer, and asking starts one more actor."""
+    def _maybe_send_resource_request(self) -> None:
         if self._asking:
-            self._maybe_send_resource_request()
-        elif time.monotonic() >= self._look_again:
-            self._look_again = time.monotonic() + SETTLE_SECONDS
-            if not can_grow():
-                return
-            super().after_controller_start(self._run_context)
-            self._asking = True
-
-    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        lost = ray.get(self._coordinator.lost.remote())
-        if lost is not None:
-            raise lost
-        self._ask_autoscaler()
-        selector = self._elastic.placement.selector
-        usable = nodes.usable(selector, SETTLE_SECONDS)
-        if self.distrust_totals:
-            places = layout.slots(nodes.free(selector), self._elastic.needs) + self._workers.held
-        else:
-            places = layout.slots([node.resources for node in usable], self._elastic.needs)
-        size = layout.largest_fit(self._sizes, places)
-        if size:
-            self._waiting_since, self.distrust_totals = None, False
-            return self._resize(size)
-        self._wait_for_places()
-        return NoopDecision()
-
-    def make_decision_for_running_worker_group(self, worker_group_state: Any,
-                                               worker_group_status: Any) -> ScalingDecision:
-        self._ask_autoscaler()
-        return NoopDecision()
-
-    def _get_num_workers_for_resource_request(self) -> int:
-        return max(self._sizes)
-
-    def _resize(self, size: int) -> ResizeDecision:
-        return ResizeDecision(num_workers=size, resources_per_worker=self.scaling_config._resources_per_worker_not_none)
-
-    def _wait_for_places(self) -> None:
-        """Sleeps: Ray asks again at once. Gives up in the end, so that nobody waits for ever."""
-        now = time.monotonic()
-        if self._waiting_since is None:
-            self._waiting_since = now
-            self._coordinator.say.remote("waiting for nodes")
-        if now - self._waiting_since > self._elastic.start_timeout_seconds:
-            raise ClusterError(f"no node{with_labels(self._elastic.placement.selector)} could take {min(self._sizes)} "
-                               f"worker(s) for {self._elastic.start_timeout_seconds:g} s", where="elastic.min_workers",
-                               mend="add nodes and start the run again: it continues from its last checkpoint")
-        time.sleep(IDLE_SECONDS)
+            super()._maybe_send_resource_request()
+        elif time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            if can_grow():
+                super().after_controller_start(self._run_context)
+                self._asking = True
 
 
-class RunFailures(FailurePolicy):
-    """The coordinator judges; here its answer is carried out."""
+class RunFailures:
+    """Ray Train's failure policy: carry out what the coordinator decides.
 
-    def __init__(self, failure: FailureConfig, scaling: ElasticScaling, workers: Workers) -> None:
-        super().__init__(failure)
-        self._scaling, self._workers = scaling, workers
+    Args:
+        workers: the run's worker processes.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        found = Failure.of(training_failed_error)
-        recovery = Recovery(ray.get(self._workers.coordinator.failed.remote(
-            found.text, list(found.ranks), found.retryable, found.placement, found.lost),
-            timeout=60))
-        if found.placement:
-            self._scaling.distrust_totals = True
+        """Return whether Ray Train restarts the group, and keep or end its processes."""
+        failure = Failure.of(training_failed_error)
+        answer = self._workers.coordinator.failed.remote(
+            failure.text, list(failure.ranks), failure.retryable, failure.lost)
+        recovery = Recovery(ray.get(answer, timeout=60))
         self._workers.keep = recovery is Recovery.KEPT
         if recovery is not Recovery.KEPT:
             self._workers.discard()
@@ -154,84 +96,98 @@ class RunFailures(FailurePolicy):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, in our words."""
+    """What went wrong with a group of workers."""
 
     retryable: bool
-    placement: bool
-    """The workers found no place; nothing was running."""
     ranks: tuple[int, ...]
+    """Numbers, in Ray Train's group, of the workers that failed."""
     text: str
     lost: bool = False
-    """Workers were lost; none raised an error of its own."""
+    """Workers were lost, and none raised an error of its own."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Ours, and mistakes in the code, are not retried. A lost worker, and what its peers say about it
-        (RuntimeError and OSError of a broken collective), are."""
+        """Judge an error of Ray Train.
+
+        Our own errors and mistakes in the code are not retried. A lost worker is, and so is what its peers raise when a
+        collective breaks (RuntimeError and OSError).
+        """
         if isinstance(error, WorkerGroupError):
             failures = list(error.worker_failures.values())
             causes = [unwrapped(failure) for failure in failures]
-            lost = [failure for failure in failures if isinstance(failure, _LOST)]
+            lost = [failure for failure in failures if isinstance(failure, RayActorError | LostWorkerError)]
             ours = [cause for cause in causes if isinstance(cause, TidewheelError)]
-            wrong = [] if lost else [cause for cause in causes if isinstance(cause, MISTAKES)]
-            shown = [*ours, *wrong, *lost, *causes, error][0]
-            return cls(not ours and not wrong, False, tuple(error.worker_failures), one_line(shown),
-                       bool(lost) and not ours)
+            mistakes = [] if lost else [cause for cause in causes if isinstance(cause, MISTAKES)]
+            shown = [*ours, *mistakes, *lost, *causes, error][0]
+            return cls(retryable=not ours and not mistakes, ranks=tuple(error.worker_failures), text=one_line(shown),
+                       lost=bool(lost) and not ours)
         cause = unwrapped(error)
-        if isinstance(cause, WorkerGroupStartupTimeoutError):
-            return cls(True, True, (), one_line(cause))
-        fatal_controller = isinstance(cause, TidewheelError | InsufficientClusterResourcesError)
-        return cls(not fatal_controller, False, (), one_line(cause))
-
-
-_LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
+        return cls(retryable=not isinstance(cause, TidewheelError), ranks=(), text=one_line(cause))
 
 
 class ElasticController(TrainController):
-    """Ray's controller with our policies and our workers."""
+    """Ray Train's controller with our workers and our judgement of failures.
 
-    def __init__(self, *, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any, **ray_train: Any) -> None:
+    Args:
+        elastic: resources of a worker, and limits on the number of workers.
+        sizes: legal numbers of workers.
+        coordinator: handle of the run's coordinator.
+        scaling: what to ask an autoscaler for.
+        ray_train: what Ray Train gives its own controller.
+    """
+
+    def __init__(self, *, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any, scaling: Any,
+                 **ray_train: Any) -> None:
         workers: Any = Workers(elastic, sizes, coordinator)
-        scaling = ElasticScaling(ray_train["train_run_context"].scaling_config, elastic, sizes, coordinator, workers)
-        self.worker_group_cls = workers  # all that is asked of it is `create`
-        # Ray Data has no part in training; the callback for it starts an actor and imports all of it in each worker.
-        callbacks = [one for one in ray_train["callbacks"]
-                     if not isinstance(one, PlacementGroupCleanerCallback | DatasetsCallback)]
-        super().__init__(**{**ray_train, "scaling_policy": scaling, "callbacks": callbacks,
-                            "failure_policy": RunFailures(FailureConfig(), scaling, workers)})
+        self.worker_group_cls = workers  # the controller only calls `create` on it
+        # Ray Train's callbacks serve Ray Data, placement groups and reports, none of which the workers use.
+        own: dict[str, Any] = {"scaling_policy": AutoscalerRequests(scaling), "failure_policy": RunFailures(workers),
+                               "callbacks": []}
+        super().__init__(**{**ray_train, **own})
 
 
 class ElasticTrainer(DataParallelTrainer):
-    """Ray Train's trainer with our controller. Ctrl-C ends it as it ends any program, with the workers."""
+    """Ray Train's trainer with our controller. Ctrl-C ends it as it ends any program, together with the workers.
+
+    Args:
+        worker: the training function of a worker.
+        settings: its argument.
+        elastic: resources of a worker, and limits on the number of workers.
+        sizes: legal numbers of workers.
+        coordinator: handle of the run's coordinator.
+        name: id of the run.
+        storage_path: folder of the driver's machine for Ray Train's bookkeeping, which holds no checkpoint.
+    """
 
     def __init__(self, worker: Callable[[dict[str, Any]], Any], settings: dict[str, Any], *, elastic: ElasticConfig,
                  sizes: tuple[int, ...], coordinator: Any, name: str, storage_path: str) -> None:
-        # Ray's own bookkeeping: never a checkpoint, so a folder on the driver's machine will do.
+        make_scaling: Any = ScalingConfig  # its type is that of an older Ray Train
+        self._scaling = make_scaling(num_workers=max(sizes), resources_per_worker=elastic.needs,
+                                     use_gpu=bool(elastic.gpus_per_worker),
+                                     label_selector=elastic.placement.selector or None)
         run_config: Any = RunConfig(name=name, storage_path=storage_path)
-        super().__init__(
-            worker, train_loop_config=settings, backend_config=BackendConfig(),  # process groups are ours
-            scaling_config=ScalingConfig(num_workers=max(sizes), resources_per_worker=elastic.needs,
-                                         use_gpu=bool(elastic.gpus_per_worker),
-                                         label_selector=elastic.placement.selector or None),  # for the autoscaler
-            run_config=run_config)
-        self._elastic, self._sizes, self._coordinator = elastic, sizes, coordinator
+        super().__init__(worker, train_loop_config=settings, backend_config=BackendConfig(),  # process groups are ours
+                         scaling_config=self._scaling, run_config=run_config)
+        self._elastic = elastic
+        self._sizes = sizes
+        self._coordinator = coordinator
         self._controller: Any = None
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        environment = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **train_environment()}
         actor: Any = ray.remote(ElasticController)
         actor = actor.options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": environment})
         self._controller = actor.remote(elastic=self._elastic, sizes=self._sizes, coordinator=self._coordinator,
-                                         **controller_init_kwargs)
+                                        scaling=self._scaling, **controller_init_kwargs)
         ray.get(self._controller.run.remote())
         return ray.get(self._controller.get_result.remote())
 
     def run(self) -> Any:
-        """Train to the end; what rank 0's worker returned.
+        """Train to the end; return the value of rank 0's training function.
 
         Raises:
-            TidewheelError: a worker or a policy raised it; passed on as it is.
+            TidewheelError: a worker or a policy raised it.
             ClusterError: the run failed for good.
         """
         try:
@@ -242,8 +198,7 @@ class ElasticTrainer(DataParallelTrainer):
             raise _final(error) from error
         except BaseException:
             if self._controller is not None:
-                with contextlib.suppress(Exception):  # ends this actor by design
-                    ray.get(self._controller.abort.remote(), timeout=15)
+                ray.kill(self._controller)  # Ray ends the actors that it owns: the workers
             raise
 
 

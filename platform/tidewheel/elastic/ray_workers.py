@@ -1,74 +1,89 @@
-"""Ray Train's group of workers, made to live with what happens to them.
+"""The group of worker processes that Ray Train's controller drives.
 
-The workers are processes that take ranks as the coordinator says (`worker`); which of them have one is none of Ray's
-business. So a lost worker is taken out of the group instead of ending it, and one that is started for a node that
-joined, or in place of a lost one, is put in while the others train. When Ray does restart the group, the processes that
-still answer are used again. Every internal name used here is in `ray_contract.CONTRACT`.
+The coordinator, not Ray, gives ranks to the processes (`worker`), so the group may change while the others train: a
+lost worker leaves it, and a worker that was started for a new node, or to replace a lost one, joins it. When Ray Train
+restarts the group, the processes that still answer are used again.
+
+A worker is Ray Train's worker actor. Placing it, watching it and ending it use public Ray Core only;
+`ray_contract.CONTRACT` lists the private names that remain.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.train.v2._internal.exceptions import (
-    UserExceptionWithTraceback,
-    WorkerGroupStartupTimeoutError,
-    WorkerHealthCheckFailedError,
-)
-from ray.train.v2._internal.execution.worker_group import WorkerGroup
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
-from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
-from ray.train.v2._internal.util import bundle_to_remote_args
-from ray.train.v2.api.exceptions import ControllerError
+from ray.train import ControllerError
+from ray.train.v2._internal.execution.context import DistributedContext
+from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidewheel.elastic import layout, nodes
 from tidewheel.elastic.faults import MISTAKES
-from tidewheel.elastic.no_barrier import no_barrier
 from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.worker import RestartNeeded, notice
-from tidewheel.errors import TidewheelError, root_cause
+from tidewheel.errors import ClusterError, TidewheelError, root_cause
+from tidewheel.placement import with_labels
 from tidewheel.train.config import ElasticConfig
 
+logger = logging.getLogger(__name__)
+
 START_SECONDS = 15.0
-"""A group does not wait longer for processes that come up, if a legal number is there: the others join it later."""
+"""Longest wait of a group for processes that come up, once a legal number is up. The others join it later."""
+SETTLE_SECONDS = 10.0
+"""Longest wait until Ray has noticed dead nodes: 1-2 s on a local cluster, longer with Ray's defaults."""
+IDLE_SECONDS = 0.5
+"""Pause between two looks for room while there is none."""
 AGAIN_SECONDS = 10.0
-"""Time after a start that failed before the next try."""
+"""Pause after a process that did not come up, before the next is started."""
 LOOK_SECONDS = 0.5
-"""Time between two looks at the nodes."""
+"""Least time between two looks at the nodes while the group trains."""
+SILENT_SECONDS_VARIABLE = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
+SILENT_SECONDS = 600.0
+"""Ray Train's default time after which a worker that does not answer counts as lost."""
 
 
-class NoPlacementGroup(PlacementGroupHandle):
-    """Workers come and go one by one: each reserves its own CPUs and GPUs on its node."""
+class LostWorkerError(RuntimeError):
+    """A worker's process or node has ended."""
 
-    @property
-    def placement_group(self) -> Any:
-        return None
 
-    def ready(self) -> Any:
-        return ray.put(True)
-
-    def wait(self, timeout_seconds: float = 30) -> bool:
-        return True
-
-    def shutdown(self) -> None:
-        """Nothing is held."""
+class SilentWorkerError(LostWorkerError):
+    """A worker's process exists and has not answered for a long time."""
 
 
 class ElasticRayTrainWorker(RayTrainWorker):
-    """Ray Train's worker, which takes SIGTERM as notice that its machine will be taken away."""
+    """Ray Train's worker, which takes SIGTERM as notice that its machine will be preempted."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        signal.signal(signal.SIGTERM, lambda *_: notice())  # this is the main thread, where handlers are set
+    def identify(self) -> tuple[str, str]:
+        """Return the ids of the actor and of its node; from then on SIGTERM is a notice."""
+        signal.signal(signal.SIGTERM, lambda *_: notice())  # actor methods run in the main thread, where this must be
+        context: Any = ray.get_runtime_context()
+        return context.get_actor_id(), context.get_node_id()
+
+    def begin(self, train_run_context: Any, train_fn_ref: Any, index: int) -> None:
+        """Start the training function in a thread.
+
+        Args:
+            train_run_context: Ray Train's settings of the run.
+            train_fn_ref: Ray Train's reference to the training function.
+            index: number of the worker in the group, for Ray Train's logs. Its rank comes from the coordinator.
+        """
+        alone = DistributedContext(world_rank=index, world_size=index + 1, local_rank=0, local_world_size=1,
+                                   node_rank=0)
+        nothing: Any = None  # workers report nothing through Ray Train: they need no barrier, storage or controller
+        self.init_train_context(train_run_context=train_run_context, distributed_context=alone,
+                                synchronization_actor=nothing, storage_context=nothing, worker_callbacks=[],
+                                controller_actor=nothing)
+        self.run_train_fn(train_fn_ref)
 
 
 @dataclass
@@ -77,205 +92,323 @@ class Starting:
 
     actor: Any
     node: str
-    metadata: Any
+    identity: Any
+    """Reference to the actor's answer to `identify`."""
     began: float
+
+
+@dataclass
+class Worker:
+    """A worker process that is up."""
+
+    actor: Any
+    name: str
+    """Id of the actor, by which the coordinator knows the worker."""
+    node: str
+    answer: Any = field(default=None, repr=False)
+    """Reference to the answer to a poll under way."""
+    asked_at: float = 0.0
+
+    def poll(self) -> Any:
+        """Return the reference to the answer of the poll under way, after starting one if there is none."""
+        if self.answer is None:
+            self.answer = self.actor.poll_status.remote()
+            self.asked_at = time.monotonic()
+        return self.answer
 
 
 class Workers:
     """The worker processes of a run, through all of Ray Train's groups; lives in the controller.
 
     Args:
-        elastic: resources of a worker, and how many there may be.
+        elastic: resources of a worker, and limits on the number of workers.
         sizes: legal numbers of workers.
-        coordinator: the run's.
+        coordinator: handle of the run's coordinator.
     """
 
     def __init__(self, elastic: ElasticConfig, sizes: tuple[int, ...], coordinator: Any) -> None:
-        self.elastic, self.coordinator, self.sizes = elastic, coordinator, sizes
+        self.elastic = elastic
+        self.coordinator = coordinator
+        self.sizes = sizes
         self.most = max(sizes) + elastic.standby_workers
         self.keep = False
-        """The next shutdown of the group leaves the processes that answer."""
+        """Whether the next shutdown of a group leaves the processes that answer."""
         self.kept: list[Worker] = []
         self.starting: list[Starting] = []
-        """Processes that were coming up when their group could not begin, for the next one."""
+        self.start_again_at = 0.0
+        """Monotonic time before which no process is started beside a group that trains."""
 
-    @property
-    def held(self) -> int:
-        """Workers that the next group need not start."""
-        return len(self.kept) + len(self.starting)
+    def create(self, train_run_context: Any, worker_group_context: Any, callbacks: Any = None) -> ElasticWorkerGroup:
+        """Start a group, once there is room for a legal number of workers. Ray Train's controller calls this.
 
-    def create(self, train_run_context: Any, worker_group_context: Any, callbacks: Any) -> ElasticWorkerGroup:
-        """What Ray's controller calls to start a group."""
-        group = ElasticWorkerGroup(train_run_context, worker_group_context, callbacks)
-        group.pool = self
+        Args:
+            train_run_context: Ray Train's settings of the run.
+            worker_group_context: Ray Train's settings of the group; the number of workers in it is the largest.
+            callbacks: Ray Train's callbacks for groups, none of which applies.
+
+        Raises:
+            ClusterError: there was no room, or no worker came up, for `elastic.start_timeout_seconds`.
+            OwnershipError: another driver has taken over the run.
+        """
         try:
-            with no_barrier():
-                group._start()
-        except WorkerGroupStartupTimeoutError:
-            raise  # what is up, and what is coming up, is there for the next try
+            workers = self._gather()
+            group = ElasticWorkerGroup(self, train_run_context, worker_group_context.train_fn_ref, workers)
+            group.begin()
         except BaseException:
             self.discard()
             raise
         return group
 
-    def slots(self, node: Node) -> int:
-        """Workers that a node has room for."""
+    def _gather(self) -> list[Worker]:
+        """Return a legal number of workers: those kept, and new ones. Wait until there is room for them."""
+        no_room_since: float | None = None
+        not_up_since: float | None = None
+        while True:
+            lost = ray.get(self.coordinator.lost.remote())
+            if lost is not None:
+                raise lost
+            usable = nodes.usable(self.elastic.placement.selector, SETTLE_SECONDS)
+            size = layout.largest_fit(self.sizes, layout.slots([node.resources for node in usable], self.elastic.needs))
+            if not size:
+                no_room_since = self._waited(no_room_since, "found no room")
+                time.sleep(IDLE_SECONDS)  # until the next look at the nodes
+                continue
+            no_room_since = None
+            workers = self._take_kept()
+            workers += self._start_up_to(size, workers)
+            if layout.largest_fit(self.sizes, len(workers)):
+                return workers
+            self.kept = workers
+            not_up_since = self._waited(not_up_since, "did not come up")
+
+    def _waited(self, since: float | None, problem: str) -> float:
+        """Return since when the run has waited for workers; raise once that is too long."""
+        now = time.monotonic()
+        limit = self.elastic.start_timeout_seconds
+        if since is None:
+            self.coordinator.say.remote("waiting for nodes")
+            return now
+        if now - since > limit:
+            where = with_labels(self.elastic.placement.selector)
+            raise ClusterError(f"{min(self.sizes)} worker(s) {problem} on nodes{where} for {limit:g} s",
+                               where="elastic.min_workers",
+                               mend="add nodes and start the run again: it continues from its last checkpoint")
+        return since
+
+    def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:
+        """Start processes beside `workers` until there are `size`; return those that came up."""
+        held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
+        missing = size - len(held)
+        avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
+        places = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
+        if avoided and not layout.largest_fit(self.sizes, len(held) + len(places)):
+            places = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
+        self.start_on(places)
+        return self._come_up(size - len(workers))
+
+    def _come_up(self, requested: int) -> list[Worker]:
+        """Wait until `requested` of the starting processes are up, or for START_SECONDS; return those that are."""
+        workers: list[Worker] = []
+        until = time.monotonic() + START_SECONDS
+        while self.starting and len(workers) < requested and time.monotonic() < until:
+            ray.wait([process.identity for process in self.starting], timeout=max(0.0, until - time.monotonic()))
+            workers += self.take_started()
+        return workers
+
+    def take_started(self) -> list[Worker]:
+        """Take the processes that are up out of the starting ones, and end those that take too long."""
+        now = time.monotonic()
+        up: list[Worker] = []
+        waiting: list[Starting] = []
+        for process in self.starting:
+            done, _ = ray.wait([process.identity], timeout=0)
+            identity = _result(process.identity) if done else None
+            if identity is not None:
+                name, node = identity
+                up.append(Worker(process.actor, name, node))
+            elif done or now - process.began > self.elastic.start_timeout_seconds:
+                ray.kill(process.actor)
+                self.start_again_at = now + AGAIN_SECONDS
+            else:
+                waiting.append(process)
+        self.starting = waiting
+        return up
+
+    def start_on(self, places: list[str]) -> None:
+        """Start a process on the node of each id in `places`; do not wait for it."""
+        options = {**actor_resources(self.elastic.needs), "runtime_env": {"env_vars": train_environment()}}
+        remote: Any = ray.remote(**options)(ElasticRayTrainWorker)
+        for node in places:
+            actor = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+            self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic()))
+
+    def free_places(self, taken: Counter[str], requested: int, *, settle_seconds: float = 0.0,
+                    avoided: Collection[str] = ()) -> list[str]:
+        """Return ids of nodes with room for up to `requested` more workers, an id for each worker.
+
+        Args:
+            taken: workers that each node has, by node id.
+            requested: most ids to return.
+            settle_seconds: longest wait until Ray has noticed dead nodes.
+            avoided: ids of nodes on which no worker shall be started.
+        """
+        places: list[str] = []
+        if requested > 0:
+            usable = nodes.usable(self.elastic.placement.selector, settle_seconds)
+            for node in sorted(usable, key=lambda node: node.spot):  # rank 0 belongs on a node that stays
+                if node.node_id not in avoided:
+                    places += [node.node_id] * max(0, self._slots(node) - taken[node.node_id])
+        return places[:requested]
+
+    def _slots(self, node: Node) -> int:
         return layout.slots([node.resources], self.elastic.needs)
 
-    def discard(self) -> None:
-        """End the processes that were kept."""
-        for actor in [*(worker.actor for worker in self.kept), *(one.actor for one in self.starting)]:
-            ray.kill(actor)
-        self.kept, self.starting = [], []
-
-    def take(self) -> list[Worker]:
-        """The processes that were kept and still answer."""
-        kept, self.kept = self.kept, []
-        answers: dict[Any, Worker] = {worker.actor.get_metadata.remote(): worker for worker in kept}
+    def _take_kept(self) -> list[Worker]:
+        """Return the kept processes that still answer; end the others."""
+        kept = self.kept
+        self.kept = []
+        answers: dict[Any, Worker] = {worker.actor.identify.remote(): worker for worker in kept}
         done, silent = ray.wait(list(answers), num_returns=len(answers), timeout=2) if answers else ([], [])
         for answer in silent:
             ray.kill(answers[answer].actor)
         return [answers[answer] for answer in done if _result(answer) is not None]
 
-    def free_places(self, taken: Counter[str], wanted: int, *, patience_seconds: float = 0.0,
-                    avoided: Collection[str] = ()) -> list[str]:
-        """Ids of nodes with room for up to `wanted` more workers, one for each, those of a node together."""
-        places: list[str] = []
-        if wanted > 0:
-            usable = nodes.usable(self.elastic.placement.selector, patience_seconds)
-            for node in sorted(usable, key=lambda node: node.spot):  # one that stays is there for rank 0
-                if node.node_id in avoided:
-                    continue
-                places += [node.node_id] * max(0, self.slots(node) - taken[node.node_id])
-        return places[:wanted]
+    def end_starting(self) -> None:
+        """End the processes that are coming up."""
+        for process in self.starting:
+            ray.kill(process.actor)
+        self.starting = []
+
+    def discard(self) -> None:
+        """End the processes that were kept or are coming up."""
+        for worker in self.kept:
+            ray.kill(worker.actor)
+        self.kept = []
+        self.end_starting()
 
 
-class ElasticWorkerGroup(WorkerGroup):
-    """See the module."""
+class ElasticWorkerGroup:
+    """Workers whose training functions run, in the place of Ray Train's own group, which ends when one is lost.
 
-    pool: Workers
+    Args:
+        pool: processes of the run.
+        train_run_context: Ray Train's settings of the run.
+        train_fn_ref: Ray Train's reference to the training function.
+        workers: processes of the group; their functions start with `begin`.
+    """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._starting: list[Starting] = []
-        self._look_at, self._again_at = 0.0, 0.0
-        self._gone: set[str] = set()  # cut off by the coordinator and ended here
+    def __init__(self, pool: Workers, train_run_context: Any, train_fn_ref: Any, workers: list[Worker]) -> None:
+        self.pool = pool
+        self.workers = workers
+        self._train_run_context = train_run_context
+        self._train_fn_ref = train_fn_ref
+        self._look_at = 0.0
+        self._silent_seconds = float(os.environ.get(SILENT_SECONDS_VARIABLE, SILENT_SECONDS))
 
-    # -- start and end -----------------------------------------------------------------------------
-    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> PlacementGroupHandle:
-        return NoPlacementGroup()
+    # -- what Ray Train's controller calls ---------------------------------------------------------------
+    def get_workers(self) -> list[Worker]:
+        """Return the workers."""
+        return self.workers
 
-    def _create_workers(self, num_workers: int, placement_group: Any, resources_per_worker: dict[str, float],
-                        *arguments: Any, **named: Any) -> list[Worker]:
-        workers = self.pool.take()
-        self._starting, self.pool.starting = self.pool.starting, []
-        held = [*(worker.metadata.node_id for worker in workers), *(one.node for one in self._starting)]
-        missing = num_workers - len(held)
-        avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
-        places = self.pool.free_places(Counter(held), missing, patience_seconds=START_SECONDS, avoided=avoided)
-        if avoided and not layout.largest_fit(self.pool.sizes, len(held) + len(places)):  # better there than nowhere
-            places = self.pool.free_places(Counter(held), missing)
-        self._starting += [self._start_process(node, resources_per_worker) for node in places]
-        workers += self._come_up(num_workers - len(workers), resources_per_worker)
-        if not layout.largest_fit(self.pool.sizes, len(workers)):
-            self.pool.kept, self.pool.starting = workers, self._starting
-            self._starting = []
-            raise WorkerGroupStartupTimeoutError(num_workers)
-        self._expect(workers, anew=True)
-        return self._assign_worker_ranks(workers)
+    def get_latest_poll_status(self) -> None:
+        """Return None: only groups of replicas are judged by their last status."""
 
-    def _come_up(self, wanted: int, resources: dict[str, float]) -> list[Worker]:
-        """Wait until `wanted` of those that start are up, or for START_SECONDS; return those that are."""
-        workers: list[Worker] = []
-        until = time.monotonic() + START_SECONDS
-        while self._starting and len(workers) < wanted and time.monotonic() < until:
-            ray.wait([one.metadata for one in self._starting], timeout=max(0.0, until - time.monotonic()))
-            workers += self._up(resources)
-        return workers
+    def get_worker_group_state(self) -> None:
+        """Return None: the number of workers is not Ray Train's decision."""
 
-    def _up(self, resources: dict[str, float]) -> list[Worker]:
-        """Take those out of the starting ones whose processes are up; end those that take too long."""
-        now, up = time.monotonic(), list[Worker]()
-        waiting: list[Starting] = []
-        for one in self._starting:
-            done, _ = ray.wait([one.metadata], timeout=0)
-            metadata = _result(one.metadata) if done else None
-            if metadata is not None:
-                up.append(Worker(one.actor, metadata, resources))
-            elif done or now - one.began > self.pool.elastic.start_timeout_seconds:
-                ray.kill(one.actor)
-                self._again_at = now + AGAIN_SECONDS
-            else:
-                waiting.append(one)
-        self._starting = waiting
-        return up
+    def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
+        """Return the status of each worker, after taking lost ones out and putting new ones in.
 
-    def _start_process(self, node: str, resources: dict[str, float]) -> Starting:
-        environment = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {})
-        remote: Any = ray.remote(runtime_env=environment, **bundle_to_remote_args(resources))(ElasticRayTrainWorker)
-        actor = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        return Starting(actor, node, actor.get_metadata.remote(), time.monotonic())
-
-    def shutdown(self) -> None:
-        self._end_starting()
-        keep, self.pool.keep = self.pool.keep, False
-        workers = self.get_workers()
-        if keep:
-            self.pool.kept = [worker for worker in workers if self._idle(worker)]
-            self._set_workers([worker for worker in workers if worker not in self.pool.kept])
-        super().shutdown()
-
-    def abort(self) -> None:
-        self._end_starting()
-        self.pool.discard()
-        super().abort()
-
-    def _end_starting(self) -> None:
-        for one in self._starting:
-            ray.kill(one.actor)
-        self._starting = []
-
-    def _idle(self, worker: Worker) -> bool:
-        """It answers, and its training function has ended."""
-        status = _result(worker.actor.poll_status.remote(), timeout=1.0)
-        return status is not None and not status.running
-
-    # -- while it runs -------------------------------------------------------------------------------
-    def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
-        statuses = super()._poll_workers_and_collect_errors(timeout)
-        statuses = self._without_lost(statuses)
+        Args:
+            timeout: longest wait for the workers' answers, in seconds.
+        """
+        statuses = self._without_lost(self._poll(timeout))
         if all(status.running and status.error is None for status in statuses):
             statuses += [WorkerStatus(running=True) for _ in range(self._admit())]
             self._start_more()
-        return statuses
+        return WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses)))
+
+    def shutdown(self) -> None:
+        """End the processes, or leave those that answer to the next group."""
+        self.pool.end_starting()
+        keep = self.pool.keep
+        self.pool.keep = False
+        for worker in self.workers:
+            if keep and self._idle(worker):
+                self.pool.kept.append(worker)
+            else:
+                ray.kill(worker.actor)
+        self.workers = []
+
+    # -- start -------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Tell the coordinator whom to expect, and start the training function in every worker."""
+        self._expect(self.workers, anew=True)
+        try:
+            ray.get([self._begin(worker, index) for index, worker in enumerate(self.workers)])
+        except BaseException:
+            for worker in self.workers:
+                ray.kill(worker.actor)
+            raise
+        logger.info("training with %d worker processes", len(self.workers))
+
+    def _begin(self, worker: Worker, index: int) -> Any:
+        return worker.actor.begin.remote(self._train_run_context, self._train_fn_ref, index)
+
+    def _expect(self, workers: list[Worker], *, anew: bool) -> None:
+        names = {worker.name: worker.node for worker in workers}
+        ray.get(self.pool.coordinator.expect.remote(names, anew), timeout=30)
+
+    def _idle(self, worker: Worker) -> bool:
+        """Return whether the worker answers and its training function has ended."""
+        worker.answer = None
+        status = _result(worker.actor.poll_status.remote(), timeout=1.0)
+        return status is not None and not status.running
+
+    # -- while it runs -----------------------------------------------------------------------------------
+    def _poll(self, timeout: float | None) -> list[WorkerStatus]:
+        """Return each worker's status. A poll that is not answered in time goes on until the next call."""
+        answers = [worker.poll() for worker in self.workers]
+        done, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout)
+        return [self._status(worker, answered=worker.answer in done) for worker in self.workers]
+
+    def _status(self, worker: Worker, *, answered: bool) -> WorkerStatus:
+        if not answered:
+            silent_for = time.monotonic() - worker.asked_at
+            if silent_for < self._silent_seconds:
+                return WorkerStatus(running=True)
+            return WorkerStatus(running=True, error=SilentWorkerError(
+                f"worker {worker.name} on node {worker.node} has not answered for {silent_for:.0f} s"))
+        answer = worker.answer
+        worker.answer = None
+        try:
+            status: WorkerStatus = ray.get(answer)
+        except Exception as error:  # also a value or an error of the function that cannot be unpickled here
+            return WorkerStatus(running=False, error=LostWorkerError(
+                f"worker {worker.name} on node {worker.node}: {one_line(error)}"))
+        return status
 
     def _without_lost(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
-        """Take out of the group whom the coordinator does without."""
-        workers = self.get_workers()
-        fenced: set[str] = ray.get(self.pool.coordinator.fenced.remote(), timeout=30)
-        names = [_name(worker) for worker in workers]
-        dead = {name: status.error for name, status in zip(names, statuses, strict=True)
-                if isinstance(status.error, WorkerHealthCheckFailedError)}
-        if dead:
-            known = ray.get(self.pool.coordinator.dead.remote(list(dead), "its process has ended"), timeout=30)
-            fenced |= set(known)
-        raised = {name: status.error for name, status in zip(names, statuses, strict=True)
-                  if status.error is not None and name not in dead}
-        fenced |= {name for name, error in raised.items() if self._goes_on_without(name, error)}
-        lost = {name for name in names if name in fenced}
-        if not lost or len(lost) == len(workers):  # with nobody left it is a failure of the group
+        """Take the workers that the coordinator goes on without out of the group; return the statuses of the rest."""
+        by_name = {worker.name: status for worker, status in zip(self.workers, statuses, strict=True)}
+        ended = [name for name, status in by_name.items() if _ended(status.error)]
+        lost: set[str] = ray.get(self.pool.coordinator.fenced.remote(), timeout=30)
+        if ended:
+            lost |= set(ray.get(self.pool.coordinator.dead.remote(ended, "its process has ended"), timeout=30))
+        for name, status in by_name.items():
+            if status.error is not None and name not in ended and self._goes_on_without(name, status.error):
+                lost.add(name)
+        lost &= by_name.keys()
+        if not lost or len(lost) == len(by_name):  # with no worker left the group has failed
             return statuses
-        for worker in workers:
-            if _name(worker) in lost and _name(worker) not in dead:
+        for worker in self.workers:
+            if worker.name in lost and worker.name not in ended:
                 ray.kill(worker.actor)
-        stay = [index for index, name in enumerate(names) if name not in lost]
-        polls = self._world_rank_to_ongoing_poll
-        self._world_rank_to_ongoing_poll = {new: polls[old] for new, old in enumerate(stay) if old in polls}
-        self._set_workers([workers[index] for index in stay])
-        return [statuses[index] for index in stay]
+        self.workers = [worker for worker in self.workers if worker.name not in lost]
+        return [status for name, status in by_name.items() if name not in lost]
 
     def _goes_on_without(self, name: str, error: BaseException) -> bool:
-        """Whether the run goes on though this worker's function has ended by `error`."""
+        """Return whether the run goes on although this worker's function has raised `error`."""
         cause = unwrapped(error)
         if isinstance(cause, RestartNeeded):
             return False
@@ -284,81 +417,72 @@ class ElasticWorkerGroup(WorkerGroup):
         return bool(ray.get(answer, timeout=30))
 
     def _start_more(self) -> None:
-        """Processes for nodes that joined, and in place of those lost."""
+        """Start processes on nodes that joined, and to replace lost ones."""
         now = time.monotonic()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
         avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
         staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
-        there = Counter(worker.metadata.node_id for worker in self.get_workers())
-        taken = there + Counter(one.node for one in self._starting)
-        # one that takes long may have found no place, because others use its node too: it may, but need not, come
-        hoped = there + Counter(one.node for one in self._starting if now - one.began < START_SECONDS)
-        wanted = self.pool.most - sum(count for node, count in hoped.items() if node in staying)
-        if now < self._again_at or wanted <= 0:
-            return
-        new = [self._start_process(node, self._worker_group_context.resources_per_worker)
-               for node in self.pool.free_places(taken, wanted, avoided=avoided)]
-        self._starting += new
+        there = Counter(worker.node for worker in self.workers)
+        taken = there + Counter(process.node for process in self.pool.starting)
+        # a slow start may mean that others use its node too: do not count on it
+        quick = [process.node for process in self.pool.starting if now - process.began < START_SECONDS]
+        expected = there + Counter(quick)
+        requested = self.pool.most - sum(count for node, count in expected.items() if node in staying)
+        if now >= self.pool.start_again_at and requested > 0:
+            self.pool.start_on(self.pool.free_places(taken, requested, avoided=avoided))
 
     def _admit(self) -> int:
-        """Put into the group whose process is up; how many."""
-        return sum(self._add(worker) for worker in self._up(self._worker_group_context.resources_per_worker))
+        """Put the started processes into the group; return how many."""
+        return sum(self._add(worker) for worker in self.pool.take_started())
 
-    def _add(self, worker: Worker) -> int:
-        """Start the training function in one more worker: 1, or 0 when it died meanwhile."""
-        workers = self.get_workers()
-        self._assign_worker_ranks([worker], len(workers), len(workers) + 1)
+    def _add(self, worker: Worker) -> bool:
+        """Start the training function in one more worker; return False if it died meanwhile."""
         try:
-            self._init_train_context([worker], self.get_worker_group_state().sync_actor)
-            ray.get(worker.actor.run_train_fn.remote(self._worker_group_context.train_fn_ref))
+            ray.get(self._begin(worker, len(self.workers)))
         except RayError:
             ray.kill(worker.actor)
-            return 0
+            return False
         self._expect([worker], anew=False)
-        self._set_workers([*workers, worker])
-        return 1
+        self.workers.append(worker)
+        return True
 
-    def _expect(self, workers: list[Worker], *, anew: bool) -> None:
-        names = {_name(worker): worker.metadata.node_id for worker in workers}
-        ray.get(self.pool.coordinator.expect.remote(names, anew), timeout=30)
 
-    def _set_workers(self, workers: list[Worker]) -> None:
-        """Make these the group, for Ray and for what Ray calls after each poll."""
-        state = self.get_worker_group_state()
-        self._worker_group_state = replace(state, workers=workers)
-        self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(workers))}
-        for callback in self._callbacks:
-            if hasattr(callback, "set_required_ranks"):  # it counts the reports of all workers
-                callback.after_worker_group_start(self)
+def actor_resources(needs: Mapping[str, float]) -> dict[str, Any]:
+    """Return the options of `ray.remote` that reserve the resources `needs`, by Ray's names."""
+    rest = dict(needs)
+    return {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0), "memory": rest.pop("memory", None),
+            "resources": rest}
+
+
+def train_environment() -> dict[str, str]:
+    """Return the settings of Ray Train in this process's environment, for the processes it starts."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """What Ray's wrappers hold: our own error where there is one, else what was first raised."""
-    while True:
-        inner: Any
-        if isinstance(error, UserExceptionWithTraceback):
-            inner = error._base_exc
-        elif isinstance(error, ControllerError):
-            inner = error.controller_failure
-        else:
-            return root_cause(error)
-        error = inner
+    """Return the error inside Ray's wrappers: ours if there is one, else the one first raised."""
+    if isinstance(error, ControllerError):
+        return unwrapped(error.controller_failure)
+    inner = error.args[0] if error.args and type(error).__module__.startswith("ray.") else None
+    if isinstance(inner, BaseException):  # Ray Train's wrapper of an error with its traceback
+        return unwrapped(inner)
+    return root_cause(error)
 
 
 def one_line(error: BaseException) -> str:
-    """Class and text of an error, for an event."""
+    """Return the class and text of an error in one line, for an event."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _name(worker: Worker) -> str:
-    return str(worker.actor._actor_id.hex())
+def _ended(error: BaseException | None) -> bool:
+    return isinstance(error, LostWorkerError) and not isinstance(error, SilentWorkerError)
 
 
 def _result(reference: Any, timeout: float = 0.5) -> Any:
-    """What a call returned, or None: its worker is dead or does not answer."""
+    """Return the result of a call, or None if its worker is dead or does not answer in time."""
     try:
         return ray.get(reference, timeout=timeout)
     except (RayError, GetTimeoutError):

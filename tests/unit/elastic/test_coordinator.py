@@ -183,9 +183,9 @@ def test_frozen_workers_are_found_after_events_could_not_be_written(tmp_path, fu
 def test_each_failure_is_recorded_and_charged_once(tmp_path, quiet):
     coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
-    assert coordinator.failed("lost", [0], True, False) == "kept"
-    assert coordinator.failed("no place", [], True, True) == "kept"
-    assert coordinator.failed("ours", [0], False, False) == "none"
+    assert coordinator.failed("lost", [0], True) == "kept"
+    assert coordinator.failed("said again", [], True) == "kept"
+    assert coordinator.failed("ours", [0], False) == "none"
     coordinator.end()
     found = [event["detail"] for event in jsonlog.read(store(tmp_path), "events.jsonl") if event["kind"] == "failure"]
     assert [one["error"] for one in found] == ["lost"]
