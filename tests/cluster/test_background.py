@@ -91,7 +91,7 @@ def cluster(environment, tmp_path_factory):
         processes = background.ask(state, "processes", node_id=status(environment)["nodes"][0]["node_id"])["pids"]
         ended = tidewheel(environment, "cluster", "down")
         assert ended.returncode == 0, ended.stdout
-        assert not [pid for pid in [state.keeper, *processes] if alive(pid)]
+        assert not [pid for pid in [state.supervisor, *processes] if alive(pid)]
         assert not Path(state.folder).exists()
         assert not list(Path(environment["TIDEWHEEL_STATE"]).iterdir())
         assert "no cluster 'local' is up" in tidewheel(environment, "cluster", "status").stdout

@@ -87,7 +87,7 @@ OWNER = """
 import sys, time
 from tidewheel.cluster.local import LocalCluster
 cluster = LocalCluster(nodes=1).__enter__()
-print(cluster._folder, cluster._keeper.pid, *cluster.processes(cluster.nodes[0]), flush=True)
+print(cluster._folder, cluster._supervisor.pid, *cluster.processes(cluster.nodes[0]), flush=True)
 if sys.argv[1] == "exception":
     raise RuntimeError("boom")
 time.sleep(100)

@@ -37,7 +37,7 @@ class AutoscaledGroup:
     resources: dict[str, int] = field(default_factory=dict)
 
     def described(self, object_store_bytes: int) -> dict[str, Any]:
-        """As JSON values, for the keeper."""
+        """As JSON values, for the supervisor."""
         return {"name": self.name, "least": self.least, "most": self.most, "seconds_apart": self.seconds_apart,
                 "labels": Group(self.name).node_labels,
                 "resources": {"CPU": self.cpus, "memory": NODE_MEMORY, "object_store_memory": object_store_bytes,

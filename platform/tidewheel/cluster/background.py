@@ -1,11 +1,11 @@
-"""A local cluster that stays: `tidewheel cluster up` starts it, later commands find it by a file and change it.
+"""A local cluster that outlives the command: `tidewheel cluster up` starts it, later commands find it by a file.
 
-A keeper process holds the raylets (see `keeper`) and answers on a Unix socket in a folder of its own, which only this
-user may enter. The state file says where that is. Everything the cluster writes is in the folder and the file; `down`
-removes both, and a keeper that dies takes its raylets along.
+A supervisor process holds the raylets (see `supervisor`) and answers on a Unix socket in a folder that only this user
+may enter. The state file names the folder. The cluster writes nothing outside the folder and the file; `down` removes
+both, and the raylets die with the supervisor.
 
-The cluster asks its clients for a token, made for this cluster, in a file that only this user may read. `environment`
-is what programs need to be let in.
+Clients of the cluster show its token, which is in a file that only this user may read. `State.environment` holds the
+variables with which a program finds and shows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tidewheel.cluster.groups import Group
-from tidewheel.cluster.local import LOOPBACK, free_port, keeper_environment
+from tidewheel.cluster.local import LOOPBACK, free_port, supervisor_environment
 from tidewheel.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ DEFAULT_NAME = "local"
 
 @dataclass(frozen=True)
 class State:
-    """What the state file holds; no secret."""
+    """Content of the state file, which holds no secret."""
 
     name: str
     folder: str
     """Sockets, logs and the token."""
-    keeper: int
+    supervisor: int
     """Process id."""
     address: str
     """"127.0.0.2:PORT", for `ray.init` and --address."""
@@ -61,28 +61,32 @@ class State:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for a program that shall use this cluster."""
+        """Variables for a program that uses this cluster."""
         return {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": self.dashboard_url, "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": self.token_path}
 
 
 def state_folder() -> Path:
-    """Where state files are: $TIDEWHEEL_STATE, or tidewheel/clusters below $XDG_STATE_HOME (~/.local/state)."""
+    """Return the folder of state files: $TIDEWHEEL_STATE, or $XDG_STATE_HOME/tidewheel/clusters (~/.local/state)."""
     if given := os.environ.get("TIDEWHEEL_STATE"):
         return Path(given)
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "tidewheel/clusters"
 
 
 def find(name: str = DEFAULT_NAME) -> State | None:
-    """The cluster of this name if it is up. The file of one whose keeper has died is removed."""
+    """Return the cluster of this name, or None if it is not up; remove the file if its supervisor has died.
+
+    Raises:
+        ClusterError: the state file is damaged.
+    """
     path = _path(name)
     try:
-        state = State(**json.loads(path.read_text()))
+        state = _state(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
         raise ClusterError("this is not a state file of a cluster", where=str(path),
-                           mend="remove the file; a cluster it told of ends with `kill` of its keeper") from None
+                           mend="remove the file, and end its supervisor with `kill`") from None
     if _answers(state):
         return state
     shutil.rmtree(state.folder, ignore_errors=True)
@@ -91,7 +95,7 @@ def find(name: str = DEFAULT_NAME) -> State | None:
 
 
 def find_address(address: str) -> State | None:
-    """The background cluster whose Ray address or dashboard this is."""
+    """Return the background cluster that has this Ray address or dashboard."""
     folder = state_folder()
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         with contextlib.suppress(ClusterError):
@@ -102,8 +106,13 @@ def find_address(address: str) -> State | None:
 
 
 def show_token(address: str | None) -> None:
-    """Let this process into the background cluster at `address` (any, by default the one named DEFAULT_NAME), unless
-    its environment says how it authenticates. Before Ray is imported: it reads the variables once."""
+    """Give this process the token of a background cluster, unless its environment says how it authenticates.
+
+    Call it before Ray is imported, which reads the variables once.
+
+    Args:
+        address: Ray address or dashboard of the cluster; None for the one named DEFAULT_NAME.
+    """
     if "RAY_AUTH_MODE" in os.environ:
         return
     state = find() if address is None else find_address(address)
@@ -112,10 +121,16 @@ def show_token(address: str | None) -> None:
 
 
 def up(groups: Sequence[Group], *, name: str = DEFAULT_NAME, head_cpus: float = 0, object_store_mb: int = 128) -> State:
-    """Start a head and the nodes of `groups` in the background; returns when all are in the cluster's table.
+    """Start a head and the nodes of `groups` in the background; return when the cluster's table has them all.
+
+    Args:
+        groups: groups of worker nodes.
+        name: name of the cluster.
+        head_cpus: CPUs that the head offers; 0 keeps tasks and training off it.
+        object_store_mb: shared memory of each node, in MiB.
 
     Raises:
-        ClusterError: one of this name is up, or Ray's processes do not start.
+        ClusterError: a cluster of this name is up, or Ray's processes do not start.
     """
     if find(name) is not None:
         raise ClusterError(f"the cluster {name!r} is up already", where=str(_path(name)),
@@ -124,16 +139,16 @@ def up(groups: Sequence[Group], *, name: str = DEFAULT_NAME, head_cpus: float = 
     os.makedirs(folder, mode=0o700)
     with open(os.open(f"{folder}/token", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as token:
         token.write(secrets.token_hex(32))
-    environment = {**keeper_environment(), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{folder}/token"}
-    environment.pop("RAY_AUTH_TOKEN", None)  # it would win over the file
-    with open(f"{folder}/keeper.log", "ab") as log:
-        keeper = subprocess.Popen([sys.executable, "-m", "tidewheel.cluster.background", folder], env=environment,
+    environment = {**supervisor_environment(), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{folder}/token"}
+    environment.pop("RAY_AUTH_TOKEN", None)  # it would take precedence over the file
+    with open(f"{folder}/supervisor.log", "ab") as log:
+        supervisor = subprocess.Popen([sys.executable, "-m", "tidewheel.cluster.background", folder], env=environment,
                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True)
     port = free_port()
-    state = State(name, folder, keeper.pid, "", f"http://{LOOPBACK}:{port}", time.time())
+    state = State(name, folder, supervisor.pid, "", f"http://{LOOPBACK}:{port}", time.time())
     store_bytes = object_store_mb << 20
     try:
-        _wait_for_socket(state, keeper)
+        _wait_for_socket(state, supervisor)
         head = ask(state, "start", cpus=head_cpus, object_store_bytes=store_bytes, dashboard_port=port,
                    labels=Group("head").node_labels)
         state = State(**{**asdict(state), "address": head["address"]})
@@ -143,8 +158,8 @@ def up(groups: Sequence[Group], *, name: str = DEFAULT_NAME, head_cpus: float = 
         logger.info("cluster %s is up at %s", name, state.address)
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(keeper.pid, signal.SIGTERM)
-        keeper.wait(30)
+            os.kill(supervisor.pid, signal.SIGTERM)
+        supervisor.wait(30)
         if not Path(f"{folder}-logs").exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -152,18 +167,27 @@ def up(groups: Sequence[Group], *, name: str = DEFAULT_NAME, head_cpus: float = 
 
 
 def add(state: State, group: Group, *, object_store_mb: int = 128) -> list[str]:
-    """Start the group's nodes; their ids."""
+    """Start the nodes of a group; return their ids.
+
+    Args:
+        state: the cluster.
+        group: number of nodes, and what each offers.
+        object_store_mb: shared memory of each node, in MiB.
+
+    Raises:
+        ClusterError: the supervisor is gone, or Ray's processes do not start.
+    """
     return [ask(state, "add", cpus=group.cpus, object_store_bytes=object_store_mb << 20, labels=group.node_labels,
                 resources=group.resources)["node_id"] for _ in range(group.nodes)]
 
 
 def down(state: State) -> int:
-    """End every process of the cluster and remove its folder and state file; the number of processes."""
+    """End every process of the cluster and remove its folder and state file; return the number of processes."""
     try:
         killed = len(ask(state, "stop")["killed"])
     finally:
         until = time.monotonic() + 10
-        while (_answers(state) or _lives(state.keeper)) and time.monotonic() < until:
+        while (_answers(state) or _lives(state.supervisor)) and time.monotonic() < until:
             time.sleep(0.05)
         shutil.rmtree(state.folder, ignore_errors=True)
         _path(state.name).unlink(missing_ok=True)
@@ -171,37 +195,42 @@ def down(state: State) -> int:
 
 
 def node_of(state: State, prefix: str) -> dict[str, Any]:
-    """The one worker node whose id begins with `prefix`, or all of whose group's name it is, the newest.
+    """Return the worker node whose id begins with `prefix`, or the newest node of the group named `prefix`.
 
     Raises:
-        ConfigError: none, or several.
+        ConfigError: no node or several match.
     """
     nodes = [node for node in ask(state, "status")["nodes"] if node["state"] != "dead" and not node["head"]]
-    found = [node for node in nodes if node["node_id"].startswith(prefix)] if prefix else []
-    found = found or [node for node in nodes if node["group"] == prefix][-1:]
-    if len(found) != 1:
-        raise ConfigError(f"{len(found) or 'no'} worker nodes begin with {prefix!r}", where="cluster",
+    matches = [node for node in nodes if node["node_id"].startswith(prefix)] if prefix else []
+    matches = matches or [node for node in nodes if node["group"] == prefix][-1:]
+    if len(matches) != 1:
+        raise ConfigError(f"{len(matches) or 'no'} worker nodes begin with {prefix!r}", where="cluster",
                           mend="`tidewheel cluster status` lists the ids; a group's name means its newest node")
-    return found[0]
+    return matches[0]
 
 
 def ask(state: State, what: str, **arguments: Any) -> dict[str, Any]:
-    """One request to the keeper and its answer.
+    """Send one request to the supervisor and return its result.
+
+    Args:
+        state: the cluster.
+        what: name of a method of `supervisor.BackgroundSupervisor`.
+        arguments: its arguments.
 
     Raises:
-        ClusterError: the keeper is gone, or could not do it.
+        ClusterError: the supervisor is gone, or the request failed.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_SECONDS)
-            connection.connect(f"{state.folder}/keeper.sock")
+            connection.connect(f"{state.folder}/supervisor.sock")
             connection.sendall((json.dumps({"do": what, **arguments}) + "\n").encode())
             with connection.makefile() as answers:
                 line = answers.readline()
     except OSError as error:
-        raise ClusterError(f"its keeper does not answer ({error})", where=state.folder,
+        raise ClusterError(f"its supervisor does not answer ({error})", where=state.folder,
                            mend="`tidewheel cluster up` starts a new cluster") from None
-    answer: dict[str, Any] = json.loads(line) if line else {"error": "the keeper ended"}
+    answer: dict[str, Any] = json.loads(line) if line else {"error": "the supervisor ended"}
     if "error" in answer:
         kept = f"{state.folder}-logs"
         with contextlib.suppress(OSError):
@@ -210,6 +239,13 @@ def ask(state: State, what: str, **arguments: Any) -> dict[str, Any]:
         raise ClusterError(f"could not {what}: {answer['error']}", where=kept,
                            mend="see the logs there; free memory and space in /tmp, then try again")
     return answer["ok"]
+
+
+def _state(values: dict[str, Any]) -> State:
+    """Return the state in a state file, also in one that an older release wrote."""
+    if "keeper" in values:
+        values["supervisor"] = values.pop("keeper")
+    return State(**values)
 
 
 def _path(name: str) -> Path:
@@ -230,7 +266,7 @@ def _answers(state: State) -> bool:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(5)
-            connection.connect(f"{state.folder}/keeper.sock")
+            connection.connect(f"{state.folder}/supervisor.sock")
         return True
     except OSError:
         return False
@@ -243,39 +279,39 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _wait_for_socket(state: State, keeper: subprocess.Popen[bytes]) -> None:
+def _wait_for_socket(state: State, supervisor: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + START_SECONDS
     while not _answers(state):
-        if keeper.poll() is not None or time.monotonic() > until:
-            raise ClusterError("the keeper process did not start", where=f"{state.folder}/keeper.log",
+        if supervisor.poll() is not None or time.monotonic() > until:
+            raise ClusterError("the supervisor process did not start", where=f"{state.folder}/supervisor.log",
                                mend="see its log; free memory and space in /tmp, then try again")
         time.sleep(0.05)
 
 
 def main() -> None:
-    """The keeper process: serve requests on the folder's socket until `stop` or SIGTERM, then end the cluster."""
-    from tidewheel.cluster.keeper import BackgroundKeeper
+    """Run the supervisor: serve requests on the folder's socket until `stop` or SIGTERM, then end the cluster."""
+    from tidewheel.cluster.supervisor import BackgroundSupervisor
 
     folder = sys.argv[1]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    keeper = BackgroundKeeper(f"{folder}/ray")  # Ray opens its folder to everyone; ours stays closed
+    supervisor = BackgroundSupervisor(f"{folder}/ray")  # Ray's folder is open to everyone; ours is not
     try:
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind(f"{folder}/keeper.sock")  # nobody else gets through the folder, whose mode is 0700
+            server.bind(f"{folder}/supervisor.sock")  # the folder's mode is 0700
             server.listen(8)
-            import ray  # noqa: F401  while the one who started us connects
+            import ray  # noqa: F401  while the client connects
 
-            while not keeper.stopped:
+            while not supervisor.stopped:
                 connection, _ = server.accept()
                 with connection, connection.makefile("rw") as stream:
                     if line := stream.readline():
-                        with contextlib.suppress(OSError):  # the one who asked is gone
-                            stream.write(json.dumps(keeper.answer(json.loads(line))) + "\n")
+                        with contextlib.suppress(OSError):  # the client is gone
+                            stream.write(json.dumps(supervisor.answer(json.loads(line))) + "\n")
                             stream.flush()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if not keeper.stopped:
-            keeper.stop()
+        if not supervisor.stopped:
+            supervisor.stop()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cloud of an autoscaled local cluster: Ray's fake node provider, with nodes as `keeper` starts them.
+"""The cloud of an autoscaled local cluster: Ray's fake node provider, with nodes as `supervisor` starts them.
 
 The autoscaler's process loads it. As Ray has it, nodes listen at the machine's outside address and outlive the
 autoscaler when that is killed; here each has a loopback address of its own and ends with it.
@@ -22,7 +22,7 @@ from ray.autoscaler.tags import (
     TAG_RAY_USER_NODE_TYPE,
 )
 
-from tidewheel.cluster.keeper import MANY_LOOPBACKS
+from tidewheel.cluster.supervisor import MANY_LOOPBACKS
 
 
 class LoopbackNodes(FakeMultiNodeProvider):

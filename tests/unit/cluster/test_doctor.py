@@ -15,6 +15,7 @@ from tidewheel.cluster.doctor import gpu as gpus
 from tidewheel.cluster.doctor.storage import storage
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.data.text import kernel_objects
+from tidewheel.elastic.ray_contract import KNOWN_RELEASES
 from tidewheel.storage import LocalStore, store
 
 
@@ -37,7 +38,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers in place of the two imports, which take seconds."""
     monkeypatch.setattr(software, "TORCH", 'print(\'{"version": "2.13", "built_for": null, "gpus": [], "threads": 2, '
                                            '"gloo": true, "nccl": "", "apart": []}\')')
-    monkeypatch.setattr(software, "RAY", 'print(\'{"version": "2.60.0", "problem": "", "mend": ""}\')')
+    monkeypatch.setattr(software, "RAY", 'print(\'{"version": "2.60.0", "known": ["2.60.0"], "problem": "", '
+                                         '"mend": ""}\')')
 
 
 def test_this_machine_is_fit() -> None:
@@ -47,6 +49,7 @@ def test_this_machine_is_fit() -> None:
     assert [check for check in checks if check.status == "failure"] == []
     json.dumps([vars(check) for check in checks])
     assert all(check.mend for check in checks if check.status != "ok")
+    assert only("ray", checks).detail == f"{KNOWN_RELEASES[-1]}; releases known to work: {', '.join(KNOWN_RELEASES)}"
 
 
 TRIED = ["put", "list", "conditional put", "write", "delete"]
@@ -321,7 +324,7 @@ def test_nodes_that_are_lost_cut_off_or_late() -> None:
 
 def test_a_connection_without_the_token_is_not_answered() -> None:
     address, port = nodes.Examiner("127.0.0.1").listen("right")
-    assert nodes.Examiner().reach(address, port, "wrong") == "it answers, but not as it should"
+    assert nodes.Examiner().reach(address, port, "wrong") == "another program answers"
 
 
 def test_versions_of_nodes() -> None:

@@ -1,4 +1,4 @@
-"""One finding of the examination."""
+"""A finding of the doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """One finding; `mend` is empty when there is nothing to mend."""
+    """A finding; `mend`, the fix, is empty if there is nothing to fix."""
 
     name: str
     status: Literal["ok", "warning", "failure"]
@@ -16,6 +16,6 @@ class Check:
     mend: str = ""
 
 
-def size(number: float) -> str:
-    """Bytes for people."""
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+def size(count: float) -> str:
+    """Return a number of bytes as text."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""One machine: every examination, in order."""
+"""Examine one machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from tidewheel.cluster.doctor.storage import storage as examine_storage
 
 
 def diagnose(storage: str | None = None, *, in_cluster: bool = False) -> list[Check]:
-    """Examine this machine, and with `storage` also writing, reading, listing and deleting at that URI.
-
-    Never raises for what it examines: a problem is a `Check` with status "failure".
+    """Examine this machine. A problem is a `Check` with status "failure", never an exception.
 
     Args:
-        in_cluster: this is a node of a running Ray cluster: its ports are in use, and its address is known.
+        storage: URI at which to try writing, reading, listing and deleting; None to leave storage out.
+        in_cluster: whether this is a node of a running Ray cluster, whose ports are in use and whose address is known.
     """
     probes = {name: software.start(code) for name, code in (("torch", software.TORCH), ("ray", software.RAY))}
     checks = [software.python(), *software.packages(), software.kernels(), machine.cpus(), machine.memory(),

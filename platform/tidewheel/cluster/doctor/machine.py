@@ -1,4 +1,4 @@
-"""What the machine offers: CPUs, memory, shared memory, limits, disks."""
+"""Check the machine: CPUs, memory, shared memory, limits, disks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from tidewheel.cluster.doctor.check import Check, size
 MIN_MEMORY, MIN_SHM, MIN_DISK, MIN_FILES, MIN_PROCESSES = 4 << 30, 1 << 30, 5 << 30, 4096, 4096
 MIN_LOCKED = 1 << 30
 INFINIBAND = "/dev/infiniband"
-SPILL_LIMIT = 0.95  # Ray stops writing to a disk that is fuller than this (local_fs_capacity_threshold)
+SPILL_LIMIT = 0.95
+"""Ray does not spill to a disk that is fuller than this share (local_fs_capacity_threshold)."""
 
 
 def cpus() -> Check:
+    """Check that this process may use two CPUs."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_cpus()
     detail = f"{usable} usable" + (f", a quota of {quota:.1f}" if quota and quota < usable else "")
     if min(usable, quota or usable) < 2:
-        return Check("cpus", "warning", detail, "the demo wants two: it still runs with one, slowly")
+        return Check("cpus", "warning", detail, "the demo needs two to run at full speed")
     return Check("cpus", "ok", detail)
 
 
 def _cgroup_cpus() -> float | None:
-    """CPUs a container may use, None without a limit."""
+    """Return the CPUs that a container may use; None without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -36,6 +38,7 @@ def _cgroup_cpus() -> float | None:
 
 
 def memory() -> Check:
+    """Check the memory of the machine or the container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -49,6 +52,7 @@ def memory() -> Check:
 
 
 def shared_memory() -> Check:
+    """Check that Ray's object store fits into shared memory."""
     if not Path("/dev/shm").is_dir():
         return Check("shared memory", "ok", "no /dev/shm on this system")
     total = shutil.disk_usage("/dev/shm").total
@@ -59,7 +63,7 @@ def shared_memory() -> Check:
 
 
 def limits() -> Iterator[Check]:
-    """Of this process, and so of what it starts."""
+    """Check the limits of this process, which its children inherit."""
     for name, kind, least, word in (("open files", resource.RLIMIT_NOFILE, MIN_FILES, "-n"),
                                     ("processes", resource.RLIMIT_NPROC, MIN_PROCESSES, "-u")):
         soft, hard = resource.getrlimit(kind)
@@ -75,6 +79,7 @@ def limits() -> Iterator[Check]:
 
 
 def disks() -> Iterator[Check]:
+    """Check the free space of the temporary and the working folder's disk."""
     for name, path in (("temporary disk", tempfile.gettempdir()), ("working disk", str(Path.cwd()))):
         usage = shutil.disk_usage(path)
         detail = f"{size(usage.free)} free at {path}"

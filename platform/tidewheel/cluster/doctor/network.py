@@ -1,4 +1,4 @@
-"""Ports of this machine, proxies, and the address and the token of a Ray cluster."""
+"""Check the ports of this machine, proxies, and the address and token of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from tidewheel.cluster.doctor.check import Check
 
 RAY_PORTS = {6379: "GCS", 8265: "dashboard and job server", 10001: "client server"}
-"""Of a head that `ray start --head` starts."""
+"""Ports of a head that `ray start --head` starts."""
 LEAST_PORTS = 5_000
-"""For the sockets of a large job: gloo and NCCL open one or more to every peer."""
+"""Free ports that a large job needs: gloo and NCCL open one or more sockets to every peer."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 def loopback() -> Check:
+    """Check that processes of this machine can connect to each other."""
     try:
         with socket.socket() as server, socket.socket() as client:
             server.bind(("127.0.0.1", 0))
@@ -31,6 +32,7 @@ def loopback() -> Check:
 
 
 def proxy() -> Iterator[Check]:
+    """Warn of a proxy that also receives requests to this machine."""
     names = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)]
     if names:
         spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
@@ -40,7 +42,7 @@ def proxy() -> Iterator[Check]:
 
 
 def ray_address() -> Iterator[Check]:
-    """A RAY_ADDRESS that nothing answers at is the most common reason why Ray does not start."""
+    """Check that RAY_ADDRESS answers; a stale one is the most common reason why Ray does not start."""
     address = os.environ.get("RAY_ADDRESS", "")
     if not address or address == "local":
         yield Check("RAY_ADDRESS", "ok", "not set: a private cluster is started when one is needed")
@@ -64,7 +66,7 @@ def _answers(address: str) -> bool:
 
 
 def ports() -> Iterator[Check]:
-    """Whether a head could be started here with Ray's usual ports, and how many are left for everything else."""
+    """Check that Ray's usual ports are free for a head, and that enough ports are left for a job's sockets."""
     busy = [f"{port} ({what})" for port, what in RAY_PORTS.items() if _in_use(port)]
     if busy and not os.environ.get("RAY_ADDRESS"):
         yield Check("ports", "warning", f"in use: {', '.join(busy)}: a Ray head, or another program",
@@ -89,8 +91,9 @@ def _in_use(port: int) -> bool:
 
 
 def token() -> Check:
-    """How this machine's Ray clients prove themselves. The token itself is never shown."""
-    mode, address = os.environ.get("RAY_AUTH_MODE", ""), os.environ.get("RAY_ADDRESS", "")
+    """Check how Ray clients of this machine authenticate. The token itself is never shown."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    address = os.environ.get("RAY_ADDRESS", "")
     source = _token_source()
     if mode.lower() == "token" and source is None:
         return Check("Ray token", "failure", "RAY_AUTH_MODE is token, but there is none",
@@ -98,14 +101,14 @@ def token() -> Check:
     if isinstance(source, Path) and source.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         return Check("Ray token", "warning", f"others may read {source}", f"chmod 600 {source}")
     if mode.lower() != "token" and address and address != "auto" and not _is_local(address):
-        return Check("Ray token", "warning", f"none is asked for at {address}: who reaches it can run anything there",
+        return Check("Ray token", "warning", f"{address} asks for none: anyone who reaches it can run anything there",
                      "start the cluster with RAY_AUTH_MODE=token, and set it here too")
     shown = f"from {source}" if source else "none"
     return Check("Ray token", "ok", f"mode {mode or 'not set'}, token {shown}")
 
 
 def listening() -> Check:
-    """What Ray processes that this user may look at listen on beyond loopback: Ray cannot bind all of it."""
+    """Warn of ports beyond loopback on which Ray processes of this user listen; Ray cannot bind them all to it."""
     sockets = _open_ports()
     shown = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -120,8 +123,8 @@ def listening() -> Check:
 
 
 def _open_ports() -> dict[str, int]:
-    """Return by inode the TCP ports that listen beyond loopback; none where the system does not say."""
-    found: dict[str, int] = {}
+    """Return the TCP ports that listen beyond loopback, by inode; none on systems without /proc/net."""
+    ports: dict[str, int] = {}
     for table, loopback_end in (("tcp", "7F"), ("tcp6", "0" * 24 + "01000000")):
         try:
             lines = Path("/proc/net", table).read_text().splitlines()[1:]
@@ -130,18 +133,18 @@ def _open_ports() -> dict[str, int]:
         for fields in map(str.split, lines):
             address, _, port = fields[1].partition(":")
             if fields[3] == "0A" and not address.endswith(loopback_end):  # listening; addresses are little-endian
-                found[fields[9]] = int(port, 16)
-    return found
+                ports[fields[9]] = int(port, 16)
+    return ports
 
 
 def _ray_process(process: Path) -> tuple[str, set[str]]:
-    """Return the name and the inodes of the sockets of a process of Ray; nothing of others."""
+    """Return the name of a Ray process and the inodes of its sockets; empty ones for other processes."""
     try:
         name = (process / "comm").read_text().strip()
         if not name.startswith(("gcs_server", "raylet", "ray::")):
             return "", set()
         links = [os.readlink(path) for path in (process / "fd").iterdir()]
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return "", set()
     return name, {link[len("socket:["):-1] for link in links if link.startswith("socket:[")}
 

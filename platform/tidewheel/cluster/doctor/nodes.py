@@ -1,5 +1,7 @@
-"""Every node of a Ray cluster: each examined by itself, then what they must agree on: versions, clocks, GPUs, and that
-their processes can reach each other on ports of their own, as gloo and NCCL do."""
+"""Examine every node of a Ray cluster, and what the nodes must agree on: versions, clocks, and free connections.
+
+gloo and NCCL choose their ports, so every node must reach the others on any port.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ ANSWER_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 CLOCK_ROUNDS = 8
 SKEW_WARNING, SKEW_FAILURE = 0.5, 30.0
-"""Seconds between the clocks of two nodes: drain deadlines and leases are told in wall-clock time."""
+"""Seconds between the clocks of two nodes: drain deadlines and leases are in wall-clock time."""
 SAME = ("python", "ray", "torch", "tidewheel")
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node and what was found there."""
+    """A node and its findings."""
 
     name: str
     checks: tuple[Check, ...]
@@ -35,46 +37,59 @@ class Node:
 
 @dataclass(frozen=True)
 class Question:
-    """A method of an `Examiner`, and what to give it."""
+    """A call of a method of `Examiner`."""
 
     method: str
     arguments: tuple[Any, ...] = ()
     to: str = ""
-    """Name of the node to ask; default: the name under which it is asked."""
+    """Name of the node to ask; by default the name of the question."""
 
 
 class Examiner:
-    """Runs on the node that it examines, which has this address."""
+    """Actor that runs on the node that it examines.
+
+    Args:
+        address: the node's address.
+    """
 
     def __init__(self, address: str = "") -> None:
         self.address = address
 
     def examine(self, storage: str | None) -> list[Check]:
+        """Examine the node; see `examine.diagnose`."""
         return diagnose(storage, in_cluster=True)
 
     def versions(self) -> dict[str, str]:
-        found = {"python": python_version()}
+        """Return the versions of the packages in SAME that are installed."""
+        installed = {"python": python_version()}
         for package in SAME[1:]:
             with suppress(metadata.PackageNotFoundError):
-                found[package] = metadata.version(package)
-        return found
+                installed[package] = metadata.version(package)
+        return installed
 
     def clock(self) -> float:
+        """Return the node's time, in seconds since 1970."""
         return time.time()
 
     def listen(self, token: str) -> tuple[str, int]:
-        """Wait for one connection that shows `token`, at this node's own address, on a port that is free."""
+        """Listen for one connection that shows `token`; return this node's address and a free port."""
         server = socket.create_server((self.address, 0))
         server.settimeout(ANSWER_SECONDS)
         threading.Thread(target=_answer_one, args=(server, token.encode()), daemon=True).start()
         return self.address, server.getsockname()[1]
 
     def reach(self, address: str, port: int, token: str) -> str:
-        """"" if the other node answers, else why not."""
+        """Connect to another node; return "" if it answers, else the reason.
+
+        Args:
+            address: address of the other node.
+            port: port on which it listens.
+            token: text that it expects.
+        """
         try:
             with socket.create_connection((address, port), timeout=CONNECT_SECONDS) as link:
                 link.sendall(token.encode())
-                return "" if link.recv(2) == b"ok" else "it answers, but not as it should"
+                return "" if link.recv(2) == b"ok" else "another program answers"
         except OSError as error:
             return str(error)
 
@@ -92,20 +107,26 @@ def _answer_one(server: socket.socket, token: bytes) -> None:
 
 
 class Asking(Protocol):
-    """How to reach the examiners."""
+    """Way to reach the examiners."""
 
     def __call__(self, questions: Mapping[str, Question]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Answers of the examiners that are asked, side by side, by name; and why the others gave none."""
+        """Ask all questions at once; return the answers by name, and for the others why there is none."""
 
 
 def examine(names: Sequence[str], ask: Asking, storage: str | None = None) -> list[Node]:
-    """Every node, then one entry for all of them together."""
+    """Return the findings of every node, then those about all of them together.
+
+    Args:
+        names: names of the nodes.
+        ask: way to reach their examiners.
+        storage: URI that each node tries; None to leave storage out.
+    """
     versions, silent = ask({name: Question("versions") for name in names})
     alive = [name for name in names if name in versions]
     skew = clocks(alive, ask)  # before the nodes are busy
     between = connections(alive, ask)
-    found, lost = ask({name: Question("examine", (storage,)) for name in alive})
-    nodes = [Node(name, tuple(checks)) for name, checks in found.items()]
+    findings, lost = ask({name: Question("examine", (storage,)) for name in alive})
+    nodes = [Node(name, tuple(checks)) for name, checks in findings.items()]
     nodes += [Node(name, (Check("node", "failure", why, "see its raylet's log; tidewheel must be installed there, or "
                                 "be in the runtime environment"),)) for name, why in {**silent, **lost}.items()]
     return [*sorted(nodes, key=lambda node: node.name),
@@ -113,7 +134,7 @@ def examine(names: Sequence[str], ask: Asking, storage: str | None = None) -> li
 
 
 def diagnose_cluster(storage: str | None = None) -> list[Node]:
-    """Every living node of the Ray cluster that this process is connected to: see `examine`."""
+    """Examine every living node of the Ray cluster to which this process is connected; see `examine`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -149,32 +170,35 @@ def diagnose_cluster(storage: str | None = None) -> list[Node]:
 
 
 def clocks(names: Sequence[str], ask: Asking) -> dict[str, tuple[float, float]]:
-    """(seconds ahead of this process's clock, uncertainty) of each node that answers.
+    """Measure the clock of each node; return the seconds that it is ahead of this process's, and the uncertainty.
 
-    As NTP does it (RFC 5905): the answer is taken to be from the middle of the quickest of several round trips, and is
-    wrong by half of that at most.
+    As in NTP (RFC 5905), an answer counts as given in the middle of the quickest of several round trips, so its error
+    is at most half of that round trip.
     """
-    found = {}
+    skew = {}
     for name in names:
         rounds = []
         for _ in range(CLOCK_ROUNDS):
-            asked, began = time.time(), time.monotonic()
-            told, _ = ask({name: Question("clock")})
-            took = time.monotonic() - began
-            if name in told:
-                rounds.append((took / 2, told[name] - asked - took / 2))
+            asked_at = time.time()
+            began = time.monotonic()
+            answers, _ = ask({name: Question("clock")})
+            round_trip = time.monotonic() - began
+            if name in answers:
+                rounds.append((round_trip / 2, answers[name] - asked_at - round_trip / 2))
         if rounds:
             uncertain, ahead = min(rounds)
-            found[name] = ahead, uncertain
-    return found
+            skew[name] = ahead, uncertain
+    return skew
 
 
 def clock_check(skew: Mapping[str, tuple[float, float]]) -> Check:
-    """The two clocks that are furthest apart; what may be the measurement's own error does not count."""
+    """Judge the two clocks that are furthest apart, less the uncertainty of the measurement."""
     if len(skew) < 2:
         return Check("clocks", "ok", "one node")
-    late, early = min(skew.items(), key=lambda item: item[1]), max(skew.items(), key=lambda item: item[1])
-    apart, uncertain = early[1][0] - late[1][0], early[1][1] + late[1][1]
+    late = min(skew.items(), key=lambda item: item[1])
+    early = max(skew.items(), key=lambda item: item[1])
+    apart = early[1][0] - late[1][0]
+    uncertain = early[1][1] + late[1][1]
     detail = f"at most {1000 * apart:.0f} ms apart, measured to {1000 * uncertain:.0f} ms"
     if apart - uncertain <= SKEW_WARNING:
         return Check("clocks", "ok", detail)
@@ -184,24 +208,24 @@ def clock_check(skew: Mapping[str, tuple[float, float]]) -> Check:
 
 
 def same_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Check]:
-    """Python, Ray, torch and Tidewheel, which must be the same everywhere: Ray pickles between them."""
-    found = []
+    """Check that all nodes have the same Python, Ray, torch and Tidewheel: Ray pickles between them."""
+    checks = []
     for package in SAME:
         by_version: dict[str, list[str]] = {}
-        for name, each in versions.items():
-            by_version.setdefault(each.get(package, "missing"), []).append(name)
+        for name, installed in versions.items():
+            by_version.setdefault(installed.get(package, "missing"), []).append(name)
         if len(by_version) > 1:
             detail = "; ".join(f"{version} on {', '.join(names)}" for version, names in sorted(by_version.items()))
-            found.append(Check(f"same {package}", "failure", detail, "use one image, or one environment, on all nodes"))
-    if not found and versions:
+            checks.append(Check(f"same {package}", "failure", detail,
+                                "use one image, or one environment, on all nodes"))
+    if not checks and versions:
         same = ", ".join(f"{name} {version}" for name, version in next(iter(versions.values())).items())
-        found.append(Check("same versions", "ok", f"{len(versions)} nodes: {same}"))
-    return found
+        checks.append(Check("same versions", "ok", f"{len(versions)} nodes: {same}"))
+    return checks
 
 
 def connections(names: Sequence[str], ask: Asking) -> Check:
-    """Each node reaches the next on a port that was not fixed beforehand: a ring, so that 1,000 nodes are 1,000
-    tries."""
+    """Check that each node reaches the next one, in a ring, on a port chosen at random."""
     if len(names) < 2:
         return Check("between nodes", "ok", "one node")
     token = secrets.token_hex(16)
@@ -218,5 +242,5 @@ def connections(names: Sequence[str], ask: Asking) -> Check:
 
 
 def flat(nodes: Sequence[Node]) -> list[dict[str, str]]:
-    """One row for each finding, for JSON."""
+    """Return the findings as rows, for JSON."""
     return [{"node": node.name, **vars(check)} for node in nodes for check in node.checks]

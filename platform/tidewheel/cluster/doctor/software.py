@@ -1,7 +1,7 @@
-"""Python, installed packages, torch and Ray.
+"""Check Python, the installed packages, torch and Ray.
 
-torch and Ray are asked in processes of their own, side by side: a broken CUDA driver or a half-installed
-wheel can hang or crash an import, and that is a finding, not an end of the examination.
+torch and Ray are imported in processes of their own, at the same time: a broken CUDA driver or a damaged wheel can hang
+or crash an import, which is a finding and must not end the doctor.
 """
 
 from __future__ import annotations
@@ -33,45 +33,47 @@ print(json.dumps({"version": torch.__version__, "built_for": torch.version.cuda,
 RAY = """
 import json
 from tidewheel.errors import TidewheelError
-from tidewheel.elastic.ray_contract import check_ray
+from tidewheel.elastic.ray_contract import KNOWN_RELEASES, check_ray
 import ray
 problem = mend = ""
 try:
     check_ray()
 except TidewheelError as error:
     problem, mend = error.what, error.mend
-print(json.dumps({"version": ray.__version__, "problem": problem, "mend": mend}))
+print(json.dumps({"version": ray.__version__, "known": KNOWN_RELEASES, "problem": problem, "mend": mend}))
 """
 
 
 def python() -> Check:
+    """Return the version of Python and the system."""
     return Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def packages() -> Iterator[Check]:
-    """Installed versions against what our own package asks for."""
+    """Compare the installed versions with the requirements of Tidewheel."""
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(line) for line in metadata.requires("tidewheel") or []]
+        requirements = [Requirement(line) for line in metadata.requires("tidewheel") or []]
     except metadata.PackageNotFoundError:
         yield Check("packages", "warning", "tidewheel itself is not installed, only on the path",
                     "pip install -e . in the repository, so that its requirements can be checked")
         return
-    wrong, good = [], 0
-    for need in wanted:
+    wrong = []
+    met = 0
+    for need in requirements:
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         version = _version(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             wrong.append((f"{need.name} {version or 'missing'} (needs {need.specifier or 'any'})", str(need)))
         else:
-            good += 1
+            met += 1
     if wrong:
         yield Check("packages", "failure", "; ".join(text for text, _ in wrong),
                     "pip install " + " ".join(f"'{need}'" for _, need in wrong))
     else:
-        yield Check("packages", "ok", f"{good} requirements met")
+        yield Check("packages", "ok", f"{met} requirements met")
     moto = _version("moto")
     yield Check("s3 server", "ok", f"moto {moto}") if moto else Check(
         "s3 server", "warning", "moto is missing: `tidewheel demo --storage s3` cannot run",
@@ -86,14 +88,15 @@ def _version(package: str) -> str | None:
 
 
 def start(code: str) -> subprocess.Popen[str]:
-    here = str(Path(__file__).parents[2])  # so that the child finds this very package
+    """Start a Python process that runs `code`, with this package on its path."""
+    here = str(Path(__file__).parents[2])
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env={**os.environ, "PYTHONPATH": path})
 
 
 def _answer(probe: subprocess.Popen[str]) -> tuple[dict, str]:
-    """What the probe printed, or {} and why it printed nothing."""
+    """Return what a probe printed, or {} and why it printed nothing."""
     try:
         out, err = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -108,7 +111,7 @@ def _answer(probe: subprocess.Popen[str]) -> tuple[dict, str]:
 
 
 def kernels() -> Check:
-    """Whether machine code of the text kernels came with the package for this processor."""
+    """Check whether the package has machine code of the text kernels for this processor."""
     try:
         from tidewheel.data.text import kernel_objects
 
@@ -123,34 +126,44 @@ def kernels() -> Check:
 
 
 def torch(probe: subprocess.Popen[str]) -> Check:
-    found, problem = _answer(probe)
-    if not found:
+    """Check that torch fits the driver and has the libraries for collectives.
+
+    Args:
+        probe: process that runs TORCH.
+    """
+    answer, problem = _answer(probe)
+    if not answer:
         return Check("torch", "failure", problem, "pip install --force-reinstall torch, for this Python and driver")
-    built = f"built for CUDA {found['built_for']}" if found["built_for"] else "built for CPU"
-    devices = ", ".join(found["gpus"]) or "no GPU"
-    nccl = f", NCCL {found['nccl']}" if found["nccl"] else ""
-    detail = f"{found['version']}, {built}, {devices}{nccl}, {found['threads']} threads"
-    if not found["gloo"]:
+    built = f"built for CUDA {answer['built_for']}" if answer["built_for"] else "built for CPU"
+    devices = ", ".join(answer["gpus"]) or "no GPU"
+    nccl = f", NCCL {answer['nccl']}" if answer["nccl"] else ""
+    detail = f"{answer['version']}, {built}, {devices}{nccl}, {answer['threads']} threads"
+    if not answer["gloo"]:
         return Check("torch", "failure", f"{detail}, without gloo", "install a torch build with distributed support")
     driver = driver_cuda()
-    if driver and found["built_for"] and not fits(found["built_for"], driver):
+    if driver and answer["built_for"] and not fits(answer["built_for"], driver):
         return Check("torch", "failure", f"{detail}, but the driver runs CUDA {driver} at most",
                      f"install a torch build for CUDA {driver.partition('.')[0]}, or a newer driver")
-    if shutil.which("nvidia-smi") and not found["gpus"]:
+    if shutil.which("nvidia-smi") and not answer["gpus"]:
         return Check("torch", "warning", f"{detail}, though this machine has an NVIDIA driver",
                      "install the CUDA build of torch that fits the driver (nvidia-smi shows it)")
-    if found["gpus"] and not found["nccl"]:
+    if answer["gpus"] and not answer["nccl"]:
         return Check("torch", "failure", f"{detail}, without NCCL", "install a torch build with NCCL")
-    if found["apart"]:
+    if answer["apart"]:
         return Check("torch", "warning", f"{detail}; GPU 0 cannot reach the memory of GPU "
-                     f"{', '.join(map(str, found['apart']))}", "check PCIe access control (ACS) and the IOMMU")
+                     f"{', '.join(map(str, answer['apart']))}", "check PCIe access control (ACS) and the IOMMU")
     return Check("torch", "ok", detail)
 
 
 def ray(probe: subprocess.Popen[str]) -> Check:
-    found, problem = _answer(probe)
-    if not found:
+    """Check that elastic training knows the installed Ray.
+
+    Args:
+        probe: process that runs RAY.
+    """
+    answer, problem = _answer(probe)
+    if not answer:
         return Check("ray", "failure", problem, "pip install 'ray[default,data,train]' as pinned in constraints.txt")
-    if found["problem"]:
-        return Check("ray", "failure", found["problem"], found["mend"])
-    return Check("ray", "ok", f"{found['version']}, supported by the elastic adapter")
+    if answer["problem"]:
+        return Check("ray", "failure", answer["problem"], answer["mend"])
+    return Check("ray", "ok", f"{answer['version']}; releases known to work: {', '.join(answer['known'])}")

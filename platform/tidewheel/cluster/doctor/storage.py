@@ -1,4 +1,4 @@
-"""What a run asks of the place it writes to: put, read, list, conditional put, multipart, delete; with the speed."""
+"""Check what a run needs of its storage: put, read, list, conditional put, multipart, delete; measure the speed."""
 
 from __future__ import annotations
 
@@ -17,50 +17,58 @@ from tidewheel.storage import CHUNK_BYTES, Store, is_remote, store
 
 SMALL_BYTES = 4 << 10
 LARGE_BYTES = 40 << 20
-"""More than two parts of a multipart upload (`s3.PART_BYTES`): enough to see a bandwidth, little enough to wait for."""
+"""More than two parts of a multipart upload (`s3.PART_BYTES`): enough to measure the bandwidth in a short time."""
 SKEW_WARNING, SKEW_FAILURE = 60.0, 840.0
-"""Seconds; stores refuse requests whose signature is 15 minutes off (RequestTimeTooSkewed)."""
+"""Seconds. Stores refuse requests whose signature is 15 minutes off (RequestTimeTooSkewed)."""
 MEND = "check the URI, the AWS_* variables and the store's own health"
 
 
 @dataclass
 class _Probe:
-    """One folder below the URI in which things are tried, each told as a line of its own."""
+    """A folder below the URI in which requests are tried, with a finding for each."""
 
     uri: str
-    place: Store
+    store: Store
     folder: str
-    found: list[Check] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
     def key(self, name: str) -> str:
+        """Return the key of an object of the folder."""
         return f"{self.folder}/{name}"
 
     def attempt(self, what: str, work: Callable[[], tuple[bool, str]], mend: str,
                 status: Any = "failure") -> bool:
-        """Do `work`; it returns whether all is well, and what to say. `status` is that of a "no"."""
+        """Try one thing; return whether it works.
+
+        Args:
+            what: name of the finding.
+            work: function that returns whether all is well, and a sentence about it.
+            mend: fix to show if not.
+            status: status of the finding if not.
+        """
         name = f"storage {what}"
         try:
-            well, detail = work()
+            works, detail = work()
         except TidewheelError as error:
-            self.found.append(Check(name, "failure", f"{error.where or self.uri}: {error.what}", error.mend))
+            self.checks.append(Check(name, "failure", f"{error.where or self.uri}: {error.what}", error.mend))
             return False
         except Exception as error:
-            self.found.append(Check(name, "failure", f"{type(error).__name__}: {error}"[:300], MEND))
+            self.checks.append(Check(name, "failure", f"{type(error).__name__}: {error}"[:300], MEND))
             return False
-        self.found.append(Check(name, "ok" if well else status, detail, "" if well else mend))
-        return well
+        self.checks.append(Check(name, "ok" if works else status, detail, "" if works else mend))
+        return works
 
 
 def storage(uri: str) -> list[Check]:
-    """Try everything below `uri`, and leave nothing there."""
+    """Try every kind of request below `uri`; leave nothing there."""
     try:
-        place = store(uri)
-        place.check()
+        root = store(uri)
+        root.check()
     except TidewheelError as error:
         return [Check("storage", "failure", f"{uri} cannot be reached: {error.what}", error.mend)]
     except Exception as error:
         return [Check("storage", "failure", f"{uri} cannot be reached: {type(error).__name__}: {error}"[:300], MEND)]
-    probe = _Probe(uri, place, f".tidewheel-doctor-{uuid.uuid4().hex}")
+    probe = _Probe(uri, root, f".tidewheel-doctor-{uuid.uuid4().hex}")
     try:
         if probe.attempt("put", lambda: _put(probe), MEND):
             probe.attempt("list", lambda: _list(probe), "use a store whose listing shows at once what was written")
@@ -72,33 +80,33 @@ def storage(uri: str) -> list[Check]:
                 probe.attempt("clock", lambda: _clock(probe), "synchronise this machine's clock (chrony, ntp): "
                               "requests signed 15 minutes off are refused", "warning")
     finally:
-        probe.attempt("delete", lambda: _delete(probe), f"remove {place.uri}/{probe.folder} by hand, and allow "
+        probe.attempt("delete", lambda: _delete(probe), f"remove {root.uri}/{probe.folder} by hand, and allow "
                       "deletion: old checkpoints are deleted")
-    return probe.found
+    return probe.checks
 
 
 def _put(probe: _Probe) -> tuple[bool, str]:
     data = os.urandom(SMALL_BYTES)
     began = time.monotonic()
-    probe.place.write(probe.key("small"), data)
+    probe.store.write(probe.key("small"), data)
     wrote = time.monotonic()
-    same = probe.place.read(probe.key("small")) == data
+    same = probe.store.read(probe.key("small")) == data
     took = f"{1000 * (wrote - began):.0f} ms to write 4 KiB, {1000 * (time.monotonic() - wrote):.0f} ms to read them"
     return same, f"{probe.uri}: {took}" if same else f"{probe.uri} does not return what was written to it"
 
 
 def _list(probe: _Probe) -> tuple[bool, str]:
     began = time.monotonic()
-    listed = [entry.key for entry in probe.place.list(probe.folder)]
+    listed = [entry.key for entry in probe.store.list(probe.folder)]
     if probe.key("small") not in listed:
         return False, "an object that was just written is not listed"
     return True, f"{1000 * (time.monotonic() - began):.0f} ms"
 
 
 def _conditional(probe: _Probe) -> tuple[bool, str]:
-    """Two writers of one key: the second must be told no, and change nothing."""
-    first, second = (probe.place.create(probe.key("once"), data) for data in (b"first", b"second"))
-    if first and not second and probe.place.read(probe.key("once")) == b"first":
+    """Check that the second of two conditional writers of a key is refused and changes nothing."""
+    first, second = (probe.store.create(probe.key("once"), data) for data in (b"first", b"second"))
+    if first and not second and probe.store.read(probe.key("once")) == b"first":
         return True, "the second writer of a key is refused"
     return False, "the second writer of a key is let through: the store ignores If-None-Match"
 
@@ -106,11 +114,11 @@ def _conditional(probe: _Probe) -> tuple[bool, str]:
 def _large(probe: _Probe) -> tuple[bool, str]:
     chunk = os.urandom(CHUNK_BYTES)
     began = time.monotonic()
-    with probe.place.writer(probe.key("large")) as sink:
+    with probe.store.writer(probe.key("large")) as sink:
         for _ in range(LARGE_BYTES // CHUNK_BYTES):
             sink.write(chunk)
     wrote = time.monotonic()
-    data = probe.place.read(probe.key("large"))
+    data = probe.store.read(probe.key("large"))
     read = time.monotonic()
     if data != chunk * (LARGE_BYTES // CHUNK_BYTES):
         return False, f"{LARGE_BYTES >> 20} MiB came back changed"
@@ -119,8 +127,8 @@ def _large(probe: _Probe) -> tuple[bool, str]:
 
 
 def _clock(probe: _Probe) -> tuple[bool, str]:
-    """This machine's clock against the Date of an answer, which is in whole seconds."""
-    answer = probe.place.call("head_object", probe.key("small"))  # type: ignore[attr-defined]
+    """Compare this machine's clock with the Date of an answer, which is in whole seconds."""
+    answer = probe.store.call("head_object", probe.key("small"))  # type: ignore[attr-defined]
     stamp = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     if not stamp:
         return True, "the store does not tell the time"
@@ -132,6 +140,6 @@ def _clock(probe: _Probe) -> tuple[bool, str]:
 
 
 def _delete(probe: _Probe) -> tuple[bool, str]:
-    probe.place.delete_tree(probe.folder)
-    left = probe.place.list(probe.folder)
+    probe.store.delete_tree(probe.folder)
+    left = probe.store.list(probe.folder)
     return not left, f"{len(left)} objects are left" if left else "nothing is left"

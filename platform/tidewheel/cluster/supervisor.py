@@ -1,9 +1,11 @@
-"""The process that owns a local cluster's nodes; `LocalCluster` starts it and talks to it over its standard streams
-(a cluster in the background over a socket, see `background`).
+"""The supervisor: the process that owns the nodes of a local cluster.
 
-A process of its own, because whatever happens to the user's process (an exception, SIGTERM, even SIGKILL) closes
-the pipe to this one, which then ends every process of the cluster; should this one be killed too, the kernel ends
-the raylets with it. One JSON request a line comes in, one JSON answer a line goes out.
+`LocalCluster` starts it and talks to it over its standard streams; a background cluster uses a socket (`background`).
+Each request is a line of JSON, and so is each answer.
+
+It is a process of its own so that the cluster always ends with its owner. If the owner ends, even by SIGKILL, the pipe
+closes and the supervisor ends every process of the cluster. If the supervisor is killed too, the kernel ends the
+raylets.
 """
 
 from __future__ import annotations
@@ -22,21 +24,25 @@ from typing import Any
 from tidewheel.cluster.few_processes import no_idle_api_server
 from tidewheel.cluster.session import KEEP_WORKERS
 
-#: A killed raylet refuses connections at once, so that three probes 0.4 s apart are enough; one that is only starved
-#: of CPU has three times 3 s before it counts as dead.
+#: A killed raylet refuses connections at once, so three probes 0.4 s apart are enough. A raylet that is only starved of
+#: CPU has three times 3 s before it counts as dead.
 FAST_DETECTION = {
     "health_check_initial_delay_ms": 2000,
     "health_check_period_ms": 400,
     "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
 }
-#: Each node has a loopback address of its own, 127.0.0.2 and up, as machines have: ranks are grouped by address. Not
-#: 127.0.0.1, which `ray.init` would take for "the outside address of this machine". Other systems have only one.
+#: Each node has a loopback address of its own, from 127.0.0.2 up, as ranks are grouped by address. `ray.init` takes
+#: 127.0.0.1 for the outside address of the machine. Systems other than Linux have only one loopback address.
 MANY_LOOPBACKS = sys.platform == "linux"
 
 
-class Keeper:
-    """Head and worker nodes as child processes."""
+class Supervisor:
+    """Head and worker nodes as child processes.
+
+    Args:
+        temp_dir: folder of Ray's sessions.
+    """
 
     def __init__(self, temp_dir: str) -> None:
         self.temp_dir = temp_dir
@@ -46,7 +52,15 @@ class Keeper:
 
     def start(self, *, cpus: float, object_store_bytes: int, dashboard_port: int,
               labels: Mapping[str, str] | None = None, autoscaled: bool = False) -> dict[str, Any]:
-        """Start the head; `dashboard_port` 0: none. `autoscaled`: `autoscale` will be called."""
+        """Start the head; return its id, process id and the cluster's address.
+
+        Args:
+            cpus: CPUs that the head offers.
+            object_store_bytes: shared memory of the head.
+            dashboard_port: port of the dashboard and job server; 0 for none.
+            labels: Ray's node labels.
+            autoscaled: `autoscale` will be called.
+        """
         from tidewheel.cluster.autoscaling import HEAD_ENVIRONMENT
 
         self.head = self._node(head=True, cpus=cpus, object_store_bytes=object_store_bytes,
@@ -56,16 +70,16 @@ class Keeper:
                                _system_config={**FAST_DETECTION, **KEEP_WORKERS, "enable_autoscaler_v2": autoscaled})
         from ray._private.utils import write_ray_address
 
-        # where Ray's job server looks for the address that it gives a job; else it takes any cluster of this machine
+        # Ray's job server reads the address for its jobs there; without the file it picks any cluster of this machine
         write_ray_address(self.head.gcs_address, self.temp_dir)
         return {"address": self.head.gcs_address, **self._described(self.head)}
 
     def autoscale(self, *, groups: Sequence[Mapping[str, Any]], idle_seconds: float) -> dict[str, Any]:
-        """Let Ray's autoscaler (v2) start and end nodes of these groups, through its provider of nodes on one machine.
+        """Let Ray's autoscaler (v2) start and end the nodes of groups on this machine.
 
         Args:
-            groups: "name", "least", "most" (nodes), "resources" and "labels" of each node.
-            idle_seconds: a node that nobody has used for so long is let go.
+            groups: each with "name", the numbers of nodes "least" and "most", and a node's "resources" and "labels".
+            idle_seconds: time after which an unused node ends.
         """
         from tidewheel.cluster.autoscaling import ENVIRONMENT, autoscaler_config
 
@@ -80,9 +94,11 @@ class Keeper:
 
     def add(self, *, cpus: float, object_store_bytes: int, labels: Mapping[str, str] | None = None,
             resources: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Start one worker node and wait until it is in the cluster's table.
+        """Start one worker node and wait until the cluster's table has it.
 
         Args:
+            cpus: CPUs that the node offers.
+            object_store_bytes: shared memory of the node.
             labels: Ray's node labels.
             resources: custom resources, by name.
         """
@@ -93,25 +109,25 @@ class Keeper:
         return self._described(node)
 
     def kill(self, *, node_id: str) -> dict[str, Any]:
-        """SIGKILL a node's raylet and every process below it."""
+        """Kill a node's raylet and every process below it with SIGKILL."""
         node = self.nodes.pop(node_id)
         return {"killed": _kill(self._tree(node))}
 
     def processes(self, *, node_id: str) -> dict[str, Any]:
-        """Process ids of a node, its raylet first."""
+        """Return the process ids of a node, its raylet first."""
         node = self.head if node_id == self.head.node_id else self.nodes[node_id]
         return {"pids": [process.pid for process in self._tree(node)]}
 
     def stop(self) -> dict[str, Any]:
-        """End everything that was ever started here and remove the temporary folder."""
+        """End every process that was started here and remove the temporary folder."""
         import psutil
 
-        mine = psutil.Process().children(recursive=True)
-        for process in mine:  # frozen first: a dying raylet cannot start one more worker behind our back
+        children = psutil.Process().children(recursive=True)
+        for process in children:  # freeze first, so that a dying raylet cannot start one more worker
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
-        mine = list({*mine, *psutil.Process().children(recursive=True)})
-        killed = _kill(mine)
+        children = list({*children, *psutil.Process().children(recursive=True)})
+        killed = _kill(children)
         shutil.rmtree(self.temp_dir, ignore_errors=True)
         return {"killed": killed}
 
@@ -125,8 +141,8 @@ class Keeper:
         parameters = RayParams(num_cpus=cpus, num_gpus=0, object_store_memory=object_store_bytes, min_worker_port=0,
                                max_worker_port=0, node_ip_address=address, temp_dir=self.temp_dir,
                                dashboard_agent_listen_port=0, runtime_env_dir_name=f"runtime_{self._started}", **more)
-        # Working folders are each node's own: a node that unpacks a job's anew would take it from under the driver.
-        # No exit hooks inside this process: `stop` does it. The reaper flag binds the children's life to ours.
+        # Each node has its own folder for jobs' code: a node that unpacks it again would remove the driver's copy.
+        # `stop` ends the children, not an exit hook. With `spawn_reaper` they also end when this process is killed.
         with no_idle_api_server():
             node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
         services.wait_for_node(node.gcs_address, node.plasma_store_socket_name, 60)
@@ -148,8 +164,8 @@ class Keeper:
             return []
 
 
-class BackgroundKeeper(Keeper):
-    """A keeper that anyone of this user may ask, and that ends drained nodes when their time is up."""
+class BackgroundSupervisor(Supervisor):
+    """A supervisor that every process of this user may ask, and that ends drained nodes at their deadline."""
 
     def __init__(self, temp_dir: str) -> None:
         super().__init__(temp_dir)
@@ -158,20 +174,26 @@ class BackgroundKeeper(Keeper):
         self._accessor: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request names; {"ok": ...} or {"error": ...}."""
-        what = request.pop("do", "")
-        if what not in ("start", "add", "kill", "processes", "drain", "status", "stop"):
-            return {"error": f"no such request: {what!r}"}
+        """Carry out a request; return {"ok": its result} or {"error": a message}."""
+        name = request.pop("do", "")
+        if name not in ("start", "add", "kill", "processes", "drain", "status", "stop"):
+            return {"error": f"no such request: {name!r}"}
         try:
             with self._lock:
-                answer = {"ok": getattr(self, what)(**request)}
+                answer = {"ok": getattr(self, name)(**request)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        self.stopped = self.stopped or what == "stop"
+        self.stopped = self.stopped or name == "stop"
         return answer
 
     def drain(self, *, node_id: str, notice_seconds: float, reason: str) -> dict[str, Any]:
-        """Announce that a node goes away, as a spot reclaim does, and end it when the notice is over."""
+        """Drain a node, as a spot reclaim does, and end it when the notice is over.
+
+        Args:
+            node_id: id of the node.
+            notice_seconds: time between the notice and the end.
+            reason: text for the workers' logs.
+        """
         from tidewheel.cluster.faults import drain_node
 
         accepted = drain_node(self.head.gcs_address, node_id, notice_seconds, reason)
@@ -187,7 +209,7 @@ class BackgroundKeeper(Keeper):
                 self.kill(node_id=node_id)
 
     def status(self) -> dict[str, Any]:
-        """Every node of the cluster's table, and its jobs, newest last."""
+        """Return every node of the cluster's table and its jobs, newest last."""
         return {"nodes": self._table(), "jobs": self._jobs()}
 
     def _table(self) -> list[dict[str, Any]]:
@@ -196,18 +218,23 @@ class BackgroundKeeper(Keeper):
         draining = self._state().get_draining_nodes()
         rows = []
         for row in self._state().node_table():
-            node_id, labels, resources = row["NodeID"], row.get("Labels") or {}, row.get("Resources") or {}
-            alive = row["Alive"] and (node_id in self.nodes or node_id == self.head.node_id)  # the table learns later
-            until = draining.get(node_id) if alive else None
-            left = None if until is None else max(0.0, until / 1000 - time.time())
+            node_id = row["NodeID"]
+            labels = row.get("Labels") or {}
+            resources = row.get("Resources") or {}
+            is_head = node_id == self.head.node_id
+            alive = row["Alive"] and (node_id in self.nodes or is_head)  # the table learns of a kill later
+            deadline_ms = draining.get(node_id) if alive else None
+            state = "dead"
+            if alive:
+                state = "alive" if deadline_ms is None else "draining"
             rows.append({
-                "node_id": node_id, "head": node_id == self.head.node_id, "group": labels.get(GROUP_LABEL, ""),
+                "node_id": node_id, "head": is_head, "group": labels.get(GROUP_LABEL, ""),
                 "labels": {key: value for key, value in labels.items() if key != "ray.io/node-id"},
                 "host": row["NodeManagerAddress"], "cpus": resources.get("CPU", 0.0),
                 "resources": {name: amount for name, amount in resources.items() if ":" not in name and name not in (
                     "CPU", "memory", "object_store_memory")},
-                "state": "dead" if not alive else "draining" if until is not None else "alive",
-                "seconds_left": left})
+                "state": state,
+                "seconds_left": None if deadline_ms is None else max(0.0, deadline_ms / 1000 - time.time())})
         return rows
 
     def _state(self) -> Any:
@@ -235,15 +262,15 @@ def _kill(processes: list[Any]) -> list[int]:
     import psutil
 
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares start times: a reused id is not killed
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares start times, so it spares a reused id
             process.kill()
     until = time.monotonic() + 5
-    while any(map(_there, processes)) and time.monotonic() < until:
+    while any(map(_exists, processes)) and time.monotonic() < until:
         time.sleep(0.02)
     return [process.pid for process in processes]
 
 
-def _there(process: Any) -> bool:
+def _exists(process: Any) -> bool:
     import psutil
 
     try:
@@ -256,16 +283,16 @@ def main() -> None:
     """Serve requests until standard input closes, then end the cluster."""
     answers = os.fdopen(os.dup(1), "w")
     folder = sys.argv[1]
-    log = os.open(f"{folder}/keeper.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(log, 1)  # nothing but answers may reach the pipe
+    log = os.open(f"{folder}/supervisor.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)  # only answers may reach the pipe
     os.dup2(log, 2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    keeper = Keeper(f"{folder}/ray")  # Ray opens its folder to everyone; the one around it stays closed
+    supervisor = Supervisor(f"{folder}/ray")  # Ray's folder is open to everyone; the one around it is not
     try:
         for line in sys.stdin:
             request = json.loads(line)
             try:
-                answer = {"ok": getattr(keeper, request.pop("do"))(**request)}
+                answer = {"ok": getattr(supervisor, request.pop("do"))(**request)}
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(answer) + "\n")
@@ -274,13 +301,13 @@ def main() -> None:
         sys.stderr.write("the owner is gone\n")
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        import ray  # noqa: F401  puts psutil, which comes with Ray, on the path
+        import ray  # noqa: F401  it brings psutil and puts it on the path
 
-        keeper.stop()
+        supervisor.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    import ray  # noqa: F401  before the first request, while the owner prepares it
+    import ray  # noqa: F401  while the owner prepares its first request
 
     main()
