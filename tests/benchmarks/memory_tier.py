@@ -28,10 +28,10 @@ import torch
 
 from tidewheel import storage
 from tidewheel.checkpoint.manager import CheckpointManager
-from tidewheel.checkpoint.memory.agent import NICENESS, Agent
-from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.protocol import Address
-from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
+from tidewheel.checkpoint.memory_tier.agent import NICENESS, Agent
+from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.checkpoint.memory_tier.restore import inventory, load, newest_complete
 from tidewheel.console import print_table
 from tidewheel.models.decoder import Decoder, init_parameter
 from tidewheel.models.families import Llama

@@ -260,7 +260,7 @@ def run_token(folder: Path) -> str:
 def strangers(folder: Path) -> str:
     """A stranger announces 256 MiB to a memory-tier agent; strangers hold many connections."""
     from tidewheel import strangers as limits
-    from tidewheel.checkpoint.memory.agent import Agent
+    from tidewheel.checkpoint.memory_tier.agent import Agent
 
     agent = Agent("127.0.0.1", "secret", "attacked")
     try:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel.checkpoint.manager import CheckpointManager
-from tidewheel.checkpoint.memory.buddies import ring
-from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.protocol import Address
-from tidewheel.checkpoint.memory.restore import Recoverable, candidates, inventory, load
+from tidewheel.checkpoint.memory_tier.buddies import ring
+from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, inventory, load
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, StorageError
@@ -46,17 +46,17 @@ class TieredCheckpoints:
         placement: where the memory tier is.
         rank, world_size, generation: this worker's.
         every_steps: how often the state is kept in memory; 0: never.
-        buddy: keep a copy on another node.
+        replica: keep a copy on another node.
         on_event: called on rank 0 with ("memory_refused", detail) when what is in memory is damaged, and on any rank
             as `MemoryTier` says.
     """
 
     def __init__(self, saved: CheckpointManager, placement: Placement, *, rank: int, world_size: int, generation: int,
-                 every_steps: int = 1, buddy: bool = True, on_event: OnEvent | None = None) -> None:
+                 every_steps: int = 1, replica: bool = True, on_event: OnEvent | None = None) -> None:
         self._saved, self._placement, self._on_event = saved, placement, on_event
         self._rank, self._generation, self._every_steps = rank, generation, every_steps
         mine = placement.agents[rank]
-        candidates = ring(placement.known, mine, placement.domains) if buddy else ()
+        candidates = ring(placement.known, mine, placement.domains) if replica else ()
         self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, candidates, rank, world_size, placement.token,
                                 generation=generation, checkpoints=saved.store.uri, on_event=on_event)
 

@@ -93,7 +93,7 @@ def checkpoint_export(
     tokenizer: Annotated[str, Parameter(help="A tokenizer.json; by default that of the run's shard set.")] = "",
 ) -> int:
     """Write a checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained loads."""
-    from tidewheel.checkpoint.exchange import export
+    from tidewheel.checkpoint.conversion import export
 
     done = export(source, out, dtype=dtype, tokenizer=tokenizer)
     beside = "with its tokenizer" if done.tokenizer else "without a tokenizer: give one with --tokenizer"
@@ -110,7 +110,7 @@ def checkpoint_import(
                                                           "set to train on.")] = None,
 ) -> int:
     """Turn a Hugging Face model into a checkpoint that training can start from, and print the settings for it."""
-    from tidewheel.checkpoint.exchange import import_
+    from tidewheel.checkpoint.conversion import import_
 
     print(import_(folder, uri, vocabulary_size=vocabulary_size).settings(), end="")
     return 0

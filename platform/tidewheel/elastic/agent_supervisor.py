@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.agents import Agents
 from tidewheel.elastic.messages import MemoryPlacement
 

@@ -10,19 +10,19 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.nodes import NAMESPACE
 
 START_SECONDS, LEAVE_SECONDS = 30.0, 2.0
 
 
 class AgentActor:
-    """A `checkpoint.memory.agent.Agent` in a process of its own. It takes no CPU in Ray's books."""
+    """A `checkpoint.memory_tier.agent.Agent` in a process of its own. It takes no CPU in Ray's books."""
 
     def __init__(self, run: str, token: str) -> None:
         import ray
 
-        from tidewheel.checkpoint.memory.agent import NICENESS, Agent
+        from tidewheel.checkpoint.memory_tier.agent import NICENESS, Agent
 
         self._token = token
         os.nice(NICENESS)
@@ -82,8 +82,8 @@ class Agents:
         """The run is over: end them all, and what they hold."""
         import ray
 
-        from tidewheel.checkpoint.memory.protocol import connect
-        from tidewheel.checkpoint.memory.slots import sweep
+        from tidewheel.checkpoint.memory_tier.protocol import connect
+        from tidewheel.checkpoint.memory_tier.slots import sweep
 
         for node_id, actor in self._actors.items():
             if node_id in self._found:
@@ -97,7 +97,7 @@ class Agents:
 
     def abandon(self) -> None:
         """The driver ends and the run is not over: they need not wait for workers before they upload what is left."""
-        from tidewheel.checkpoint.memory.find import ask
+        from tidewheel.checkpoint.memory_tier.find import ask
 
         for address in self._found.values():
             ask(address, self._token, {"op": "abandon"})

@@ -298,7 +298,7 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
             actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
                                    scheduling_strategy=here).remote(
                                           run_uri, config.elastic, sizes, epoch=epoch,
-                                          memory_tier=bool(config.checkpoint.memory.every_steps))
+                                          memory_tier=bool(config.checkpoint.memory_tier.every_steps))
         except ValueError:  # the name is taken
             if time.monotonic() > until:
                 raise ClusterError("another driver is training this run on this cluster", where=run_uri,

@@ -199,8 +199,8 @@ def _checkpoints(config: TrainConfig, order: Join, control: RunControl, group: G
             return
         tiers = TieredCheckpoints(
             saved, tier_placement(order.memory), rank=order.rank, world_size=order.world_size,
-            generation=order.generation, on_event=on_event, every_steps=config.checkpoint.memory.every_steps,
-            buddy=config.checkpoint.memory.buddy)
+            generation=order.generation, on_event=on_event, every_steps=config.checkpoint.memory_tier.every_steps,
+            replica=config.checkpoint.memory_tier.replica)
         group.also_break(tiers.break_off)
         try:
             yield tiers

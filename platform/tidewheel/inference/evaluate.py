@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tidewheel.checkpoint import exchange
+from tidewheel.checkpoint import conversion
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_of
 from tidewheel.checkpoint.verify import locate
@@ -68,7 +68,7 @@ class Evaluator:
                  device: str = "") -> None:
         run, place, name = locate(uri)
         self._manifest = read_manifest(place, name)
-        model, vocabulary_size = exchange.model_of(self._manifest, place.at(name))
+        model, vocabulary_size = conversion.model_of(self._manifest, place.at(name))
         self._config = _config(run, self._manifest, as_json(model), data, sequences)
         if not self._config.data.validation_sets:
             raise ConfigError("the run has no validation set", where=run.uri,

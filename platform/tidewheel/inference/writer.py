@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel import storage
-from tidewheel.checkpoint import exchange
+from tidewheel.checkpoint import conversion
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate, verify_files
 from tidewheel.errors import CheckpointError, ConfigError
@@ -54,7 +54,7 @@ class Writer:
         if problems := verify_files(place, name, manifest.files):
             raise CheckpointError("; ".join(problems)[:500], where=place.at(name),
                                   mend="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
-        config, vocabulary_size = exchange.model_of(manifest, place.at(name))
+        config, vocabulary_size = conversion.model_of(manifest, place.at(name))
         encoder, context = _tokenizer(run, tokenizer)
         if encoder.vocabulary_size > vocabulary_size:
             raise ConfigError(f"the tokenizer has {encoder.vocabulary_size} tokens, the model {vocabulary_size}",
@@ -62,7 +62,7 @@ class Writer:
         with torch.device("meta"):
             model = Decoder(config, vocabulary_size)
         parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
-        model.load_state_dict(exchange.read_weights(place, name, manifest, parameters), assign=True)
+        model.load_state_dict(conversion.read_weights(place, name, manifest, parameters), assign=True)
         model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         logger.info("loaded %s", place.at(name))
         return cls(place.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))
@@ -98,6 +98,6 @@ def _tokenizer(run: storage.Store, file: str) -> tuple[Encoder, int]:
     if run.exists("run.json"):
         domain = recorded_source(run.read_json("run.json")).domains[0]
         return of_manifest(storage.store(domain.uri), domain.manifest.tokenizer), domain.manifest.sequence_length
-    if run.exists(exchange.TOKENIZER):  # an imported model
-        return load(run.read(exchange.TOKENIZER)), 0
+    if run.exists(conversion.TOKENIZER):  # an imported model
+        return load(run.read(conversion.TOKENIZER)), 0
     raise ConfigError("the tokenizer is not known", where=run.uri, mend="give it: --tokenizer PATH/tokenizer.json")

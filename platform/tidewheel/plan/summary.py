@@ -78,12 +78,12 @@ def _tier(job: Job, seconds: float, stall: float, stored: float) -> TierConfig:
     checkpoint = job.config.checkpoint
     upload = stored if checkpoint.asynchronous else 0.0
     paused = stall if checkpoint.asynchronous else stall + stored
-    if not checkpoint.memory.every_steps:
+    if not checkpoint.memory_tier.every_steps:
         return TIERS["restart from storage"].model_copy(update={
             "load_seconds": stored, "save_stall_seconds": paused, "upload_seconds": upload})
     base = TIERS["in place, memory tier"]
     from_storage = TIERS["restart from storage"].restart_seconds + stored
     return base.model_copy(update={
         "load_seconds": stall, "save_stall_seconds": paused, "upload_seconds": upload,
-        "refresh_seconds": checkpoint.memory.every_steps * seconds, "refresh_stall_seconds": stall,
+        "refresh_seconds": checkpoint.memory_tier.every_steps * seconds, "refresh_stall_seconds": stall,
         "storage_seconds": from_storage})

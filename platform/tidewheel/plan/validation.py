@@ -92,7 +92,9 @@ def observe(place: Store) -> Observed:
     saves = [event["detail"]["step"] for event in events if event["kind"] == "save"]
     uploads = [max(0.0, commit["seconds"] - commit["stall_seconds"]) for commit in commits]
     in_memory = any(event["detail"].get("tier") == "memory" for event in events if event["kind"] == "resume")
-    refresh_steps = config["checkpoint"].get("memory", {}).get("every_steps", 0) if in_memory else 0
+    checkpoint = config["checkpoint"]
+    memory_tier = checkpoint.get("memory_tier", checkpoint.get("memory", {}))  # "memory" in runs of earlier releases
+    refresh_steps = memory_tier.get("every_steps", 0) if in_memory else 0
     tier = TierConfig(
         detect_seconds=sum(detections) / max(1, len(detections)),
         restart_seconds=parts.get("restart", 0.0) / max(1, len(redos)), load_seconds=0.0,

@@ -1,8 +1,9 @@
-"""When a run's state is kept, where, and for how long. Nothing here imports torch."""
+"""Settings for saving and keeping a run's state. This module does not import torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -10,48 +11,76 @@ from pydantic import Field
 from tidewheel.config import Config
 
 
+def _renamed(values: Any, former: str, name: str) -> Any:
+    """Return `values` with the setting `former` under its present `name`.
+
+    `run.json` of a run that an earlier release started has the former name. When both names are given, the later one
+    wins, so that `--set` overrides a file.
+    """
+    if not isinstance(values, Mapping) or former not in values:
+        return values
+    renamed: dict[str, Any] = {}
+    for key, value in values.items():
+        key = name if key == former else key
+        before = renamed.get(key)
+        both_groups = isinstance(value, Mapping) and isinstance(before, Mapping)
+        renamed[key] = {**before, **value} if both_groups else value  # type: ignore[dict-item]
+    return renamed
+
+
 class MemoryTierConfig(Config):
-    """The newest states in the memory of the nodes: what a lost worker or node is recovered from at once."""
+    """The newest states, kept in the memory of the nodes to recover at once from the loss of a worker or node."""
 
     every_steps: int = Field(default=1, ge=0)
-    """Copy the state to shared memory every so many steps; 0: never. It takes five times the state of the workers of a
-    node in its memory; where that is not free, the run goes on without, with an event."""
-    buddy: bool = True
-    """A second copy on another node, so that the loss of a node loses nothing."""
+    """Copy the state to shared memory every this many steps; 0: never. A node needs free memory of five times the state
+    of its workers. Without it the run goes on without the tier and records an event."""
+    replica: bool = True
+    """Keep a second copy on another node, so that the loss of a node loses nothing."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _accept_former_name(cls, values: Any) -> Any:
+        return _renamed(values, "buddy", "replica")
 
 
 class CheckpointConfig(Config):
-    """When to save, and how many to keep."""
+    """When to save, and how many checkpoints to keep."""
 
     every_steps: int | Literal["auto"] = 100
-    """Save every so many steps, and at the end; 0: at the end and before planned changes only; auto: as often as the
-    cost of a save and the rate of failures, both measured, make best (Young/Daly)."""
+    """Save every this many steps, and at the end. 0: only at the end and before planned changes. auto: use the interval
+    that loses the least time (Young/Daly), from the measured cost of a save and the measured failure rate."""
     every_seconds: float = Field(default=0.0, ge=0)
-    """Save, too, when the last save began so long ago; 0: do not."""
+    """Also save when this many seconds have passed since the last save began; 0: do not."""
     expected_failure_seconds: float = Field(default=10_800.0, gt=0)
-    """For auto: time between failures before any was seen. Three hours is what Llama 3 met on 16,384 GPUs
-    (2407.21783, section 3.3.4)."""
+    """For auto: the time between failures until one has been measured. The default of three hours is what Llama 3 saw
+    on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
     keep_last: int = Field(default=3, ge=1)
-    """Older checkpoints are deleted, but for these:"""
+    """Keep this many of the newest checkpoints. Older ones are deleted unless `keep_best` or `keep_every` keeps
+    them."""
     keep_best: int = Field(default=0, ge=0)
-    """The so many with the least validation loss are kept, too."""
+    """Also keep this many checkpoints with the lowest validation loss."""
     keep_every: int = Field(default=0, ge=0)
-    """Those of steps that are multiples of this are kept for good; 0: none."""
+    """Also keep the checkpoints of steps that are multiples of this; 0: none."""
     asynchronous: bool = True
     """Upload in the background while training goes on."""
     save_seconds: float = Field(default=1800.0, gt=0)
-    """A save that takes longer has failed: it is given up and reported, and training goes on. The default is what
-    900 GiB of a node take at 500 MB/s."""
+    """Give up a save that takes longer, report it as failed, and go on training. The default is the time that 900 GiB
+    of one node take at 500 MB/s."""
     retry_seconds: float = Field(default=30.0, gt=0)
-    """After a save that failed, save again so much later, whatever the interval."""
+    """Retry this long after a failed save, whatever the interval."""
     max_failed_saves: int = Field(default=20, ge=0)
-    """End the run when so many saves in a row have failed; 0: go on for ever."""
-    memory: MemoryTierConfig = MemoryTierConfig()
-    """The tier above storage."""
+    """End the run after this many failed saves in a row; 0: never."""
+    memory_tier: MemoryTierConfig = MemoryTierConfig()
+    """The memory tier, above storage."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _accept_former_name(cls, values: Any) -> Any:
+        return _renamed(values, "memory", "memory_tier")
 
     @pydantic.field_validator("every_steps")
     @classmethod
-    def _a_number(cls, value: int | str) -> int | str:
+    def _not_negative(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 0:
             raise ValueError(f"{value} steps is no interval: give 0 or more, or auto")
         return value

@@ -62,7 +62,8 @@ def _checkpoints(config: TrainConfig) -> str:
             ] * bool(wanted.every_steps) + [f"every {wanted.every_seconds:g} s"] * bool(wanted.every_seconds)
     kept = [f"newest {wanted.keep_last}"] + [f"best {wanted.keep_best}"] * bool(wanted.keep_best) + [
         f"every {wanted.keep_every} steps"] * bool(wanted.keep_every)
-    memory = f"in memory every {wanted.memory.every_steps} steps" if wanted.memory.every_steps else "not in memory"
+    steps = wanted.memory_tier.every_steps
+    memory = f"in memory every {steps} steps" if steps else "not in memory"
     return f"{' or '.join(when) or 'at the end'}, kept: {', '.join(kept)}; {memory}"
 
 

@@ -302,7 +302,7 @@ class ExportKind:
         return storage.join(output, "models", f"{entry['name']}-{key}")
 
     def run(self, task: Task, log: Log) -> dict[str, Any]:
-        from tidewheel.checkpoint.exchange import export
+        from tidewheel.checkpoint.conversion import export
 
         done = export(task.needs["run"], task.place, dtype=task.entry["config"]["dtype"])
         return {"hash": _folder_hash(task.place), "parameters": done.parameters}

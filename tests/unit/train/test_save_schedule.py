@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.train.helpers import config
+from tidewheel.config import build
 from tidewheel.errors import ConfigError
-from tidewheel.train.checkpoint_config import CheckpointConfig
+from tidewheel.train.checkpoint_config import CheckpointConfig, MemoryTierConfig
 from tidewheel.train.runtime import Saves
 from tidewheel.train.save_schedule import LONGEST_SECONDS, SHORTEST_SECONDS, SaveSchedule, young_daly
 
@@ -89,8 +90,22 @@ def test_young_dalys_interval_wastes_least(cost, failure):
 
 def test_settings(tmp_path):
     assert config(tmp_path, "run", "checkpoint.every_steps=auto").checkpoint.every_steps == "auto"
-    for wrong in ("checkpoint.every_steps=-1", "checkpoint.every_steps=often", "checkpoint.memory.steps=3"):
+    for wrong in ("checkpoint.every_steps=-1", "checkpoint.every_steps=often", "checkpoint.memory_tier.steps=3"):
         with pytest.raises(ConfigError):
             config(tmp_path, "run", wrong)
-    assert (config(tmp_path, "run", "checkpoint.memory.every_steps=0", "checkpoint.every_seconds=7").recipe_hash()
+    assert (config(tmp_path, "run", "checkpoint.memory_tier.every_steps=0", "checkpoint.every_seconds=7").recipe_hash()
             == config(tmp_path, "run").recipe_hash())
+
+
+def test_settings_of_the_memory_tier_are_accepted_under_their_former_names(tmp_path):
+    former = {"every_steps": 5, "memory": {"every_steps": 7, "buddy": False}}
+    read = build(CheckpointConfig, former)
+    assert read.memory_tier == MemoryTierConfig(every_steps=7, replica=False)
+    assert read.canonical()["memory_tier"] == {"every_steps": 7, "replica": False}
+    overridden = build(CheckpointConfig, former, ["memory_tier.every_steps=3"])
+    assert overridden.memory_tier == MemoryTierConfig(every_steps=3, replica=False)
+    former_override = build(CheckpointConfig, {"memory_tier": {"every_steps": 3, "replica": False}},
+                            ["memory.every_steps=0", "memory.buddy=true"])
+    assert former_override.memory_tier == MemoryTierConfig(every_steps=0, replica=True)
+    with pytest.raises(ConfigError, match=r"'memory_tier\.steps', did you mean 'every_steps'"):
+        build(CheckpointConfig, {"memory": {"steps": 3}})

@@ -8,7 +8,7 @@ Each class here is one way for one part of a model (a whole decoder or a pipelin
 - `ShardedOptimizer` (zero1): as above, and each rank updates its share of the rows of every parameter.
 - `FullyShard` (zero2, zero3, HSDP): FSDP2.
 
-In reproducible mode an `Order` is given, and gradients are added up by `reproducible.exchange` in the place of
+In reproducible mode a `GradientOrder` is given, and gradients are added up by `reproducible.exchange` in the place of
 collectives that add.
 """
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tidewheel.train.parallel.tensor import complete_gradients
 from tidewheel.train.reproducible.exchange import OrderedSum
-from tidewheel.train.reproducible.order import Order
+from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients travel in pieces of about this size, as in torch's DistributedDataParallel."""
@@ -84,7 +84,7 @@ class Replicated(Alone):
         order: reproducible mode.
     """
 
-    def __init__(self, part: nn.Module, mesh: DeviceMesh | None, *, order: Order | None = None,
+    def __init__(self, part: nn.Module, mesh: DeviceMesh | None, *, order: GradientOrder | None = None,
                  sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part)
         self._group = mesh.get_group() if mesh is not None else None
@@ -151,7 +151,7 @@ class ShardedOptimizer(Replicated):
     then brings the other ranks' rows. They are cut as FSDP2 cuts: checkpoints of one suit the other.
     """
 
-    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, order: Order | None = None,
+    def __init__(self, part: nn.Module, mesh: DeviceMesh, *, order: GradientOrder | None = None,
                  sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part, mesh, order=order, sums=sums)
         self.mesh = mesh
@@ -203,8 +203,8 @@ class FullyShard(Alone):
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
-                 offload: bool = False, precision: MixedPrecisionPolicy | None = None, order: Order | None = None,
-                 sums: Callable[[], OrderedSum] | None = None) -> None:
+                 offload: bool = False, precision: MixedPrecisionPolicy | None = None,
+                 order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part)
         self._reduce_always, self._order = reduce_always, order
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
@@ -242,7 +242,7 @@ class FullyShard(Alone):
 class _OrderedReduceScatter(ReduceScatter):
     """What FSDP2 calls in the place of a reduce-scatter, after the backward pass of each micro-batch."""
 
-    def __init__(self, order: Order, total: OrderedSum) -> None:
+    def __init__(self, order: GradientOrder, total: OrderedSum) -> None:
         self._order, self._total = order, total
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype,

@@ -10,7 +10,7 @@ from tidewheel.models.family import Model
 from tidewheel.train import objective
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import nearest_micro_batches, takes
-from tidewheel.train.reproducible import legal as reproducible
+from tidewheel.train.reproducible import requirements as reproducible
 
 if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig

@@ -29,7 +29,7 @@ from tidewheel.train.parallel.pipeline import Pipeline, cut
 from tidewheel.train.parallel.stages import stages
 from tidewheel.train.precision import convert_linears, sharded_precision
 from tidewheel.train.reproducible.exchange import Group, OrderedSum
-from tidewheel.train.reproducible.order import Order
+from tidewheel.train.reproducible.gradient_order import GradientOrder
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.share import Share
 
@@ -59,7 +59,7 @@ class ParallelModel:
 
     def __init__(self, parts: Sequence[nn.Module], data: Sequence[Alone], mesh: Mesh, config: Model,
                  vocabulary_size: int, num_parameters: int, pipeline: Pipeline | None = None,
-                 order: Order | None = None, objective: Objective | None = None) -> None:
+                 order: GradientOrder | None = None, objective: Objective | None = None) -> None:
         self.pipeline, self.order = pipeline, order
         self.objective = objective or objectives.KIND.build(objectives.DEFAULT)
         self.share = Share(mesh.data_rank, mesh.data_size) if order is None else order.share
@@ -205,7 +205,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
     number = sum(parameter.numel() for parameter in whole.parameters())
     order = None
     if config.reproducible:
-        order = Order.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, number))
+        order = GradientOrder.of(mesh, config.batch.virtual_ranks, streams=reduces_always(config, mesh, number))
     if wanted.pipeline == 1:
         data = spread(whole, config, mesh, device, number, order)
         return ParallelModel([whole], [data], mesh, config.model, vocabulary_size, number, order=order,
@@ -219,7 +219,7 @@ def build(config: TrainConfig, vocabulary_size: int, runtime: Runtime) -> Parall
 
 
 def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device, num_parameters: int,
-           order: Order | None = None) -> Alone:
+           order: GradientOrder | None = None) -> Alone:
     """Apply what the configuration asks for to one part of the model, from the inside out, and give it memory.
 
     Args:
@@ -255,7 +255,7 @@ def spread(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.device,
 
 
 def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: DeviceMesh, device: torch.device,
-                   num_parameters: int, order: Order | None) -> FullyShard:
+                   num_parameters: int, order: GradientOrder | None) -> FullyShard:
     parallel = config.parallel
     ordered: dict[str, Any] = {}
     precision = sharded_precision(config.precision, device)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tidewheel.train.parallel.mesh import GRADIENTS, Mesh
-from tidewheel.train.reproducible.order import Member, Order
+from tidewheel.train.reproducible.gradient_order import GradientOrder, Member
 from tidewheel.train.reproducible.tree import Node, TreeSum
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the first name since torch 2.13
@@ -72,7 +72,7 @@ class OrderedSum:
         far: replicas: the ranks that have the same shard, whose sums are added last (HSDP).
     """
 
-    def __init__(self, order: Order, near: Group, far: Group | None = None) -> None:
+    def __init__(self, order: GradientOrder, near: Group, far: Group | None = None) -> None:
         self._order, self._near, self._far = order, near, far
         self._tree = TreeSum()
         self._open: dict[int, tuple[int, torch.Tensor]] = {}
@@ -135,7 +135,7 @@ def _all_to_all(flat: torch.Tensor, group: Group) -> torch.Tensor:
     return received.view(group.size, -1)
 
 
-def _exchange(order: Order, tree: TreeSum, group: Group) -> TreeSum:
+def _exchange(order: GradientOrder, tree: TreeSum, group: Group) -> TreeSum:
     """Reduce-scatter: pieces of every rank's nodes, merged. Each rank knows which nodes the others have; where virtual
     ranks per data rank are a power of two, each has a single one."""
     if group.size == 1:
@@ -150,7 +150,7 @@ def _exchange(order: Order, tree: TreeSum, group: Group) -> TreeSum:
     return merged
 
 
-def _all_reduce(order: Order, tree: TreeSum, group: Group) -> torch.Tensor:
+def _all_reduce(order: GradientOrder, tree: TreeSum, group: Group) -> torch.Tensor:
     """The sum of all ranks' nodes, on every rank: each adds up a piece, and the pieces are gathered."""
     if group.size == 1:
         return tree.total()

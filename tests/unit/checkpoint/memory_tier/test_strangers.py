@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from tidewheel import strangers
-from tidewheel.checkpoint.memory import agent as module
-from tidewheel.checkpoint.memory import protocol
-from tidewheel.checkpoint.memory.agent import Agent
-from tidewheel.checkpoint.memory.protocol import connect
+from tidewheel.checkpoint.memory_tier import agent as module
+from tidewheel.checkpoint.memory_tier import protocol
+from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.protocol import connect
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -42,7 +42,7 @@ def no_room(folder: Path, wanted: int) -> CheckpointError:
         f"{wanted / 1e9:.2f} GB more of shared memory are needed for the memory tier, "
         f"{free_bytes(folder) / 1e9:.2f} GB are free", where=str(folder),
         mend="make it larger (containers: --shm-size, and a memory limit with room for it; Kubernetes: an emptyDir "
-             "with medium Memory), or turn the tier off: checkpoint.memory.every_steps 0")
+             "with medium Memory), or turn the tier off: checkpoint.memory_tier.every_steps 0")
 
 
 def _left_to_container(root: Path) -> Iterator[int]:

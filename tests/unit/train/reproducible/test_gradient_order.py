@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.train.reproducible.order import Order
+from tidewheel.train.reproducible.gradient_order import GradientOrder
 from tidewheel.train.reproducible.tree import first_leaf
 from tidewheel.train.share import Share
 
@@ -27,7 +27,7 @@ def test_every_virtual_rank_gets_all_of_its_micro_batches_in_order(layout, conte
     copies, shards, each, parts, streams = layout
     size = copies * shards
     virtual = size * each
-    order = Order(virtual, Share(0, size, shards if streams else 1), streams, contexts)
+    order = GradientOrder(virtual, Share(0, size, shards if streams else 1), streams, contexts)
     came: dict[int, list[int]] = {}
     for number in range(each * parts):
         order.begin(number, each * parts)
@@ -44,7 +44,7 @@ def test_every_virtual_rank_gets_all_of_its_micro_batches_in_order(layout, conte
 def test_losses_have_an_entry_each(layout, contexts):
     copies, shards, each, parts, streams = layout
     size, count = copies * shards, each * parts
-    orders = [Order(size * each, Share(rank, size, shards if streams else 1), streams, contexts, context)
+    orders = [GradientOrder(size * each, Share(rank, size, shards if streams else 1), streams, contexts, context)
               for rank in range(size) for context in range(contexts)]
     entries = [order.entry(number, count) for order in orders for number in range(count)]
     assert sorted(entries) == list(range(orders[0].entries(count)))
@@ -53,7 +53,7 @@ def test_losses_have_an_entry_each(layout, contexts):
 def test_what_ranks_have_at_the_end_of_a_step():
     """Twelve virtual ranks: a power of two of them is one node, three are two."""
     def covers(size: int) -> list[int]:
-        order = Order(12, Share(0, size))
+        order = GradientOrder(12, Share(0, size))
         found = [order.cover([(rank, 0)]) for rank in range(size)]
         assert sum(1 << level for nodes in found for level, _ in nodes) == 12
         assert sorted(first_leaf(node) for nodes in found for node in nodes) == [

@@ -19,7 +19,7 @@ Member = tuple[int, int]
 
 
 @dataclass
-class Order:
+class GradientOrder:
     """The order of a run's gradients, and which micro-batch is being computed; the same object for all of a model.
 
     Two ways give the same bits. Usually a data rank has virtual ranks that are neighbours, adds up whole gradients and
@@ -41,7 +41,7 @@ class Order:
     """Micro-batches of this step on each data rank."""
 
     @classmethod
-    def of(cls, mesh: Mesh, virtual_ranks: int, *, streams: bool = False) -> Order:
+    def of(cls, mesh: Mesh, virtual_ranks: int, *, streams: bool = False) -> GradientOrder:
         """That of this rank of `mesh`."""
         stride = mesh.size("shard") if streams else 1
         return cls(virtual_ranks, Share(mesh.data_rank, mesh.data_size, stride), streams, mesh.size("context"),

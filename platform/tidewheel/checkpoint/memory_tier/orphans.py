@@ -8,9 +8,9 @@ import time
 from typing import Protocol
 
 from tidewheel import storage
-from tidewheel.checkpoint.memory.find import Inventory, Recoverable, ask, inventory, newest_complete
-from tidewheel.checkpoint.memory.protocol import Address
-from tidewheel.checkpoint.memory.upload import upload
+from tidewheel.checkpoint.memory_tier.find import Inventory, Recoverable, ask, inventory, newest_complete
+from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.checkpoint.memory_tier.upload import upload
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, OwnershipError, StorageError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidewheel.checkpoint.manifest import DTYPES
-from tidewheel.checkpoint.memory.slots import HEADER_BYTES
+from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES
 
 ALIGNMENT = 64
 

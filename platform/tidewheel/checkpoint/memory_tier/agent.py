@@ -21,10 +21,10 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from tidewheel.checkpoint.memory.buddies import Buddies
-from tidewheel.checkpoint.memory.orphans import Orphans
-from tidewheel.checkpoint.memory.protocol import Address, Connection, FileRange, admit
-from tidewheel.checkpoint.memory.slots import (
+from tidewheel.checkpoint.memory_tier.buddies import Buddies
+from tidewheel.checkpoint.memory_tier.orphans import Orphans
+from tidewheel.checkpoint.memory_tier.protocol import Address, Connection, FileRange, admit
+from tidewheel.checkpoint.memory_tier.slots import (
     HEADER_BYTES,
     SHARED_MEMORY,
     Content,
@@ -34,7 +34,7 @@ from tidewheel.checkpoint.memory.slots import (
     num_blocks,
     sweep,
 )
-from tidewheel.checkpoint.memory.table import tensors_start
+from tidewheel.checkpoint.memory_tier.table import tensors_start
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError
 from tidewheel.strangers import Strangers

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidewheel.checkpoint.memory.protocol import Address, Connection, connect
+from tidewheel.checkpoint.memory_tier.protocol import Address, Connection, connect
 
 RETRY_SECONDS = 5.0
 """An agent that did not answer is left alone for so long."""

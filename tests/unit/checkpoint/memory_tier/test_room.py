@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.checkpoint.memory.room import free_bytes
+from tidewheel.checkpoint.memory_tier.room import free_bytes
 
 MB = 1 << 20
 

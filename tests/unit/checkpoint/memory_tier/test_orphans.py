@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.checkpoint.helpers import equal, manager, state
 from tidewheel import jsonlog
-from tidewheel.checkpoint.memory.agent import COPIES, SLOTS, Agent
-from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.find import PartReader, ask
-from tidewheel.checkpoint.memory.restore import candidates, inventory
+from tidewheel.checkpoint.memory_tier.agent import COPIES, SLOTS, Agent
+from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.find import PartReader, ask
+from tidewheel.checkpoint.memory_tier.restore import candidates, inventory
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.agents import Agents

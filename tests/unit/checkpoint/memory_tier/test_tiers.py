@@ -15,8 +15,8 @@ from tests.unit.checkpoint.helpers import Events, clear, equal, manager, state
 from tests.unit.train.helpers import Replaced, Script, config, write_shards
 from tidewheel import jsonlog, storage
 from tidewheel.checkpoint.manifest import read_manifest
-from tidewheel.checkpoint.memory.agent import Agent
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
 from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
 from tidewheel.storage import store

@@ -9,8 +9,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.checkpoint.memory.buddies import ring
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.buddies import ring
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.worker import tier_placement
 from tidewheel.placement import failure_domain

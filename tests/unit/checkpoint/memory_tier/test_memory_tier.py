@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.checkpoint.helpers import Events, clear, equal, state
-from tidewheel.checkpoint.memory import room
-from tidewheel.checkpoint.memory.agent import Agent
-from tidewheel.checkpoint.memory.buddies import ring
-from tidewheel.checkpoint.memory.client import BEHIND_BYTES, MemoryTier
-from tidewheel.checkpoint.memory.protocol import Address, connect
-from tidewheel.checkpoint.memory.restore import inventory, load, newest_complete
-from tidewheel.checkpoint.memory.slots import HEADER_BYTES
+from tidewheel.checkpoint.memory_tier import room
+from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.buddies import ring
+from tidewheel.checkpoint.memory_tier.client import BEHIND_BYTES, MemoryTier
+from tidewheel.checkpoint.memory_tier.protocol import Address, connect
+from tidewheel.checkpoint.memory_tier.restore import inventory, load, newest_complete
+from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES
 from tidewheel.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(200)

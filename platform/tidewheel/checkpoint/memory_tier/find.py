@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tidewheel.checkpoint.memory.protocol import Address, Connection, connect
-from tidewheel.checkpoint.memory.slots import Slot, block_of, block_range, hash_blocks
-from tidewheel.checkpoint.memory.table import Piece, parse
+from tidewheel.checkpoint.memory_tier.protocol import Address, Connection, connect
+from tidewheel.checkpoint.memory_tier.slots import Slot, block_of, block_range, hash_blocks
+from tidewheel.checkpoint.memory_tier.table import Piece, parse
 from tidewheel.errors import CheckpointError
 
 ASK_SECONDS = 2.0

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tests.unit.checkpoint.helpers import equal, state
-from tidewheel.checkpoint.memory.agent import Agent, Part
-from tidewheel.checkpoint.memory.buddies import ring
-from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.restore import candidates, inventory, load
+from tidewheel.checkpoint.memory_tier.agent import Agent, Part
+from tidewheel.checkpoint.memory_tier.buddies import ring
+from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.restore import candidates, inventory, load
 from tidewheel.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from tidewheel.checkpoint.memory.agent import EXTRA_BYTES, SLOTS
-from tidewheel.checkpoint.memory.protocol import PATIENCE_SECONDS, Address, Connection, connect
-from tidewheel.checkpoint.memory.slots import HEADER_BYTES, Content, Slot
-from tidewheel.checkpoint.memory.table import Piece, place
+from tidewheel.checkpoint.memory_tier.agent import EXTRA_BYTES, SLOTS
+from tidewheel.checkpoint.memory_tier.protocol import PATIENCE_SECONDS, Address, Connection, connect
+from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES, Content, Slot
+from tidewheel.checkpoint.memory_tier.table import Piece, place
 from tidewheel.checkpoint.staging import Snapshot, dtype_name, flatten, local
 
 OnEvent = Callable[[str, dict[str, Any]], None]

@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import on_ranks
 from tests.unit.checkpoint.helpers import Events, HangingStore, manager, state
 from tests.unit.train.helpers import Replaced, Script, config, write_shards
-from tidewheel.checkpoint.memory.agent import Agent
+from tidewheel.checkpoint.memory_tier.agent import Agent
 from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.storage import Store, store

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from tidewheel.checkpoint.memory.room import check_room, no_room
+from tidewheel.checkpoint.memory_tier.room import check_room, no_room
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "tidewheel-"

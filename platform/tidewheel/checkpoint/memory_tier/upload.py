@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
 from tidewheel.checkpoint.manifest import CheckpointManifest, Chunk, TensorEntry
-from tidewheel.checkpoint.memory.find import PartReader, Recoverable
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.find import PartReader, Recoverable
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
 from tidewheel.commit_log import CommitLog
 from tidewheel.storage import CHUNK_BYTES, Stamp, Store

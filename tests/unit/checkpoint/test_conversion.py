@@ -8,7 +8,7 @@ import transformers
 
 from tests.unit.train.helpers import LENGTH, VOCABULARY, config, write_shards
 from tidewheel import storage
-from tidewheel.checkpoint.exchange import export, import_, model_of
+from tidewheel.checkpoint.conversion import export, import_, model_of
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import read_manifest
 from tidewheel.checkpoint.verify import locate

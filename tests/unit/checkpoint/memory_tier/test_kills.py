@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.checkpoint.helpers import clear, equal
-from tests.unit.checkpoint.memory.processes import CONTEXT, RUN, TOKEN, AgentProcess, Trainer, whole
-from tidewheel.checkpoint.memory.restore import Recoverable, inventory, load, newest_complete
-from tidewheel.checkpoint.memory.slots import SHARED_MEMORY, sweep
+from tests.unit.checkpoint.memory_tier.processes import CONTEXT, RUN, TOKEN, AgentProcess, Trainer, whole
+from tidewheel.checkpoint.memory_tier.restore import Recoverable, inventory, load, newest_complete
+from tidewheel.checkpoint.memory_tier.slots import SHARED_MEMORY, sweep
 
 pytestmark = pytest.mark.timeout(240)
 ROUNDS = 9

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from tidewheel.checkpoint.dcp import load_planner, put_in_place
-from tidewheel.checkpoint.memory.find import (
+from tidewheel.checkpoint.memory_tier.find import (
     MEND,
     Copy,
     Inventory,
@@ -29,9 +29,9 @@ from tidewheel.checkpoint.memory.find import (
     inventory,
     newest_complete,
 )
-from tidewheel.checkpoint.memory.protocol import Address
-from tidewheel.checkpoint.memory.slots import BLOCK_BYTES
-from tidewheel.checkpoint.memory.table import Piece
+from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.checkpoint.memory_tier.slots import BLOCK_BYTES
+from tidewheel.checkpoint.memory_tier.table import Piece
 from tidewheel.checkpoint.staging import flatten
 from tidewheel.errors import CheckpointError
 

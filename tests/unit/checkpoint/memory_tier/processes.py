@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import tests.ranks  # noqa: F401  the fork server has torch
-from tidewheel.checkpoint.memory.agent import Agent
-from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.protocol import Address
 
 TOKEN = "secret"
 RUN = "killed"

@@ -9,10 +9,10 @@ from dataclasses import asdict
 import pytest
 
 from tests.unit.checkpoint.helpers import Events, state
-from tidewheel.checkpoint.memory.agent import Agent
-from tidewheel.checkpoint.memory.client import MemoryTier
-from tidewheel.checkpoint.memory.protocol import connect
-from tidewheel.checkpoint.memory.restore import candidates, inventory
+from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.protocol import connect
+from tidewheel.checkpoint.memory_tier.restore import candidates, inventory
 from tidewheel.commit_log import GENERATIONS_PER_EPOCH
 from tidewheel.errors import CheckpointError
 
