@@ -176,7 +176,7 @@ def _times(name: str, training: Training, addresses: list[Address]) -> tuple[lis
         return middle
 
     timed("restore from the own node", lambda: _restore(addresses, addresses[0], state))
-    timed("restore from the buddy, TCP", lambda: _restore(addresses[1:], None, state))
+    timed("restore from the replica, TCP", lambda: _restore(addresses[1:], None, state))
     with tempfile.TemporaryDirectory(prefix="tw-tier-") as folder:
         place, steps = storage.store(folder), itertools.count(1)
         plain = CheckpointManager(place, keep_last=1, asynchronous=False)

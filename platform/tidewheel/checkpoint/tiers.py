@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidewheel.checkpoint.manager import CheckpointManager
-from tidewheel.checkpoint.memory_tier.buddies import ring
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
 from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, inventory, load
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
@@ -56,8 +56,8 @@ class TieredCheckpoints:
         self._saved, self._placement, self._on_event = saved, placement, on_event
         self._rank, self._generation, self._every_steps = rank, generation, every_steps
         mine = placement.agents[rank]
-        candidates = ring(placement.known, mine, placement.domains) if replica else ()
-        self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, candidates, rank, world_size, placement.token,
+        replicas = replica_candidates(placement.known, mine, placement.domains) if replica else ()
+        self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, replicas, rank, world_size, placement.token,
                                 generation=generation, checkpoints=saved.store.uri, on_event=on_event)
 
     # -- memory --------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Agents:
 
     def abandon(self) -> None:
         """The driver ends and the run is not over: they need not wait for workers before they upload what is left."""
-        from tidewheel.checkpoint.memory_tier.find import ask
+        from tidewheel.checkpoint.memory_tier.inventory import ask
 
         for address in self._found.values():
             ask(address, self._token, {"op": "abandon"})

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.train.past import Past
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tidewheel.checkpoint.memory.protocol import Address
+from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic import messages
 from tidewheel.elastic.messages import (
     Abort,

@@ -105,7 +105,7 @@ def test_settings_of_the_memory_tier_are_accepted_under_their_former_names(tmp_p
     overridden = build(CheckpointConfig, former, ["memory_tier.every_steps=3"])
     assert overridden.memory_tier == MemoryTierConfig(every_steps=3, replica=False)
     former_override = build(CheckpointConfig, {"memory_tier": {"every_steps": 3, "replica": False}},
-                            ["memory.every_steps=0", "memory.buddy=true"])
+                            ["memory.every_steps=0", "memory.replica=true"])
     assert former_override.memory_tier == MemoryTierConfig(every_steps=0, replica=True)
     with pytest.raises(ConfigError, match=r"'memory_tier\.steps', did you mean 'every_steps'"):
         build(CheckpointConfig, {"memory": {"steps": 3}})

@@ -1,5 +1,5 @@
-"""The memory tier: the newest states, in memory of their node and of a buddy node, outside the training processes.
+"""The memory tier: the newest snapshots, in memory of their node and of another node, outside the training processes.
 
-A worker copies its part of the state into a slot (`client`), the node's agent hashes it and sends a copy to the
-buddy's agent (`agent`), and whoever is left after a failure reads the newest step that is whole (`restore`).
+A worker copies its part of the state into a slot (`client`). The node's agent hashes the slot and sends a replica to
+an agent of another node (`agent`). After a failure, the surviving workers read the newest complete step (`restore`).
 """

@@ -1,4 +1,4 @@
-"""The worker's side of the memory tier: copy the state into shared memory at a step boundary, and go on."""
+"""The worker's side of the memory tier: copies the state into shared memory at a step boundary."""
 
 from __future__ import annotations
 
@@ -13,66 +13,69 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from tidewheel.checkpoint.memory_tier.agent import EXTRA_BYTES, SLOTS
-from tidewheel.checkpoint.memory_tier.protocol import PATIENCE_SECONDS, Address, Connection, connect
-from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES, Content, Slot
-from tidewheel.checkpoint.memory_tier.table import Piece, place
+from tidewheel.checkpoint.memory_tier.protocol import IDLE_SECONDS, Address, Connection, connect
+from tidewheel.checkpoint.memory_tier.slots import EXTRA_BYTES, HEADER_BYTES, SLOTS_PER_WORKER, Content, Slot
+from tidewheel.checkpoint.memory_tier.table import Piece, lay_out
 from tidewheel.checkpoint.staging import Snapshot, dtype_name, flatten, local
 
 OnEvent = Callable[[str, dict[str, Any]], None]
-BEHIND_BYTES = 4 << 20
-"""What is smaller is copied at once: that is quicker than to wake a thread."""
+BACKGROUND_BYTES = 4 << 20
+"""A smaller state is copied at once, because that is faster than waking a thread."""
 PUSH_SECONDS = 60.0
-"""How long a snapshot waits for the one before to reach the buddy, before the tier is given up."""
+"""The tier is given up when the replica of the previous snapshot takes longer than this."""
 
 
 class MemoryTier:
-    """This rank's part of the state in the memory of its node, and of a buddy node, after each `snapshot`.
+    """Snapshots of this rank's part of the state, in the memory of its node and of another node.
 
-    A failure of the tier never fails the training: it is told through `on_event`, and from then on `snapshot` does
-    nothing until the next generation makes a new tier.
+    A failure of the tier never fails the training. It is reported through `on_event`, and `snapshot` does nothing from
+    then on, until the next generation makes a new tier.
 
     Args:
-        agents: of each rank's node, by rank.
+        agents: the agent of each rank's node, by rank.
         mine: the agent of this node.
-        buddies: the agents that may get the copies, see `buddies.ring`: the first that takes them does; empty: no
-            copies, and the node's loss is the loss of what it held.
-        rank, world_size, generation: this worker's; a later generation has a higher number.
+        replicas: the agents that may hold replicas, in order of preference (see `replicas.replica_candidates`); empty:
+            no replicas, so the loss of the node loses its snapshots.
+        rank: this worker's.
+        world_size: number of ranks.
         run_token: the run's secret, the same as its agents'.
-        checkpoints: URI of the run's checkpoints, where agents upload the newest step when all workers are gone; "":
-            they do not.
-        on_event: called with ("memory_tier_lost", detail) when the agent or shared memory is gone, and with
-            ("buddy_lost", detail) when copies go to another agent from now on ("copies_to"), or to none ("").
+        generation: this worker's; a later generation has a higher number.
+        checkpoints: URI of the run's checkpoints, where an agent uploads the newest step when all workers are gone;
+            "": none does.
+        on_event: called with ("memory_tier_lost", detail) when the agent or shared memory fails, and with
+            ("replica_lost", detail) when another agent gets the replicas from now on ("copies_to"), or none ("").
     """
 
-    def __init__(self, agents: Mapping[int, Address], mine: Address, buddies: Sequence[Address], rank: int,
+    def __init__(self, agents: Mapping[int, Address], mine: Address, replicas: Sequence[Address], rank: int,
                  world_size: int, run_token: str, *, generation: int = 0, checkpoints: str = "",
                  on_event: OnEvent | None = None) -> None:
-        self.agents, self.mine, self.buddies = dict(agents), mine, tuple(buddies)
+        self.agents, self.mine, self.replicas = dict(agents), mine, tuple(replicas)
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._token, self._checkpoints, self._on_event = run_token, checkpoints, on_event
         self._connection: Connection | None = None
         self._slots: list[Slot] = []
-        self._locked: list[Slot] = []
+        self._page_locked: list[Slot] = []
         self._table = b""
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._targets: list[list[torch.Tensor]] = []
-        self._sequence = self._turn = 0
-        self._awaiting = self._on_device = False
-        self._lost = self._buddy_lost = False
+        self._sequence = 0  # snapshots of this generation
+        self._turn = 0  # snapshots since the slots were opened
+        self._awaiting_answer = self._on_device = False
+        self._lost = self._replica_lost = False
         self._copier = ThreadPoolExecutor(1, "memory-tier")
         self._copying: Future[None] | None = None
         self.last: dict[str, Any] = {}
-        """Of the newest snapshots: "step", "bytes", "copy_seconds", "wait_seconds" (for the copy of the one before) and
-        "stall_seconds" (for its own); of the one before: "hash_seconds", "push_seconds", "copied"."""
+        """Figures of the newest snapshot: "step", "copy_seconds", "wait_seconds" (training waited for the previous
+        snapshot's replica) and "stall_seconds" (training waited for this copy); and of the newest that the agent has
+        answered: "bytes", "hash_seconds", "push_seconds" and "copied" (a replica exists)."""
 
     @property
     def working(self) -> bool:
-        """Whether snapshots are kept."""
+        """Whether the tier still keeps snapshots."""
         return not self._lost
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Allocate the slots for a state of this shape: done beforehand, the first snapshot is as quick as any.
+        """Allocate the slots for a state of this shape, so that the first snapshot is as fast as the others.
 
         Raises:
             CheckpointError: the state holds something other than tensors.
@@ -84,10 +87,15 @@ class MemoryTier:
             self._lose(error)
 
     def snapshot(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Keep `state`, a nested dict of tensors, and `extra`, JSON values, as of this call; no collective.
+        """Keep the state as it is at this call. All ranks call it at the same step boundaries; it is not a collective.
 
-        All ranks call it at the same step boundaries. The state may change after `settle`. The copies, to shared
-        memory and to the buddy, are made behind the training; the next snapshot waits for both.
+        The state must not change until `settle` returns. The copies to shared memory and to the other node are made in
+        the background; the next snapshot waits for both.
+
+        Args:
+            step: number of completed steps.
+            state: nested dict of tensors.
+            extra: JSON values.
 
         Raises:
             CheckpointError: the state holds something other than tensors.
@@ -98,42 +106,42 @@ class MemoryTier:
         flat, text = flatten(state), json.dumps(extra).encode()
         parts = {name: local(tensor) for name, tensor in flat.items()}
         try:
-            self._answered()
+            self._await_answer()
             waited = time.monotonic()
-            if self._layout != _layout(parts) or len(text) > self._room:
+            if self._layout != _layout(parts) or len(text) > self._extra_capacity:
                 self._open(flat, max(EXTRA_BYTES, 2 * len(text)))
-            number = self._turn % SLOTS
-            if number == len(self._slots):
-                self._take_slot(number)
-            self._begin(number, step, [parts[name] for name in self._names], text)
+            index = self._turn % SLOTS_PER_WORKER
+            if index == len(self._slots):
+                self._take_slot(index)
+            self._begin(index, step, [parts[name] for name in self._names], text)
         except OSError as error:
             self._lose(error)
             return
         self.last |= {"step": step, "wait_seconds": waited - began, "stall_seconds": time.monotonic() - waited}
 
     def settle(self) -> None:
-        """Return once what was handed over to `snapshot` may change."""
+        """Return once the state given to `snapshot` may change."""
         if self._copying is None:
             return
         began = time.monotonic()
         try:
-            self._copied()
+            self._await_copy()
         except OSError as error:
             self._lose(error)
         self.last["stall_seconds"] += time.monotonic() - began
 
     def flush(self) -> bool:
-        """Wait until the newest snapshot is hashed and copied; whether it is on two nodes."""
+        """Wait until the newest snapshot is hashed and replicated; return whether it is on two nodes."""
         try:
-            self._answered()
+            self._await_answer()
         except OSError as error:
             self._lose(error)
         return not self._lost and bool(self.last.get("copied"))
 
     def forget(self) -> None:
-        """The run goes back to a checkpoint: what was kept since is no longer wanted, here and at the buddy."""
+        """Drop this rank's snapshots and their replicas, because the run goes back to a checkpoint."""
         try:
-            self._answered()
+            self._await_answer()
             for slot in self._slots:
                 slot.clear()
             if self._connection is not None:
@@ -142,15 +150,15 @@ class MemoryTier:
             self._lose(error)
 
     def break_off(self) -> None:
-        """From any thread: a `snapshot` that waits for the agent waits no longer, and the tier is given up."""
+        """End a `snapshot` that waits for the agent, and give up the tier. Safe to call from any thread."""
         connection = self._connection
         if connection is not None:
             connection.close()
 
     def close(self) -> None:
-        """Let go of the slots; the agent holds what is in them."""
-        with contextlib.suppress(OSError):  # the agent is gone already
-            self._copied()
+        """Unmap the slots; the agent keeps serving what is in them."""
+        with contextlib.suppress(OSError):  # the agent is already gone
+            self._await_copy()
         self._copier.shutdown()
         if self._connection is not None:
             self._connection.close()
@@ -158,85 +166,87 @@ class MemoryTier:
         self._release()
         self._lost = True
 
-    # -- inside --------------------------------------------------------------------------------
-    def _open(self, flat: dict[str, torch.Tensor], room: int) -> None:
+    # -- slots ---------------------------------------------------------------------------------
+    def _open(self, flat: dict[str, torch.Tensor], extra_capacity: int) -> None:
         if self._connection is None:
             self._connection = connect(self.mine, self._token)
         pieces = pieces_of(flat)
-        self._table, self._placed, end = place(list(pieces.values()))
-        self._extra_start, self._room, self._turn = end, room, 0
-        everyone = sorted({*self.agents.values(), *self.buddies})
-        self._connection.ask({"op": "open", "capacity": end + room, "buddies": self.buddies, "agents": everyone,
-                              "checkpoints": self._checkpoints, "generation": self.generation})
+        self._table, self._placed, self._extra_start = lay_out(list(pieces.values()))
+        self._extra_capacity, self._turn = extra_capacity, 0
+        everyone = sorted({*self.agents.values(), *self.replicas})
+        self._connection.ask({"op": "open", "capacity": self._extra_start + extra_capacity, "replicas": self.replicas,
+                              "agents": everyone, "checkpoints": self._checkpoints, "generation": self.generation})
         self._release()
         self._on_device = any(tensor.is_cuda for tensor in flat.values())
         self._layout = _layout({name: local(tensor) for name, tensor in flat.items()})
         self._names = [name for name in flat if name in pieces]
         self._take_slot(0)
 
-    def _take_slot(self, number: int) -> None:
-        """Map a slot at its first turn; the agent makes one after the other."""
+    def _take_slot(self, index: int) -> None:
+        """Map a slot when it is first used; the agent allocates one after the other."""
         assert self._connection is not None
-        self._connection.patience(None)  # gigabytes may still be being allocated
-        path = self._connection.ask({"op": "slot", "slot": number})["path"]
-        self._connection.patience(PATIENCE_SECONDS)
+        self._connection.set_idle_limit(None)  # the agent may still be allocating gigabytes
+        path = self._connection.ask({"op": "slot", "slot": index})["path"]
+        self._connection.set_idle_limit(IDLE_SECONDS)
         slot = Slot(Path(path))
         self._slots.append(slot)
         if self._on_device and _page_lock(slot):
-            self._locked.append(slot)
+            self._page_locked.append(slot)
         slot.bytes[HEADER_BYTES:HEADER_BYTES + len(self._table)] = self._table
         by_name = {piece.name: piece for piece in self._placed}
         self._targets.append([_view(slot, by_name[name]) for name in self._names])
 
-    def _begin(self, number: int, step: int, sources: list[torch.Tensor], text: bytes) -> None:
-        """Copy into a slot, here if that is quicker than to have it done, and let the agent know."""
-        self._slots[number].clear()
+    def _begin(self, index: int, step: int, sources: list[torch.Tensor], text: bytes) -> None:
+        """Copy into a slot, in the background unless the state is small, and notify the agent."""
+        self._slots[index].clear()
         self._sequence, self._turn = self._sequence + 1, self._turn + 1
         content = Content(step, self._sequence, self.generation, self.rank, self.world_size, len(self._table),
                           self._extra_start, len(text))
         snapshot = Snapshot.of(sources)
-        if sum(source.nbytes for source in sources) < BEHIND_BYTES:
-            self._fill(number, content, snapshot, sources, text)
+        if sum(source.nbytes for source in sources) < BACKGROUND_BYTES:
+            self._fill(index, content, snapshot, sources, text)
         else:
-            self._copying = self._copier.submit(self._fill, number, content, snapshot, sources, text)
+            self._copying = self._copier.submit(self._fill, index, content, snapshot, sources, text)
 
-    def _fill(self, number: int, content: Content, snapshot: Snapshot, sources: list[torch.Tensor],
+    def _fill(self, index: int, content: Content, snapshot: Snapshot, sources: list[torch.Tensor],
               text: bytes) -> None:
-        began, slot, connection = time.monotonic(), self._slots[number], self._connection
+        began = time.monotonic()
+        slot = self._slots[index]
+        connection = self._connection
         with snapshot.copying():
-            torch._foreach_copy_(self._targets[number], sources, non_blocking=self._on_device)
+            torch._foreach_copy_(self._targets[index], sources, non_blocking=self._on_device)
         slot.bytes[self._extra_start:content.end] = text
         slot.commit(content)
         if connection is None:
             raise ConnectionError("the tier was given up")
-        connection.send({"op": "put", "slot": number})
-        self._awaiting = True
+        connection.send({"op": "put", "slot": index})
+        self._awaiting_answer = True
         self.last["copy_seconds"] = time.monotonic() - began
 
     def _release(self) -> None:
-        for slot in self._locked:
+        for slot in self._page_locked:
             torch.cuda.cudart().cudaHostUnregister(_address(slot))  # type: ignore[attr-defined]
-        self._targets, self._slots, self._locked = [], [], []
+        self._targets, self._slots, self._page_locked = [], [], []
 
-    def _copied(self) -> None:
+    def _await_copy(self) -> None:
         """Wait for the copy to shared memory."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.result()
 
-    def _answered(self) -> None:
-        """Wait for the answer to the last snapshot. No rank may be further ahead of its copies: see `agent.SLOTS`."""
-        self._copied()
-        if not self._awaiting or self._connection is None:
+    def _await_answer(self) -> None:
+        """Wait for the answer to the previous snapshot: a replica lags by one at most, see `slots.SLOTS_PER_WORKER`."""
+        self._await_copy()
+        if not self._awaiting_answer or self._connection is None:
             return
-        self._connection.patience(PUSH_SECONDS)
+        self._connection.set_idle_limit(PUSH_SECONDS)
         answer = self._connection.answer()
-        self._awaiting = False
+        self._awaiting_answer = False
         self.last |= {key: answer[key] for key in ("bytes", "hash_seconds", "push_seconds")}
         self.last["copied"] = bool(answer["copied_to"])
-        if answer["refused"] and not (self._buddy_lost and not answer["copied_to"]):
-            self._event("buddy_lost", reason=answer["refused"], copies_to=answer["copied_to"])
-        self._buddy_lost = bool(self.buddies) and not answer["copied_to"]
+        if answer["refused"] and not (self._replica_lost and not answer["copied_to"]):
+            self._event("replica_lost", reason=answer["refused"], copies_to=answer["copied_to"])
+        self._replica_lost = bool(self.replicas) and not answer["copied_to"]
 
     def _lose(self, error: OSError) -> None:
         self.close()
@@ -248,17 +258,21 @@ class MemoryTier:
 
 
 def pieces_of(flat: dict[str, torch.Tensor]) -> dict[str, Piece]:
-    """What this rank holds of each tensor; without the empty parts that ranks have of tensors with few rows."""
+    """Return the piece of each tensor that this rank holds, without the empty pieces of tensors with few rows.
+
+    Args:
+        flat: tensors by path, see `staging.flatten`.
+    """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(flat), is_coordinator=True)
-    found = {}
+    pieces = {}
     for item in planner.create_local_plan().items:
         data = item.tensor_data
         assert data is not None
         if all(data.chunk.sizes) or not all(data.size):
-            found[item.index.fqn] = Piece(item.index.fqn, dtype_name(flat[item.index.fqn]), tuple(data.size),
-                                          tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return found
+            pieces[item.index.fqn] = Piece(item.index.fqn, dtype_name(flat[item.index.fqn]), tuple(data.size),
+                                           tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return pieces
 
 
 def _layout(parts: dict[str, torch.Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
@@ -272,7 +286,7 @@ def _view(slot: Slot, piece: Piece) -> torch.Tensor:
 
 
 def _page_lock(slot: Slot) -> bool:
-    """So that copies from the GPU run at full speed; False, and they are slower, where the system does not allow it."""
+    """Lock the slot's pages so that copies from the GPU run at full speed; return False if the system refuses."""
     return not int(torch.cuda.cudart().cudaHostRegister(_address(slot), slot.capacity, 0))  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
-"""What workers and agents say to each other: JSON messages, some followed by raw bytes, over TCP.
+"""The connection between workers and agents: JSON messages over TCP, some followed by raw bytes.
 
-Both sides prove that they know the run's token before anything else is said, without sending it. Nothing is unpickled.
+First, both sides prove that they know the run's token, without sending it. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 from tidewheel.strangers import HELLO_BYTES, HELLO_SECONDS
 
 MAX_MESSAGE_BYTES = 256 << 20
-"""Of the JSON of one message; the longest is the table of a worker's tensors."""
+"""Limit of a message's JSON. The longest message is the table of a worker's tensors."""
 CONNECT_SECONDS = 5.0
-"""For a connection that is to be kept: a machine may be busy."""
-PATIENCE_SECONDS = 10.0
-"""A connection on which nothing moves for so long is given up."""
+"""Time limit for connecting, when the connection will be kept: the machine may be busy."""
+IDLE_SECONDS = 10.0
+"""A connection on which no byte moves for this long is given up."""
 
 
 class Address(NamedTuple):
-    """Where an agent listens."""
+    """Host and port that an agent listens on."""
 
     host: str
     port: int
@@ -35,8 +35,8 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, stop) of a file, which the kernel sends without copying them: they stay as they are until the
-    other side has answered."""
+    """Bytes [start, stop) of a file. The kernel sends them without a copy, so they must not change until the peer has
+    answered."""
 
     path: Path
     start: int
@@ -44,19 +44,28 @@ class FileRange:
 
 
 class Connection:
-    """One connected socket; not for use by two threads at once."""
+    """A connected socket. Not safe for concurrent use, except for `close`.
 
-    def __init__(self, sock: socket.socket, patience: float | None = PATIENCE_SECONDS) -> None:
-        sock.settimeout(patience)
+    Args:
+        sock: the socket; the connection closes it.
+        idle_seconds: give up when no byte moves for this long; None: never.
+    """
+
+    def __init__(self, sock: socket.socket, idle_seconds: float | None = IDLE_SECONDS) -> None:
+        sock.settimeout(idle_seconds)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
-        self._until = math.inf
+        self._deadline = math.inf
 
     def send(self, message: dict[str, Any], *payloads: Any) -> None:
-        """Send a message, and the bytes of `payloads`, bytes-like or `FileRange`, behind it.
+        """Send a message, followed by the bytes of `payloads`.
+
+        Args:
+            message: JSON values.
+            payloads: bytes-like objects or `FileRange`.
 
         Raises:
-            OSError: the other side is gone, or does not take anything for too long.
+            OSError: the connection is broken, or the peer takes no byte for too long.
         """
         text = json.dumps(message).encode()
         self._socket.sendall(len(text).to_bytes(4, "big") + text)
@@ -68,109 +77,137 @@ class Connection:
                 self._socket.sendall(payload)
 
     def receive(self, most: int = MAX_MESSAGE_BYTES) -> dict[str, Any]:
-        """The next message, of at most `most` bytes; what follows it is read with `receive_into`.
+        """Return the next message. Read the bytes that follow it with `receive_into`.
+
+        Args:
+            most: limit of the message's length in bytes.
 
         Raises:
-            OSError: the other side is gone, says nothing for too long, or nothing that can be understood.
+            OSError: the connection is broken, the peer sends nothing for too long, or it does not send a message.
         """
         length = int.from_bytes(self.receive_bytes(4), "big")
         if length > most:
-            raise ConnectionError(f"a message of {length} bytes is announced, more than {most}")
+            raise ConnectionError(f"the peer announces a message of {length} bytes, more than {most}")
         try:
             message = json.loads(self.receive_bytes(length))
         except (ValueError, RecursionError) as error:
-            raise ConnectionError(f"this is no message: {error}") from None
+            raise ConnectionError(f"not a message: {error}") from None
         if not isinstance(message, dict):
-            raise ConnectionError("this is no message: not a group of values")
+            raise ConnectionError("not a message: not a JSON object")
         return message
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with the next bytes."""
+        """Fill `view` with the next bytes.
+
+        Raises:
+            OSError: the connection is broken, or the peer sends nothing for too long.
+        """
         while view:
-            if self._until < math.inf:
-                self._socket.settimeout(max(0.001, self._until - time.monotonic()))
-            found = self._socket.recv_into(view)
-            if not found:
+            if self._deadline < math.inf:
+                self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
+            received = self._socket.recv_into(view)
+            if not received:
                 raise ConnectionError("the connection was closed")
-            view = view[found:]
+            view = view[received:]
 
     def receive_bytes(self, length: int) -> bytes:
-        """The next `length` bytes."""
+        """Return the next `length` bytes.
+
+        Raises:
+            OSError: as `receive_into`.
+        """
         data = bytearray(length)
         self.receive_into(memoryview(data))
         return bytes(data)
 
     def ask(self, message: dict[str, Any], *payloads: Any) -> dict[str, Any]:
-        """Send, and receive the answer.
+        """Send a request and return the answer.
+
+        Args:
+            message: JSON values.
+            payloads: bytes-like objects or `FileRange`.
 
         Raises:
-            OSError: as above, or the other side answers that it cannot.
+            OSError: the connection is broken, or the peer answers with a problem.
         """
         self.send(message, *payloads)
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The answer to what was sent; ConnectionError when it says that it cannot."""
+        """Return the answer to the last request.
+
+        Raises:
+            OSError: the connection is broken, or the peer answers with a problem.
+        """
         message = self.receive()
         if "problem" in message:
             raise ConnectionError(str(message["problem"]))
         return message
 
-    def patience(self, seconds: float | None) -> None:
-        """From now on wait so long for the other side; None: for ever."""
-        self._until = math.inf
+    def set_idle_limit(self, seconds: float | None) -> None:
+        """Give up when no byte moves for `seconds` (None: never), and remove the deadline."""
+        self._deadline = math.inf
         self._socket.settimeout(seconds)
 
-    def hurry(self, seconds: float) -> None:
-        """Until the next call of `patience`, all that is received must have come within `seconds`, however slowly."""
-        self._until = time.monotonic() + seconds
+    def set_deadline(self, seconds: float) -> None:
+        """Receive everything within `seconds` from now, however many bytes move, until `set_idle_limit` is called."""
+        self._deadline = time.monotonic() + seconds
 
     def close(self) -> None:
-        """Let go; a thread that waits on it wakes up."""
-        with contextlib.suppress(OSError):  # it is closed already
+        """Hang up; a thread that waits on the connection wakes up."""
+        with contextlib.suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def connect(address: Address, token: str, *, seconds: float = CONNECT_SECONDS,
-            patience: float | None = PATIENCE_SECONDS) -> Connection:
-    """A connection to an agent of the run with this token.
+            idle_seconds: float | None = IDLE_SECONDS) -> Connection:
+    """Connect to an agent of the run.
+
+    Args:
+        address: the agent's.
+        token: the run's secret.
+        seconds: time limit for connecting.
+        idle_seconds: give up later when no byte moves for this long; None: never.
 
     Raises:
-        OSError: nothing answers there within `seconds`, or it does not know the token.
+        OSError: no agent answers at `address` in time, or it does not know the token.
     """
     connection = Connection(socket.create_connection((address.host, address.port), timeout=seconds), seconds)
     try:
-        connection.hurry(HELLO_SECONDS)
+        connection.set_deadline(HELLO_SECONDS)
         theirs = str(connection.receive(HELLO_BYTES).get("nonce"))
         mine = secrets.token_hex(16)
         answer = connection.ask({"nonce": mine, "proof": _proof(token, "client", theirs, mine)})
-        if not _same(answer.get("proof"), _proof(token, "agent", theirs, mine)):
+        if not _matches(answer.get("proof"), _proof(token, "agent", theirs, mine)):
             raise ConnectionError(f"{address.host}:{address.port} is not an agent of this run")
     except BaseException:
         connection.close()
         raise
-    connection.patience(patience)
+    connection.set_idle_limit(idle_seconds)
     return connection
 
 
-def admit(sock: socket.socket, token: str) -> Connection:
-    """The agent's side of `connect`; ConnectionError, and the socket is closed, when the other does not know the
-    token."""
+def authenticate(sock: socket.socket, token: str) -> Connection:
+    """Return the agent's end of `connect` once the client has proved that it knows the token.
+
+    Raises:
+        OSError: the client does not know the token, or the connection is broken. The socket is closed.
+    """
     connection = Connection(sock)
     try:
-        connection.hurry(HELLO_SECONDS)
+        connection.set_deadline(HELLO_SECONDS)
         mine = secrets.token_hex(16)
         connection.send({"nonce": mine})
         hello = connection.receive(HELLO_BYTES)
         theirs = str(hello.get("nonce"))
-        if not _same(hello.get("proof"), _proof(token, "client", mine, theirs)):
+        if not _matches(hello.get("proof"), _proof(token, "client", mine, theirs)):
             raise ConnectionError("the token is not that of this run")
         connection.send({"proof": _proof(token, "agent", mine, theirs)})
     except BaseException:
         connection.close()
         raise
-    connection.patience(None)
+    connection.set_idle_limit(None)
     return connection
 
 
@@ -178,5 +215,5 @@ def _proof(token: str, role: str, *nonces: str) -> str:
     return hmac.new(token.encode(), " ".join((role, *nonces)).encode(errors="replace"), "sha256").hexdigest()
 
 
-def _same(shown: Any, proof: str) -> bool:
-    return hmac.compare_digest(str(shown).encode(errors="replace"), proof.encode())
+def _matches(received: Any, proof: str) -> bool:
+    return hmac.compare_digest(str(received).encode(errors="replace"), proof.encode())

@@ -1,8 +1,8 @@
-"""Shared memory: files in /dev/shm that hold one worker's state each, and the folder of one agent's files.
+"""Slots: files in /dev/shm that hold one worker's state each, and the folder of one agent's slots.
 
 A slot is a header of one page, the table of tensors (JSON), their bytes, and the run's `extra` (JSON). The step in the
-header is written last and taken away first, so a process that is killed in between leaves a slot that says it holds
-nothing. A file never changes its length or is written anew: who has mapped it may read it until the end.
+header is erased first and written last, so a process that is killed in between leaves an empty slot. A file never
+changes its length and is never replaced, so a process that has mapped it can read it even after it is unlinked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,26 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "tidewheel-"
 HEADER_BYTES = 4096
 BLOCK_BYTES = 1 << 20
-"""Slots are hashed in blocks of this length, from the end of the header on, so that parts can be read and checked."""
+"""Slots are hashed in blocks of this length, from the end of the header on, so that a reader can check a range."""
+SLOTS_PER_WORKER = 3
+"""A replica may lag one snapshot behind. So a lost worker leaves snapshot i or i - 1 while the others are between i and
+i + 1: they must keep i - 1 until i + 1 is complete."""
+REPLICA_SLOTS = 2
+"""Slots for the replicas of one worker: one is complete while the next arrives."""
+EXTRA_BYTES = 1 << 20
+"""Space for the JSON of `extra`, whose length differs between snapshots."""
 _MAGIC = 0x3130_544F_4C53_5754  # "TWSLOT01"
-_STEP = 1  # where in the header
+_STEP = 1  # index in the header
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a slot holds, as its header says."""
+    """What a slot holds, according to its header."""
 
     step: int
-    """Steps done."""
+    """Completed steps."""
     sequence: int
-    """The how-manieth snapshot of this worker in this generation, from 1."""
+    """Index of the snapshot among those of this worker in this generation, from 1."""
     generation: int
     rank: int
     world_size: int
@@ -48,19 +55,23 @@ class Content:
 
     @property
     def end(self) -> int:
-        """Where the content ends in the file."""
+        """The byte at which the content ends."""
         return self.extra_start + self.extra_bytes
 
 
 class Slot:
-    """One mapped file. Made by an agent with `create`, opened with its path by the worker and by readers."""
+    """One mapped file. The agent creates it with `create`; the worker and readers open it by its path.
+
+    Args:
+        path: an existing file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         file = os.open(path, os.O_RDWR)
         try:
             self.capacity = os.fstat(file).st_size
-            # populated: the page faults of the first touch cost more than a copy
+            # populated: the page faults of the first access cost more than a copy
             self._map = mmap.mmap(file, self.capacity, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(file)
@@ -69,7 +80,7 @@ class Slot:
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> Slot:
-        """A new file with all its pages.
+        """Create a file with all its pages allocated.
 
         Raises:
             CheckpointError: there is not enough shared memory.
@@ -90,62 +101,75 @@ class Slot:
         return slot
 
     def clear(self) -> None:
-        """It holds nothing from now on; before anything in it is changed."""
+        """Mark the slot as empty. Call it before changing anything in the slot."""
         self._header[_STEP] = -1
         self._header[0] = _MAGIC
 
     def commit(self, content: Content) -> None:
-        """It holds `content` from now on, all of which is in place."""
+        """Mark the slot as holding `content`, all of which has been written."""
         self._header[2:9] = (content.sequence, content.generation, content.rank, content.world_size,
                              content.table_bytes, content.extra_start, content.extra_bytes)
         self._header[_STEP] = content.step
 
     def content(self) -> Content | None:
-        """What it holds; None: nothing, or something is being written."""
+        """Return what the slot holds; None while it is empty or being written."""
         magic, step, *values = (int(value) for value in self._header[:9])
         if magic != _MAGIC or step < 0:
             return None
-        found = Content(step, *values)
-        whole = 0 <= found.table_bytes <= found.extra_start - HEADER_BYTES and found.extra_bytes >= 0
-        return found if whole and found.end <= self.capacity else None
+        content = Content(step, *values)
+        ordered = 0 <= content.table_bytes <= content.extra_start - HEADER_BYTES and content.extra_bytes >= 0
+        return content if ordered and content.end <= self.capacity else None
 
     def hashes(self, end: int) -> np.ndarray:
-        """uint64 [blocks]: of each block of the content that ends at `end`."""
+        """Return the hash of each block of the content that ends at byte `end`: uint64 [blocks]."""
         return hash_blocks(self.bytes[HEADER_BYTES:end])
 
     def unlink(self) -> None:
-        """Take its name away; it goes when nobody maps it any more."""
+        """Delete the file; its memory is freed when no process maps it any more."""
         self.path.unlink(missing_ok=True)
 
 
 def num_blocks(end: int) -> int:
-    """Blocks of the content that ends at byte `end`."""
+    """Return the number of blocks of the content that ends at byte `end`."""
     return -(-(end - HEADER_BYTES) // BLOCK_BYTES)
 
 
 def block_of(byte: int) -> int:
-    """The block that a byte of the content is in."""
+    """Return the index of the block that a byte of the content is in."""
     return (byte - HEADER_BYTES) // BLOCK_BYTES
 
 
 def block_range(first: int, last: int, end: int) -> tuple[int, int]:
-    """First byte, and end, of blocks `first` to `last`, the content ending at `end`."""
+    """Return the byte range [start, end) of blocks `first` to `last`.
+
+    Args:
+        first: index of a block.
+        last: index of a block, included.
+        end: the byte at which the content ends.
+    """
     return HEADER_BYTES + first * BLOCK_BYTES, min(HEADER_BYTES + (last + 1) * BLOCK_BYTES, end)
 
 
 def hash_blocks(data: memoryview) -> np.ndarray:
-    """uint64 [blocks]: the xxh3 of each block of a slot's bytes, which begin with a block. It finds damage, not a
-    forger: nobody else can write here."""
+    """Return the xxh3 of each block of `data`, which begins at a block: uint64 [blocks].
+
+    The hash detects damage. It need not withstand forgery, because only this user can write to the slots.
+    """
     return np.array([xxhash.xxh3_64_intdigest(data[start:start + BLOCK_BYTES])
                      for start in range(0, len(data), BLOCK_BYTES)], dtype=np.uint64)
 
 
 class Folder:
-    """The folder of one agent's slots; locked while the agent lives, so that others know what is left over."""
+    """The folder of one agent's slots, locked while the agent lives so that `sweep` recognizes what dead agents left.
+
+    Args:
+        run: a short name for the folder.
+        root: the folder of shared memory.
+    """
 
     def __init__(self, run: str, root: Path = SHARED_MEMORY) -> None:
         self.path = root / f"{PREFIX}{run}-{uuid.uuid4().hex[:12]}"
-        new = root / f".{self.path.name}"  # nobody sees the folder without its lock
+        new = root / f".{self.path.name}"  # locked before it gets the name that `sweep` looks for
         new.mkdir(0o700)
         self._lock = os.open(new / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -153,23 +177,27 @@ class Folder:
         self._number = 0
 
     def new(self, capacity: int) -> Slot:
-        """One more slot; CheckpointError when there is no room."""
+        """Create another slot.
+
+        Raises:
+            CheckpointError: there is not enough shared memory.
+        """
         self._number += 1
         return Slot.create(self.path / f"slot-{self._number:06d}", capacity)
 
     def remove(self) -> None:
-        """Delete it with all slots."""
+        """Delete the folder with all slots."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def sweep(root: Path = SHARED_MEMORY) -> list[str]:
-    """Delete the folders of agents that are gone, of whatever run; their names."""
-    gone = []
+    """Delete the folders of dead agents of any run; return their names."""
+    deleted = []
     for folder in root.glob(f"{PREFIX}*"):
         try:
             lock = os.open(folder / "lock", os.O_RDWR)
-        except OSError:  # another user's, or another sweep is at it
+        except OSError:  # another user's, or being deleted by another sweep
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,7 +205,7 @@ def sweep(root: Path = SHARED_MEMORY) -> list[str]:
             continue  # its agent lives
         else:
             shutil.rmtree(folder, ignore_errors=True)
-            gone.append(folder.name)
+            deleted.append(folder.name)
         finally:
             os.close(lock)
-    return gone
+    return deleted

@@ -1,4 +1,4 @@
-"""The tensors of one worker's part of the state, and where they lie in its slots."""
+"""The table of tensors in a slot: each tensor of one worker's part of the state, and its position in the slot."""
 
 from __future__ import annotations
 
@@ -15,66 +15,71 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a tensor and where its bytes lie in the slot, in row-major order."""
+    """One box of a tensor and the position of its bytes in the slot, in row-major order."""
 
     name: str
     """Path in the state, "model/embedding.weight"."""
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
+    """First index of the box in each dimension."""
     sizes: tuple[int, ...]
+    """Shape of the box."""
     start: int = 0
+    """First byte in the slot."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of one element."""
         return DTYPES[self.dtype][1]
 
     @property
     def bytes(self) -> int:
-        """Of the box."""
+        """Bytes of the box."""
         return math.prod(self.sizes) * self.itemsize
 
 
-def place(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece], int]:
-    """Give each piece its place behind the table.
+def lay_out(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece], int]:
+    """Lay out the pieces behind the table.
 
     Returns:
-        the table as JSON; the pieces with their places; the byte at which they end.
+        the table as JSON; the pieces with their `start`; the byte at which the last one ends.
     """
-    at = 0
+    end = 0
     relative = []
     for piece in pieces:
-        at += -at % ALIGNMENT
-        relative.append(at)
-        at += piece.bytes
-    # starts are counted from where the tensors begin, which follows from the table's own length
+        end += -end % ALIGNMENT
+        relative.append(end)
+        end += piece.bytes
+    # starts in the table are relative to the first tensor, whose position depends on the table's own length
     rows = [[piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, start]
             for piece, start in zip(pieces, relative)]
     text = json.dumps(rows, separators=(",", ":")).encode()
     first = tensors_start(len(text))
     placed = [Piece(piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, first + start)
               for piece, start in zip(pieces, relative)]
-    return text, placed, first + at
+    return text, placed, first + end
 
 
 def tensors_start(table_bytes: int) -> int:
-    """Where the tensors begin in a slot with a table of this length."""
+    """Return the byte at which the tensors begin in a slot with a table of this length."""
     end = HEADER_BYTES + table_bytes
     return end + -end % ALIGNMENT
 
 
 def parse(text: bytes, end: int) -> list[Piece]:
-    """The pieces of a table, every field checked.
+    """Return the pieces of a table, having checked every field.
 
     Args:
+        text: the table as JSON.
         end: the byte at which the tensors end.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the table is damaged.
     """
-    first, found = tensors_start(len(text)), []
+    first = tensors_start(len(text))
+    pieces = []
     try:
         for name, dtype, shape, offsets, sizes, start in json.loads(text):
             piece = Piece(str(name), dtype, _counts(shape), _counts(offsets), _counts(sizes), first + _count(start))
@@ -82,10 +87,10 @@ def parse(text: bytes, end: int) -> list[Piece]:
                 offset + size <= whole for offset, size, whole in zip(piece.offsets, piece.sizes, piece.shape))
             if not inside or piece.start + piece.bytes > end:
                 raise ValueError(f"a part of {name} lies outside the tensor or its slot")
-            found.append(piece)
+            pieces.append(piece)
     except (TypeError, LookupError) as error:
         raise ValueError(f"not a table of tensors: {error}") from None
-    return found
+    return pieces
 
 
 def _counts(values: Sequence[int]) -> tuple[int, ...]:

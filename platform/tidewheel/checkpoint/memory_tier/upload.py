@@ -1,6 +1,6 @@
-"""Write a step that is whole in memory as a checkpoint: what agents do for training that is gone.
+"""Write a complete step in memory as a checkpoint, as agents do when all workers are gone.
 
-The same files and manifest as `CheckpointManager` writes, so that whoever reads checkpoints reads this one. No torch.
+The files and the manifest are the same as `CheckpointManager` writes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
 from tidewheel.checkpoint.manifest import CheckpointManifest, Chunk, TensorEntry
-from tidewheel.checkpoint.memory_tier.find import PartReader, Recoverable
+from tidewheel.checkpoint.memory_tier.inventory import Recoverable
+from tidewheel.checkpoint.memory_tier.part_reader import PartReader
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.safetensors_head import part_name, safetensors_head
 from tidewheel.commit_log import CommitLog
@@ -19,24 +20,25 @@ from tidewheel.storage import CHUNK_BYTES, Stamp, Store
 
 def upload(recoverable: Recoverable, store: Store, *, mine: Address | None = None,
            before_commit: Callable[[], None] = lambda: None) -> CheckpointManifest:
-    """Write all parts one after the other in chunks, then the manifest.
+    """Write all parts in chunks, one part after the other, then the manifest.
 
     Args:
+        recoverable: the step.
         store: the run's `checkpoints` folder.
-        mine: the agent of this node: its parts are mapped.
-        before_commit: called when all is written but the manifest; what it raises leaves the checkpoint without one.
+        mine: the agent of this node, whose slots are mapped instead of sent.
+        before_commit: called when everything but the manifest is written; if it raises, there is no manifest.
 
     Raises:
-        CheckpointError: a part is damaged or gone in all its copies.
+        CheckpointError: a part is damaged or gone in all copies.
         StorageError: the store fails.
-        OwnershipError: another driver owns the run by now.
+        OwnershipError: another driver has taken the run over.
     """
     parts = [PartReader(sorted(copies, key=lambda copy: copy.agent != mine), recoverable.run_token, mine)
              for copies in recoverable.copies]
     try:
         return _upload(recoverable, store, parts, before_commit)
     finally:
-        for part in parts:  # who holds them takes an open connection for a sign that they are needed
+        for part in parts:  # an agent keeps what it holds while a reader is connected
             part.close()
 
 
@@ -49,7 +51,7 @@ def _upload(recoverable: Recoverable, store: Store, parts: Sequence[PartReader],
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for rank, part in enumerate(parts):
         part.describe()
-        own = [piece for piece in part.pieces if (piece.name, piece.offsets) not in seen]  # of copies, the first
+        own = [piece for piece in part.pieces if (piece.name, piece.offsets) not in seen]  # of equal pieces, the first
         seen.update((piece.name, piece.offsets) for piece in own)
         if not own:
             continue

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from tests.unit.checkpoint.helpers import equal, state
-from tidewheel.checkpoint.memory_tier.agent import Agent, Part
-from tidewheel.checkpoint.memory_tier.buddies import ring
+from tidewheel.checkpoint.memory_tier.agent import Agent
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.part_store import Part
+from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import candidates, inventory, load
 from tidewheel.errors import CheckpointError
 
@@ -48,11 +49,11 @@ def check(agents: list[Agent], rng: random.Random, case: int) -> bool:
     """Whether an older state than the newest had to be taken."""
     addresses = [agent.address for agent in agents]
     mine = addresses[0]
-    worker = MemoryTier(dict(enumerate(addresses)), mine, ring(addresses, mine), 0, 1, TOKEN)
+    worker = MemoryTier(dict(enumerate(addresses)), mine, replica_candidates(addresses, mine), 0, 1, TOKEN)
     for step in STEPS:
         worker.snapshot(step, state(step), {"step": step})
         assert worker.flush()
-    parts = [part for agent in agents for part in agent._parts.values()]
+    parts = [part for agent in agents for part in agent.store.parts()]
     newest = [part for part in parts if part.content.step == STEPS[-1]]
     assert {part.origin for part in newest} == {"own", "copy"}
     victims = newest if rng.random() < 0.3 else rng.sample(parts, rng.randint(1, len(parts)))

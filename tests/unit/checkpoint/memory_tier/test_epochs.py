@@ -94,7 +94,7 @@ def test_what_a_killed_worker_of_an_earlier_epoch_had_just_filled_is_not_taken(a
     slot.commit(type(content)(**{**asdict(content), "step": 9, "sequence": 9}))
     stale._connection.close()  # it was killed before it said so
     stale._lost = True
-    while len(agents[0]._workers) > 1:
+    while agents[0].store.num_workers > 1:
         time.sleep(0.01)
     assert [step for _, step in offered(agents[:1])] in ([2], [2, 1])
     worker.close()
@@ -120,4 +120,4 @@ def test_generations_of_one_epoch_are_not_fenced(agents):
     """Survivors may say something of the generation before while the next is formed."""
     for generation in (NEW + 1, NEW, NEW + 2):
         agents[0].hear_of(generation)
-    assert agents[0]._generation == NEW + 2
+    assert agents[0].generation == NEW + 2

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.unit.checkpoint.helpers import Events, clear, equal, state
 from tidewheel.checkpoint.memory_tier import room
 from tidewheel.checkpoint.memory_tier.agent import Agent
-from tidewheel.checkpoint.memory_tier.buddies import ring
-from tidewheel.checkpoint.memory_tier.client import BEHIND_BYTES, MemoryTier
+from tidewheel.checkpoint.memory_tier.client import BACKGROUND_BYTES, MemoryTier
 from tidewheel.checkpoint.memory_tier.protocol import Address, connect
+from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import inventory, load, newest_complete
 from tidewheel.checkpoint.memory_tier.slots import HEADER_BYTES
 from tidewheel.errors import CheckpointError
@@ -42,7 +42,7 @@ def one_agent() -> Iterator[Agent]:
 
 def tier(agents: list[Agent], rank: int = 0, world_size: int = 1, **options) -> MemoryTier:
     mine = agents[rank]
-    candidates = ring([agent.address for agent in agents], mine.address)
+    candidates = replica_candidates([agent.address for agent in agents], mine.address)
     return MemoryTier(dict(enumerate(agent.address for agent in agents)), mine.address, candidates, rank, world_size,
                       TOKEN, **options)
 
@@ -51,7 +51,7 @@ def newest(*agents: Agent):
     return newest_complete(inventory([agent.address for agent in agents], TOKEN))
 
 
-def test_a_state_comes_back_from_its_own_node_and_from_the_buddy(agents):
+def test_a_state_is_restored_from_its_own_node_and_from_the_replica(agents):
     worker, values = tier(agents), state(1)
     for step in range(1, 6):
         values = state(step)
@@ -66,7 +66,7 @@ def test_a_state_comes_back_from_its_own_node_and_from_the_buddy(agents):
         assert equal(filled, state(5))
     worker.close()
     agents[0].stop()
-    assert not agents[0]._folder.path.exists()
+    assert not agents[0].store.folder.exists()
     found, filled = newest(*agents), state(99)
     assert [copy.origin for copy in found.copies[0]] == ["copy"]
     assert load(found, filled)["step"] == 5
@@ -102,7 +102,7 @@ def test_strangers_are_not_heard(agents):
 
 def flip(agent: Agent, origin: str, at: int) -> None:
     """Damage a byte of the newest part; counted from the end when negative."""
-    part = max((part for part in agent._parts.values() if part.origin == origin), key=lambda part: part.content.step)
+    part = max((part for part in agent.store.parts() if part.origin == origin), key=lambda part: part.content.step)
     at = at if at >= 0 else part.content.end + at
     part.slot.bytes[at] ^= 0xFF
 
@@ -132,7 +132,7 @@ def test_a_state_that_does_not_fit(agents):
     more, other = state(1), state(1)
     more["model"]["more"] = torch.zeros(1)
     other["model"]["wide"] = torch.zeros(2, 2)
-    for wrong, match in ((more, "more is not in it"), (other, "wide is float32")):
+    for wrong, match in ((more, "more is not in the snapshot"), (other, "wide is float32")):
         with pytest.raises(CheckpointError, match=match):
             load(newest(*agents), wrong)
     worker.close()
@@ -152,14 +152,14 @@ def test_the_shape_may_change_and_extra_may_grow(agents):
 
 
 def test_a_large_state_is_copied_behind_the_training_until_it_settles(agents):
-    worker, values = tier(agents), {"model": {"weight": torch.ones(BEHIND_BYTES)}, "optimizer": {}}
+    worker, values = tier(agents), {"model": {"weight": torch.ones(BACKGROUND_BYTES)}, "optimizer": {}}
     for step in (1, 2, 3, 4):
         worker.snapshot(step, values, {"step": step})
         worker.settle()
         values["model"]["weight"] += 1
     assert worker.flush()
     assert worker.last["stall_seconds"] > 0
-    filled = {"model": {"weight": torch.zeros(BEHIND_BYTES)}, "optimizer": {}}
+    filled = {"model": {"weight": torch.zeros(BACKGROUND_BYTES)}, "optimizer": {}}
     assert load(newest(*agents), filled) == {"step": 4}
     assert filled["model"]["weight"].unique().tolist() == [4]
     worker.snapshot(5, values, {"step": 5})
@@ -171,7 +171,7 @@ def test_a_large_state_is_copied_behind_the_training_until_it_settles(agents):
 
 def test_a_tier_that_is_given_up_during_the_copy_says_so_once(agents):
     events = Events()
-    worker, values = tier(agents, on_event=events), {"model": {"weight": torch.ones(BEHIND_BYTES)}, "optimizer": {}}
+    worker, values = tier(agents, on_event=events), {"model": {"weight": torch.ones(BACKGROUND_BYTES)}, "optimizer": {}}
     worker.snapshot(1, values, {})
     worker.flush()
     worker.break_off()
@@ -210,7 +210,7 @@ def test_an_older_generation_goes_once_the_next_is_whole_everywhere(agents):
         new.flush()
         held.append({copy.generation for copy in inventory([a.address for a in agents], TOKEN).copies})
     assert held == [{0, 1}, {0, 1}, {1}]
-    assert len(list(agents[0]._folder.path.glob("slot-*"))) <= 3 + 3
+    assert len(list(agents[0].store.folder.glob("slot-*"))) <= 3 + 3
     new.close()
 
 
@@ -218,7 +218,7 @@ def test_without_an_agent_or_room_the_training_goes_on(agents, monkeypatch):
     events = Events()
     worker = tier(agents, on_event=events)
     worker.snapshot(1, state(1), {})
-    agents[1].stop()  # the buddy
+    agents[1].stop()  # the holder of the replicas
     for step in (2, 3, 4):
         worker.snapshot(step, state(step), {})
     assert not worker.flush()
@@ -228,7 +228,7 @@ def test_without_an_agent_or_room_the_training_goes_on(agents, monkeypatch):
     for step in (5, 6):
         worker.snapshot(step, state(step), {})
     assert not worker.working
-    assert [kind for kind, _ in events] == ["buddy_lost", "memory_tier_lost"]
+    assert [kind for kind, _ in events] == ["replica_lost", "memory_tier_lost"]
     assert all(TOKEN not in str(detail) for _, detail in events)
 
     monkeypatch.setattr(room, "free_bytes", lambda folder: 1000)
@@ -249,7 +249,7 @@ def test_an_agent_that_is_told_to_stop_has_deleted_everything_when_it_hangs_up(a
     connection.ask({"op": "stop"})
     with pytest.raises(ConnectionError, match="closed"):
         connection.receive()
-    assert not agents[0]._folder.path.exists()
+    assert not agents[0].store.folder.exists()
     worker.close()
 
 
@@ -261,7 +261,7 @@ def test_an_agent_that_nobody_needs_ends():
     assert not ended.wait(1)  # a worker is there
     worker.close()
     assert ended.wait(10)
-    assert not agent._folder.path.exists()
+    assert not agent.store.folder.exists()
 
 
 @given(st.binary(max_size=200))
@@ -281,7 +281,7 @@ def test_nonsense_ends_its_connection_and_nothing_else(one_agent, data):
     connection.close()
 
 
-def test_when_the_buddy_goes_the_next_node_takes_the_copies():
+def test_the_next_node_takes_the_replicas_when_their_holder_is_lost():
     agents, events = [Agent(f"127.0.0.{host}", TOKEN, "test") for host in (1, 2, 3)], Events()
     worker = tier(agents, on_event=events)
     for step in (1, 2):
@@ -291,7 +291,7 @@ def test_when_the_buddy_goes_the_next_node_takes_the_copies():
     for step in (3, 4):
         worker.snapshot(step, state(step), {"step": step})
         assert worker.flush()
-    [lost] = events.of("buddy_lost")
+    [lost] = events.of("replica_lost")
     assert lost["copies_to"] == f"127.0.0.3:{agents[2].address.port}"
     worker.close()
     agents[0].stop()  # and then this node

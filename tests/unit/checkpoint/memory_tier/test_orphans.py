@@ -12,14 +12,17 @@ import pytest
 
 from tests.unit.checkpoint.helpers import equal, manager, state
 from tidewheel import jsonlog
-from tidewheel.checkpoint.memory_tier.agent import COPIES, SLOTS, Agent
+from tidewheel.checkpoint.memory_tier import orphan_upload
+from tidewheel.checkpoint.memory_tier.agent import Agent
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
-from tidewheel.checkpoint.memory_tier.find import PartReader, ask
+from tidewheel.checkpoint.memory_tier.inventory import ask
+from tidewheel.checkpoint.memory_tier.part_reader import PartReader
 from tidewheel.checkpoint.memory_tier.restore import candidates, inventory
+from tidewheel.checkpoint.memory_tier.slots import REPLICA_SLOTS, SLOTS_PER_WORKER
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.agents import Agents
-from tidewheel.storage import store
+from tidewheel.storage import Store, store
 
 pytestmark = pytest.mark.timeout(120)
 TOKEN, NEVER = "secret", 1e6
@@ -46,7 +49,7 @@ class Cluster:
 
     def slots(self) -> int:
         """Files of shared memory that exist."""
-        return sum(len(list(agent._folder.path.glob("slot-*"))) for agent in self.agents)
+        return sum(len(list(agent.store.folder.glob("slot-*"))) for agent in self.agents)
 
     def committed(self) -> list[int]:
         return [info.step for info in list_checkpoints(store(self.folder)) if info.complete]
@@ -95,11 +98,11 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
 def test_all_but_the_newest_step_goes_at_once_and_that_goes_when_it_is_in_storage(cluster, monkeypatch):
     gate = Gate(monkeypatch)
     worker = cluster.keep(1, 2, 3, 4)
-    assert cluster.slots() == SLOTS + COPIES
+    assert cluster.slots() == SLOTS_PER_WORKER + REPLICA_SLOTS
     worker.close()
     assert gate.reached.wait(60)
     assert cluster.held() == [(0, 4)]
-    assert cluster.slots() == 2  # its own, and the copy at the buddy
+    assert cluster.slots() == 2  # its own, and the replica on the other node
     assert cluster.committed() == []
     gate.open.set()
     until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
@@ -115,7 +118,7 @@ def test_a_driver_that_ends_lets_its_agents_go_without_a_wait(cluster):
     worker = cluster.keep(1, 2)
     cluster.abandon()
     time.sleep(2.5)
-    assert cluster.slots() == SLOTS + COPIES, "a worker is still there"
+    assert cluster.slots() == SLOTS_PER_WORKER + REPLICA_SLOTS, "a worker is still there"
     worker.close()
     until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
     assert cluster.committed() == [2]
@@ -191,3 +194,19 @@ def test_the_supervisor_tells_the_agents_how_the_run_has_ended(over, monkeypatch
     monkeypatch.setattr(Agents, "abandon", lambda self: told.append("abandon"))
     AgentSupervisor(Agents("run")).end(over=over)
     assert told == ["stop" if over else "abandon"]
+
+
+def test_an_error_without_a_message_is_reported_and_the_agent_tries_again(cluster, monkeypatch):
+    """`str(OSError())` has no lines. The thread that watches for orphans died of that, so the agent never ended."""
+    real, failures = orphan_upload.newest_committed, [1]
+
+    def fail_once(checkpoints: Store) -> tuple[int, int]:
+        if failures:
+            failures.pop()
+            raise OSError
+        return real(checkpoints)
+
+    monkeypatch.setattr(orphan_upload, "newest_committed", fail_once)
+    cluster.keep(1, 2).close()
+    until(lambda: cluster.committed() == [2])
+    assert [event["detail"]["reason"] for event in cluster.events() if event["kind"] == "upload_failed"] == ["OSError"]

@@ -72,7 +72,7 @@ def take(folder: Path, addresses: list[Address], step: int, tier: str, refused: 
 
 def damage(agents: list[Agent], step: int, rank: int) -> None:
     for agent in agents:
-        for part in agent._parts.values():
+        for part in agent.store.parts():
             if (part.content.step, part.content.rank) == (step, rank):
                 part.slot.bytes[part.content.end - 20] ^= 1
 

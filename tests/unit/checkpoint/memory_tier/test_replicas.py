@@ -1,4 +1,4 @@
-"""Who holds whose copies."""
+"""Placement of replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.checkpoint.memory_tier.buddies import ring
 from tidewheel.checkpoint.memory_tier.protocol import Address
+from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.elastic.agent_supervisor import AgentSupervisor
 from tidewheel.elastic.worker import tier_placement
 from tidewheel.placement import failure_domain
@@ -30,7 +30,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[Address], dict[Address, str]]:
 
 
 @given(clusters())
-def test_a_buddy_is_in_another_failure_domain_whenever_there_is_one(cluster):
+def test_a_replica_is_in_another_failure_domain_whenever_there_is_one(cluster):
     nodes, domains = cluster
 
     def apart(node: Address, other: Address) -> int:
@@ -40,13 +40,13 @@ def test_a_buddy_is_in_another_failure_domain_whenever_there_is_one(cluster):
         return int(node.host != other.host)
 
     for node in nodes:
-        others = ring(nodes, node, domains)
+        others = replica_candidates(nodes, node, domains)
         assert sorted((*others, node)) == sorted(nodes)
         ranks = [apart(node, other) for other in others]
         assert ranks == sorted(ranks, reverse=True)
     if len(nodes) < 2:
         return
-    held = Counter(ring(nodes, node, domains)[0] for node in nodes)
+    held = Counter(replica_candidates(nodes, node, domains)[0] for node in nodes)
     largest = max(Counter(domains.get(node) or node.host for node in nodes).values())
     if 2 * largest <= len(nodes):
         assert set(held.values()) == {1}
@@ -54,21 +54,21 @@ def test_a_buddy_is_in_another_failure_domain_whenever_there_is_one(cluster):
         assert max(held.values()) <= math.ceil(largest / (len(nodes) - largest))
 
 
-def test_without_labels_buddies_are_on_other_hosts_where_there_are_any():
+def test_without_labels_replicas_are_on_other_hosts_if_there_are_any():
     nodes = [Address(f"10.0.0.{host}", port) for host in (1, 2, 3) for port in (1, 2)]
     for node in nodes:
-        others = ring(nodes, node)
+        others = replica_candidates(nodes, node)
         assert [other.host == node.host for other in others] == [False] * 4 + [True]
-    assert {ring(nodes, node)[0] for node in nodes} == set(nodes)
-    assert ring(nodes[:2], nodes[0]) == (nodes[1],)
-    assert ring(nodes[:1], nodes[0]) == ()
+    assert {replica_candidates(nodes, node)[0] for node in nodes} == set(nodes)
+    assert replica_candidates(nodes[:2], nodes[0]) == (nodes[1],)
+    assert replica_candidates(nodes[:1], nodes[0]) == ()
 
 
 def test_the_next_addresses_are_in_the_same_rack():
     """Eight nodes in two racks: the next address would be lost with its node three times out of four."""
     nodes = [Address(f"10.0.0.{host}", 1) for host in range(8)]
     racks = {node: "left" if number < 4 else "right" for number, node in enumerate(nodes)}
-    assert all(racks[ring(nodes, node, racks)[0]] != racks[node] for node in nodes)
+    assert all(racks[replica_candidates(nodes, node, racks)[0]] != racks[node] for node in nodes)
 
 
 def test_the_label_that_people_set_goes_before_the_zone():
@@ -106,4 +106,4 @@ def test_workers_hear_the_failure_domain_of_every_agent():
     placement = tier_placement(order)
     assert placement.agents == (Address("x", 1), Address("w", 1))
     assert placement.domains == {Address("x", 1): "rack-1", Address("y", 1): "rack-1", Address("z", 1): "rack-2"}
-    assert ring(placement.known, Address("x", 1), placement.domains)[-1] == Address("y", 1)
+    assert replica_candidates(placement.known, Address("x", 1), placement.domains)[-1] == Address("y", 1)

@@ -1,0 +1,123 @@
+"""What the agents of a run hold, and which steps of it are complete. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidewheel.checkpoint.memory_tier.protocol import Address, connect
+
+ASK_SECONDS = 2.0
+"""An agent that does not answer within this time is taken for dead: a dead process refuses at once, a frozen one would
+make everyone wait."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One rank's part at one agent."""
+
+    agent: Address
+    part: int
+    """Its number at that agent."""
+    origin: str
+    """"own" for a worker of that node; "copy" for a replica from another node."""
+    path: str
+    """The slot's file on that node."""
+    step: int
+    generation: int
+    rank: int
+    world_size: int
+    bytes: int
+    """The byte at which the content ends in the slot."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What the agents that answered hold."""
+
+    copies: tuple[Copy, ...]
+    alive: tuple[Address, ...]
+    """The agents that answered."""
+    workers: int
+    """Workers connected to them."""
+    generation: int
+    """The newest generation that has contacted any of them; -1: none."""
+    run_token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Recoverable:
+    """A complete step: every rank's part is in memory somewhere."""
+
+    step: int
+    generation: int
+    world_size: int
+    copies: tuple[tuple[Copy, ...], ...]
+    """By rank, that of the worker's own node first."""
+    run_token: str = field(repr=False)
+
+
+def inventory(agents: Iterable[Address], run_token: str, *, generation: int | None = None,
+              seconds: float = ASK_SECONDS) -> Inventory:
+    """Ask all agents at once what they hold; skip those that do not answer.
+
+    Args:
+        agents: addresses; may hold one twice.
+        run_token: the run's secret.
+        generation: number of the generation that asks, from which on the agents refuse earlier epochs; None: nobody
+            who will write.
+        seconds: time limit of an answer.
+    """
+    asked = sorted(set(agents))
+    question = {"op": "inventory", **({} if generation is None else {"generation": generation})}
+    with ThreadPoolExecutor(max(1, min(64, len(asked)))) as pool:
+        answers = list(pool.map(lambda agent: ask(agent, run_token, question, seconds=seconds), asked))
+    alive = {agent: answer for agent, answer in zip(asked, answers) if answer is not None}
+    copies = tuple(Copy(agent=agent, **part) for agent, answer in alive.items() for part in answer["parts"])
+    return Inventory(copies, tuple(alive), sum(answer["workers"] for answer in alive.values()),
+                     max((answer["generation"] for answer in alive.values()), default=-1), run_token)
+
+
+def ask(agent: Address, token: str, message: dict[str, Any], *, seconds: float = ASK_SECONDS) -> dict[str, Any] | None:
+    """Return an agent's answer to one message; None when it is dead, frozen or refuses.
+
+    Args:
+        agent: the agent's address.
+        token: the run's secret.
+        message: the request.
+        seconds: time limit of the answer.
+    """
+    try:
+        connection = connect(agent, token, seconds=seconds, idle_seconds=seconds)
+        try:
+            return connection.ask(message)
+        finally:
+            connection.close()
+    except OSError:
+        return None
+
+
+def candidates(held: Inventory) -> list[Recoverable]:
+    """Return all complete steps, the newest first.
+
+    A later generation comes before an earlier one, whatever their steps: it is what the run did last.
+    """
+    by_step: dict[tuple[int, int], dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
+    for copy in held.copies:
+        by_step[copy.generation, copy.step][copy.rank].append(copy)
+    complete = []
+    for (generation, step), by_rank in sorted(by_step.items(), reverse=True):
+        world_size = next(copy.world_size for copies in by_rank.values() for copy in copies)
+        if set(by_rank) == set(range(world_size)):
+            copies = tuple(tuple(sorted(by_rank[rank], key=lambda copy: copy.origin != "own"))
+                           for rank in range(world_size))
+            complete.append(Recoverable(step, generation, world_size, copies, held.run_token))
+    return complete
+
+
+def newest_complete(held: Inventory) -> Recoverable | None:
+    """Return the newest complete step, or None when no step is complete."""
+    return next(iter(candidates(held)), None)
