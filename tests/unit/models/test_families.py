@@ -14,7 +14,7 @@ from tests.unit.plan.test_memory import FLATTENED, NORM, saved_bytes
 from tests.unit.train.helpers import config as training
 from tests.unit.train.helpers import write_shards
 from tests.unit.train.parallel.layouts import assert_same_training, config
-from tidewheel.checkpoint import exchange
+from tidewheel.checkpoint import conversion
 from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
@@ -126,7 +126,7 @@ def test_an_export_that_is_refused_writes_nothing(family: str, tmp_path: Path):
     run = training(tmp_path, "gelu", "steps=1", "evaluation.sample_tokens=0", f"model.kind={family}")
     fit_local(run)
     with pytest.raises(ConfigError, match="no counterpart"):
-        exchange.export(run.run_uri, str(tmp_path / "out"))
+        conversion.export(run.run_uri, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
