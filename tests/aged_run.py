@@ -1,7 +1,7 @@
 """The logs of a run that has trained for weeks, in an object store that answers after a while and counts.
 
     with AgedRun(days=30) as run:
-        read_past(store(run.uri))
+        read_history(store(run.uri))
     run.requests  # how many that took
 
 Objects are made when they are first read: a month of logs is 1.5 GB.

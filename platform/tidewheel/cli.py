@@ -68,10 +68,10 @@ def train(
 
         print_table(plan(settings), title="what would run")
         return 0
-    from tidewheel.train.checks import parts, read_data
+    from tidewheel.train.run import Run
 
-    parts(settings)
-    read_data(settings)  # before a cluster is started for it
+    run = Run.open(settings)
+    run.check()  # before a cluster is started for it
     if settings.model.init_from:
         from tidewheel.checkpoint.verify import locate
 
@@ -84,12 +84,12 @@ def train(
     with training_bar(settings.steps) as on_progress:
         if local:
             with stopping(ends_itself=True) as stop:
-                result = fit_local(settings, on_progress=on_progress, take_over=take_over, stop=stop)
+                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop)
         else:
             from tidewheel.cluster.session import session
 
-            with leaving(settings.run_uri), session(address):
-                result = fit(settings, on_progress=on_progress, take_over=take_over)
+            with leaving(run.uri), session(address):
+                result = fit(run, on_progress=on_progress, take_over=take_over)
     loss = f", loss {result.loss:.4f}" if result.loss is not None else ""
     validation = f", validation loss {result.validation_loss:.4f}" if result.validation_loss is not None else ""
     print(f"{result.steps} steps, {result.tokens:,} tokens{loss}{validation}")

@@ -30,7 +30,7 @@ from tidewheel.shards.manifest import Manifest, write_manifest
 from tidewheel.storage import store
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.logs.read import RunLogs, Wanted
+from tidewheel.train.logs.read import LineFilter, RunLogs
 from tidewheel.train.time_ledger import summarise
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -187,7 +187,7 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     assert summary.parts["restart"] > 0
     assert [one.workers for one in summary.generations][-4:] == [2, 1, 2, 1]
 
-    said = RunLogs(store(config.run_uri)).new(Wanted())
+    said = RunLogs(store(config.run_uri)).new(LineFilter())
     generations = {event["detail"]["generation"] for event in (before[-1], lost, grown, left)}
     ranks = {generation: {line.rank for line in said if line.generation == generation and "joins" in line.text}
              for generation in generations}

@@ -24,7 +24,7 @@ from tidewheel.elastic.trainer import fit, fit_local
 from tidewheel.storage import store
 from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.logs.read import RunLogs, Wanted
+from tidewheel.train.logs.read import LineFilter, RunLogs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SMALL = ("steps=8", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
@@ -64,7 +64,7 @@ def test_own_parts_travel_and_a_killed_worker_changes_no_bit(tmp_path: Path, mon
     assert measured(tmp_path / "runs/killed") == measured(tmp_path / "runs/calm")
     failures = [line["detail"] for line in lines(tmp_path / "runs/killed/events.jsonl") if line["kind"] == "failure"]
     assert len([one for one in failures if one["generation"] >= 0]) == 1  # on a busy machine workers come up late
-    said = [line for line in RunLogs(store(killed.run_uri)).new(Wanted()) if line.text.startswith("told of step")]
+    said = [line for line in RunLogs(store(killed.run_uri)).new(LineFilter()) if line.text.startswith("told of step")]
     last = [line for line in said if f"-{victim}-" in line.process][-1]
     assert last.text == "told of step 5 first"
     assert {line.rank for line in said} == {0, 1}

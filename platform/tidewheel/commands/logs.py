@@ -34,25 +34,25 @@ def logs(
     They are in the run's folder: this works while the run goes on, and when all of its machines are gone.
     """
     from tidewheel.storage import store
-    from tidewheel.train.logs.read import RunLogs, Wanted, parse_since
+    from tidewheel.train.logs.read import LineFilter, RunLogs, parse_since
 
     place = store(run)
-    wanted = Wanted(rank, generation, parse_since(since) if since else 0.0, level)
-    found = RunLogs(place)
+    selection = LineFilter(rank, generation, parse_since(since) if since else 0.0, level)
+    logs = RunLogs(place)
     shown = 0
     over = False
     while not over:
         over = not follow or place.exists("result.json")  # looked at first: then the last lines are there
-        for line in found.new(wanted):
+        for line in logs.new(selection):
             print(json.dumps(line.as_json()) if as_json else printable_lines(line.as_text()), flush=follow)
             shown += 1
         if not over:
             time.sleep(POLL_SECONDS)
     if not shown:
-        if found.is_empty:
+        if logs.is_empty:
             _explain(run, place.exists("run.json"))
-        console.print(f"no line matches; there are lines of ranks {_listed(found.ranks)} and generations "
-                      f"{_listed(found.generations)}", markup=False)
+        console.print(f"no line matches; there are lines of ranks {_listed(logs.ranks)} and generations "
+                      f"{_listed(logs.generations)}", markup=False)
     return 0
 
 

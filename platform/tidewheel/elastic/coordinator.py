@@ -45,7 +45,7 @@ from tidewheel.errors import ClusterError, OwnershipError
 from tidewheel.ownership import Renewal
 from tidewheel.placement import failure_domain
 from tidewheel.train.config import ElasticConfig
-from tidewheel.train.past import Past, PastWriter, read_past
+from tidewheel.train.history import HistoryWriter, RunHistory, read_history
 
 T = TypeVar("T")
 
@@ -72,8 +72,8 @@ class Coordinator:
         self._elastic = elastic
         self._epoch = epoch
         self._run = storage.store(run_uri)
-        self._past = read_past(self._run)
-        self._past_writer = PastWriter(self._run, self.past)
+        self._past = read_history(self._run)
+        self._past_writer = HistoryWriter(self._run, self.past)
         self._events = RunEvents(self._run, order=first)
         self._renewal: Renewal | None = None
         self._snapshot = Snapshot()
@@ -166,7 +166,7 @@ class Coordinator:
         """
         return self._decide(self._membership.stop_run)
 
-    def past(self) -> Past:
+    def past(self) -> RunHistory:
         """Return what a new worker, or the next driver, must know of the run."""
         return replace(self._past, step=self._membership.furthest_step, time=time.time(),
                        generation=max(self._past.generation, self._snapshot.generation))

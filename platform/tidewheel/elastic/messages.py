@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
-from tidewheel.train.past import Past
+from tidewheel.train.history import RunHistory
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class Join:
     """Host and port of the store at which the ranks meet."""
     memory: MemoryPlacement | None = None
     """None without a memory tier."""
-    past: Past | None = None
+    past: RunHistory | None = None
     """The run so far; None to read it from storage."""
     type: Literal["join"] = "join"
 

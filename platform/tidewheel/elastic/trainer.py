@@ -26,10 +26,11 @@ from tidewheel.ownership import CHECKPOINTS, Renewal, owning
 from tidewheel.placement import with_labels
 from tidewheel.private_folders import temporary_folder
 from tidewheel.stopping import Stop
-from tidewheel.train import checks, starts
+from tidewheel.train import starts
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.record import TrainResult
+from tidewheel.train.run import Run
 
 if TYPE_CHECKING:
     from tidewheel.elastic.coordinator import Snapshot
@@ -42,12 +43,13 @@ LOGS_SECONDS = 20.0
 TAKEN_SECONDS = 10.0  # a killed driver's name is free again once Ray has seen that it is gone
 
 
-def fit(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
+def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
     """Train on the Ray cluster this process is connected to, with as many workers as fit, until `config.steps`.
 
     Workers and nodes may die, drain and join meanwhile. The driver may die too: run it again.
 
     Args:
+        run: the open run, or the settings to open it with.
         on_progress: called from a thread of its own, about three times a second, with "state" and, once known, "step",
             "steps", "loss", "tokens", "tokens_per_second", "world_size"; "events" holds what happened since the last
             call and is worth telling (`coordinator.NEWSWORTHY`), as in events.jsonl.
@@ -58,20 +60,20 @@ def fit(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over
         ClusterError: not connected, too few CPUs or GPUs, or the run failed for good.
         TidewheelError: something else a user can mend, as a worker raised it.
     """
-    config = _with_full_uris(config)
-    finished = checks.finished(config)
+    run = Run.open(run)
+    finished = run.result()
     if finished is not None:
         return finished
     from tidewheel.elastic.evaluator import evaluating
     from tidewheel.elastic.worker import run_worker
 
-    checks.parts(config)
-    checks.files(config, checks.read_data(config)[0])  # what is wrong with the data is said before any process starts
-    with evaluating(config):
-        return run_workers(config, run_worker, on_progress, take_over=take_over)
+    run.check()
+    run.check_files()  # before any process starts
+    with evaluating(run.config):
+        return run_workers(run, run_worker, on_progress, take_over=take_over)
 
 
-def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
+def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
                 on_progress: OnProgress | None = None, *, take_over: bool = False) -> Any:
     """What `fit` does, with any function as the worker; see `worker.run_worker` for what it is given."""
     import ray
@@ -84,13 +86,14 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
     check_ray()
     from tidewheel.elastic.ray_adapter import ElasticTrainer
 
+    run = Run.open(run)
+    config = run.config
     sizes = _sizes(config)
-    run = storage.store(config.run_uri)
-    run.check()
+    run.store.check()
     with temporary_folder("train") as bookkeeping:
-        with _owning(run, take_over) as record, \
+        with _owning(run.store, take_over) as record, \
                 _coordinator(config, sizes, record.epoch) as (name, coordinator), _reporting(coordinator, on_progress):
-            for change in starts.record_start(run, config, record.epoch):
+            for change in starts.record_start(run.store, config, record.epoch):
                 if change.told:
                     coordinator.event.remote("setting_changed", _told_change(change))
             trainer = ElasticTrainer(
@@ -104,7 +107,7 @@ def run_workers(config: TrainConfig, worker: Callable[[dict[str, Any]], Any],
                 lost = _lost(coordinator)
                 raise error if lost is None else lost from error
             finally:
-                _fetch_logs(config.run_uri, coordinator)
+                _fetch_logs(run.uri, coordinator)
 
 
 def _fetch_logs(run_uri: str, coordinator: Any) -> None:
@@ -158,11 +161,12 @@ def _lost(coordinator: Any) -> OwnershipError | None:
     return lost
 
 
-def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False,
+def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False,
               stop: Stop | None = None) -> TrainResult:
     """Train in this process with one worker and without Ray: for debugging, and as the undisturbed reference.
 
     Args:
+        run: the open run, or the settings to open it with.
         stop: once it is asked for, save and raise `Stopped`.
 
     Raises:
@@ -174,26 +178,27 @@ def fit_local(config: TrainConfig, *, on_progress: OnProgress | None = None, tak
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Runtime
 
-    config = _with_full_uris(config)
-    place = storage.store(config.run_uri)
-    finished = checks.finished(config)
+    run = Run.open(run)
+    config = run.config
+    finished = run.result()
     if finished is not None:
         return finished
-    checks.files(config, checks.read_data(config)[0])
-    place.check()
-    with _owning(place, take_over) as record:
+    run.check()
+    run.check_files()
+    run.store.check()
+    with _owning(run.store, take_over) as record:
         generation = first_generation(record.epoch)
-        control = LocalControl(JsonLog(place, "events.jsonl", order=generation), on_progress, stop)
-        for change in starts.record_start(place, config, record.epoch):
+        control = LocalControl(JsonLog(run.store, "events.jsonl", order=generation), on_progress, stop)
+        for change in starts.record_start(run.store, config, record.epoch):
             if change.told:
                 control.event("setting_changed", **_told_change(change))
-        renewal = Renewal(place, record.epoch, control.lose)
-        manager = CheckpointManager.of(place.child(CHECKPOINTS), config.checkpoint,
+        renewal = Renewal(run.store, record.epoch, control.lose)
+        manager = CheckpointManager.of(run.checkpoints, config.checkpoint,
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)
         try:
-            with logging_worker(config.logs, place, run=config.run.id, node=socket.gethostname(), capture=False):
-                return train(config, Runtime(checkpoints=manager, control=control, generation=generation,
-                                             sampler=text_sample))
+            with logging_worker(config.logs, run.store, run=config.run.id, node=socket.gethostname(), capture=False):
+                return train(run, Runtime(checkpoints=manager, control=control, generation=generation,
+                                          sampler=text_sample))
         finally:
             renewal.close()
             control.log.flush()
@@ -232,22 +237,6 @@ class LocalControl:
     def progress(self, step: int, steps: int, **metrics: Any) -> None:
         if self._on_progress is not None:
             self._on_progress({"state": "running", "step": step, "steps": steps, **metrics})
-
-
-def _with_full_uris(config: TrainConfig) -> TrainConfig:
-    """Local paths made absolute: a worker's working folder is not the user's."""
-    def full(uri: str) -> str:
-        return storage.store(uri).uri if uri else uri
-
-    sets = config.data.validation
-    validation = {name: full(uri) for name, uri in sets.items()} if isinstance(sets, dict) else full(sets)
-    data = config.data.model_copy(update={"uri": full(config.data.uri), "validation": validation,
-                                          "cache": full(config.data.cache)})
-    if data.mixture is not None:
-        domains = {name: domain.model_copy(update={"shards": full(domain.shards)})
-                   for name, domain in data.mixture.domains.items()}
-        data = data.model_copy(update={"mixture": data.mixture.model_copy(update={"domains": domains})})
-    return config.model_copy(update={"run": config.run.model_copy(update={"uri": full(config.run.uri)}), "data": data})
 
 
 def _sizes(config: TrainConfig) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tidewheel.elastic.process_group import GenerationGroup
     from tidewheel.train.config import TrainConfig
     from tidewheel.train.record import TrainResult
+    from tidewheel.train.run import Run
 
 __all__ = ["RestartNeeded", "notice", "ray_log_folder", "run_worker", "take_part"]
 
@@ -91,21 +92,20 @@ def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, 
         RestartNeeded: Ray Train must restart its group of workers.
         Exception: an error of this worker that ends the run.
     """
-    from tidewheel import storage
     from tidewheel.train.logs.worker_log import logging_worker
+    from tidewheel.train.run import Run
 
-    with logging_worker(config.logs, storage.store(config.run_uri), run=config.run.id, node=node[:12], capture=True,
-                        beside=beside):
-        return _take_part(config, endpoint, name=name, node=node, spot=spot, device=device)
+    run = Run.open(config)
+    with logging_worker(config.logs, run.store, run=config.run.id, node=node[:12], capture=True, beside=beside):
+        return _take_part(run, endpoint, name=name, node=node, spot=spot, device=device)
 
 
-def _take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, spot: bool,
+def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool,
                device: str) -> TrainResult | None:
-    from tidewheel import storage
     from tidewheel.elastic.warm import warm_up
     from tidewheel.train.record import read_result
 
-    warm_up(config, deeply=endpoint.runs)
+    warm_up(run.config, deeply=endpoint.runs)
     member = Member(endpoint, name, node, spot=spot, device=device)
     members.append(member)
     error: BaseException | None = None
@@ -113,16 +113,16 @@ def _take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str,
         while True:
             match member.orders.get():
                 case Over():
-                    return read_result(storage.store(config.run_uri))
+                    return read_result(run.store)
                 case Raise(text):
                     if error is not None and not text:
                         raise error
                     raise RestartNeeded(text) from error
                 case Probe():
-                    member.send(Probed(_problem(config)))
+                    member.send(Probed(_problem(run.config)))
                 case Join() as order:
                     error = None
-                    error = _generation(config, member, order, node[:12])
+                    error = _generation(run, member, order, node[:12])
                     if member.terminated:
                         end_process()
                     gc.collect()  # free the old model and its groups before the next are built
@@ -131,14 +131,14 @@ def _take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str,
         member.close()
 
 
-def _generation(config: TrainConfig, member: Member, order: Join, node: str) -> BaseException | None:
+def _generation(run: Run, member: Member, order: Join, node: str) -> BaseException | None:
     """Train in one generation until it ends; return the error that ended it."""
     from tidewheel.elastic.process_group import GenerationGroup
     from tidewheel.train.parallel.caches import StaleProcessError
 
     group = GenerationGroup()
     member.begin(order.generation, group)
-    outcome, failure = _train(config, order, node, RunControl(member, order.rank), group)
+    outcome, failure = _train(run, order, node, RunControl(member, order.rank), group)
     if failure is not None:
         clear_frames(failure)  # frames of the error and its causes hold the model
     try:
@@ -151,7 +151,7 @@ def _generation(config: TrainConfig, member: Member, order: Join, node: str) -> 
     return failure
 
 
-def _train(config: TrainConfig, order: Join, node: str, control: RunControl,
+def _train(run: Run, order: Join, node: str, control: RunControl,
            group: GenerationGroup) -> tuple[Report, BaseException | None]:
     """Open the process group and train; return how that ended, and the error if there was one.
 
@@ -161,17 +161,18 @@ def _train(config: TrainConfig, order: Join, node: str, control: RunControl,
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Preempted, Runtime
 
+    config = run.config
     generation = order.generation
     logger.info("joins generation %d as rank %d of %d", generation, order.rank, order.world_size)
     limit = TimeLimit(what="the generation's work")
     group.also_break(lambda: limit.end("its ranks have parted"))
     try:
         group.open(order.store, generation, order.rank, order.world_size, cuda=bool(config.elastic.gpus_per_worker))
-        with limit.applied(), _checkpoints(config, order, control, group) as checkpoints:
-            train(config, Runtime(rank=order.rank, world_size=order.world_size, device=_device(config),
-                                  generation=generation, checkpoints=checkpoints, control=control,
-                                  gauges=_gauges(config.run.id), node=node, past=order.past, limit=limit,
-                                  sampler=text_sample, evaluated_beside=True))
+        with limit.applied(), _checkpoints(run, order, control, group) as checkpoints:
+            train(run, Runtime(rank=order.rank, world_size=order.world_size, device=_device(config),
+                               generation=generation, checkpoints=checkpoints, control=control,
+                               gauges=_gauges(config.run.id), node=node, history=order.past, limit=limit,
+                               sampler=text_sample, evaluated_beside=True))
     except Preempted as preempted:
         return Report(ExitReason.PREEMPTED, saved_step=preempted.step), None
     except Exception as error:
@@ -181,16 +182,15 @@ def _train(config: TrainConfig, order: Join, node: str, control: RunControl,
 
 
 @contextlib.contextmanager
-def _checkpoints(config: TrainConfig, order: Join, control: RunControl, group: GenerationGroup) -> Iterator[Any]:
+def _checkpoints(run: Run, order: Join, control: RunControl, group: GenerationGroup) -> Iterator[Any]:
     """Yield the checkpoints in storage, below the memory tier if every rank's node has an agent."""
-    from tidewheel import storage
     from tidewheel.checkpoint.manager import CheckpointManager
     from tidewheel.checkpoint.tiers import TieredCheckpoints
 
     def on_event(kind: str, detail: dict[str, Any]) -> None:
         control.event(kind, **detail)
 
-    saved = CheckpointManager.of(storage.store(config.run_uri).child("checkpoints"), config.checkpoint, on_event,
+    saved = CheckpointManager.of(run.checkpoints, run.config.checkpoint, on_event,
                                  generation=order.generation)
     group.also_break(saved.break_off)
     try:
@@ -199,8 +199,8 @@ def _checkpoints(config: TrainConfig, order: Join, control: RunControl, group: G
             return
         tiers = TieredCheckpoints(
             saved, tier_placement(order.memory), rank=order.rank, world_size=order.world_size,
-            generation=order.generation, on_event=on_event, every_steps=config.checkpoint.memory_tier.every_steps,
-            replica=config.checkpoint.memory_tier.replica)
+            generation=order.generation, on_event=on_event, every_steps=run.config.checkpoint.memory_tier.every_steps,
+            replica=run.config.checkpoint.memory_tier.replica)
         group.also_break(tiers.break_off)
         try:
             yield tiers

@@ -13,7 +13,7 @@ from tidewheel.ownership import REMOTE
 from tidewheel.parts import name_of
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
-from tidewheel.train import node_log, past
+from tidewheel.train import history, node_log
 from tidewheel.train.logs import worker_log
 
 DAY = 86_400.0
@@ -52,7 +52,7 @@ def requests(job: Job, cluster: ClusterConfig, step_seconds: float, checkpoint_b
                       f"{nodes:,} nodes, each puts what its ranks have every {node_log.SECONDS:g} s"),
              Requests("logs", cluster.gpus * _times(worker_log.SECONDS),
                       f"{cluster.gpus:,} workers, each puts what it has said every {worker_log.SECONDS:g} s, if any"),
-             Requests("state.json", _times(past.STATE_SECONDS), f"put every {past.STATE_SECONDS:g} s"),
+             Requests("state.json", _times(history.STATE_SECONDS), f"put every {history.STATE_SECONDS:g} s"),
              # the owner's sign of life is put, and then the newest commit listed and read
              Requests("owner", 3 * _times(REMOTE.beat), f"put, list and get every {REMOTE.beat:g} s")]
     for tracker in metrics.trackers:

@@ -1,4 +1,4 @@
-"""How many sequences each step reads: a fixed number, or fewer at the beginning of the run."""
+"""Compute how many sequences each step reads: a fixed number, or fewer while the batch ramps up."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tidewheel.train.batch_config import BatchConfig
 
 
 class BatchSizes:
-    """Sequences of each step's global batch, steps counted from 1.
+    """Sequences of each step's global batch. Steps count from 1.
 
     Args:
-        batch: a `BatchConfig`, as in run.json; `ramp` may be missing.
+        batch: a `BatchConfig` as in run.json; `ramp` may be missing.
         sequence_length: tokens of a sequence.
     """
 
@@ -26,11 +26,13 @@ class BatchSizes:
             firsts.append(firsts[-1] + steps)
             taken.append(taken[-1] + steps * sizes[-1])
         sizes.append(int(batch["global_sequences"]))
-        self._firsts, self._taken, self._sizes = (np.array(part, dtype=np.int64) for part in (firsts, taken, sizes))
+        self._firsts = np.array(firsts, dtype=np.int64)  # first step of each stage
+        self._taken = np.array(taken, dtype=np.int64)  # sequences before each stage
+        self._sizes = np.array(sizes, dtype=np.int64)
 
     @classmethod
     def of(cls, batch: BatchConfig, sequence_length: int) -> BatchSizes:
-        """Of a run that is configured."""
+        """Return the batch sizes of a configured run."""
         return cls(batch.canonical(), sequence_length)
 
     @property
@@ -39,20 +41,20 @@ class BatchSizes:
         return int(self._sizes.max())
 
     def counts(self, steps: np.ndarray) -> np.ndarray:
-        """Sequences of each of `steps`, int64 of the same shape."""
+        """Return the sequences of each of `steps`, int64 of the same shape."""
         return self._sizes[self._stages(steps)]
 
     def taken(self, steps: np.ndarray) -> np.ndarray:
-        """Sequences of steps 1 to s together, for each s of `steps` (0 or more), int64 of the same shape."""
+        """Return the sequences of steps 1 to s together, for each s of `steps` (0 or more), int64 of the same shape."""
         stages = self._stages(steps)
         return self._taken[stages] + (steps - self._firsts[stages] + 1) * self._sizes[stages]
 
     def total(self, steps: int) -> int:
-        """Sequences of the first `steps` steps."""
+        """Return the sequences of the first `steps` steps."""
         return int(self.taken(np.array(steps)))
 
     def steps(self, sequences: int) -> int:
-        """Whole steps that `sequences` are enough for: the inverse of `total`."""
+        """Return the number of whole steps that `sequences` suffice for: the inverse of `total`."""
         stage = int(np.searchsorted(self._taken, sequences, side="right")) - 1
         return int(self._firsts[stage] - 1 + (sequences - self._taken[stage]) // self._sizes[stage])
 

@@ -1,7 +1,7 @@
 """Which rows a rank reads for a step, and the record of what it read.
 
 The global batch of a step is what `positions` says. It is cut into V slices for V virtual ranks, and these into
-micro-batches of the same shape, of which each data rank computes its `Share`: usually the virtual ranks
+micro-batches of the same shape, of which each data rank computes its `MicroBatchShare`: usually the virtual ranks
 [r V/N, (r+1) V/N). Ranks that share a copy of the model (tensor, context, pipeline) have one data rank and read the
 same rows.
 """
@@ -25,9 +25,9 @@ from tidewheel.shards.source import Source
 from tidewheel.time_limit import TimeLimit
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives
+from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
-from tidewheel.train.share import Share
 from tidewheel.train.step import MicroBatch
 
 
@@ -47,7 +47,7 @@ class BatchReader:
         limit: of the generation; when it ends, nobody waits for a batch any more.
     """
 
-    def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: Share, *,
+    def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: MicroBatchShare, *,
                  device: torch.device, steps: int, ahead: int, limit: TimeLimit | None = None) -> None:
         self._loader, self._config, self._positions, self._device = loader, config, positions, device
         self._share, self._steps, self._ahead = share, steps, ahead
@@ -94,7 +94,7 @@ class BatchReader:
         return RankBatch(micros, list(rows.ids))
 
 
-def places(share: Share, sequences: int, micro_sequences: int) -> np.ndarray:
+def places(share: MicroBatchShare, sequences: int, micro_sequences: int) -> np.ndarray:
     """Which sequences of a global batch of so many are a data rank's, in the order in which it reads them: int64."""
     numbers = np.array(share.of(sequences // micro_sequences), dtype=np.int64)
     return (numbers[:, None] * micro_sequences + np.arange(micro_sequences)).ravel()
@@ -122,7 +122,7 @@ class BatchDigest:
     through all domains.
     """
 
-    def __init__(self, source: Source, collectives: Collectives, mesh: Mesh, share: Share,
+    def __init__(self, source: Source, collectives: Collectives, mesh: Mesh, share: MicroBatchShare,
                  micro_sequences: int) -> None:
         # of the ranks that read the same rows only the first sends them
         self._sends, self._group = mesh.leads, mesh.group(*DATA)

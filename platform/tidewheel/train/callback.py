@@ -14,13 +14,14 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import logging
-import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tidewheel.errors import ConfigError, TidewheelError
+from tidewheel.errors import TidewheelError
 from tidewheel.parts import Part, name_of
+from tidewheel.train.failures import is_passing, mistake
 
 if TYPE_CHECKING:
     from tidewheel.train.evaluation import Score
@@ -77,7 +78,10 @@ class Callback(Part):
 
     Steps are told at least once. After a failure the run goes on from its newest checkpoint, and the steps behind it
     are told again (`Step.redone`), with the same figures in reproducible mode. So a callback must be safe to repeat:
-    write under the step's number, do not add up. An error ends the run.
+    write under the step's number, do not add up.
+
+    A mistake in its code ends the run. An error that may pass (a refused connection, a timeout, a full disk; see
+    `train.failures`) is logged and counted, and the run goes on.
     """
 
     EVERY_RANK: ClassVar[bool] = False
@@ -112,37 +116,63 @@ class Callback(Part):
 
 
 class Callbacks:
-    """The callbacks of one worker and generation, called in the order of the configuration."""
+    """The callbacks of one worker and generation, called in the order of the configuration.
 
-    def __init__(self, callbacks: Sequence[Callback], worker: Worker) -> None:
+    Args:
+        callbacks: of the configuration.
+        worker: the worker that they run in.
+        on_failure: called with (name of the callback, hook, reason, failed calls so far) when a callback first fails
+            with a passing error, and again after it has worked in between.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], worker: Worker,
+                 on_failure: Callable[[str, str, str, int], None] | None = None) -> None:
         self._callbacks = [callback.model_copy() for callback in callbacks if worker.rank == 0 or callback.EVERY_RANK]
         self._worker = worker
+        self._on_failure = on_failure
+        self.failures: Counter[str] = Counter()
+        """Calls that failed with a passing error, by name of the callback."""
+        self._failing: set[tuple[int, str]] = set()
 
     def tell(self, hook: str, *arguments: Any) -> None:
         """Call a hook of each callback.
 
+        Args:
+            hook: name of the method.
+            arguments: its arguments behind the worker.
+
         Raises:
-            ConfigError: one raised an error.
+            ConfigError: the code of a callback has a mistake.
         """
-        for callback in self._callbacks:
-            self._call(callback, hook, self._worker, *arguments)
+        for index, callback in enumerate(self._callbacks):
+            try:
+                getattr(callback, hook)(self._worker, *arguments)
+            except Exception as error:
+                if is_passing(error):
+                    self._passed(index, hook, error)
+                elif isinstance(error, TidewheelError):
+                    raise
+                else:
+                    raise mistake(callback, "callback", hook, error) from error
+            else:
+                self._failing.discard((index, hook))
 
     def close(self) -> None:
-        """Call `on_close` of each callback. What it raises is logged: how the generation ended is what counts."""
+        """Call `on_close` of each callback. Errors are logged: how the generation ended is what counts."""
         for callback in self._callbacks:
             try:
                 callback.on_close()
             except Exception:
                 logger.exception("the callback %s failed in on_close", name_of(type(callback)))
 
-    def _call(self, callback: Callback, hook: str, *arguments: Any) -> None:
-        try:
-            getattr(callback, hook)(*arguments)
-        except TidewheelError:
-            raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"the callback {name_of(type(callback))} failed in {hook}: {told}",
-                              where=f"{frame.filename}:{frame.lineno}",
-                              mend="correct it and start again: the run goes on from its last checkpoint") from error
+    def _passed(self, index: int, hook: str, error: Exception) -> None:
+        """Count an error that may pass; log and report it when it is the first since the hook last worked."""
+        name = name_of(type(self._callbacks[index]))
+        self.failures[name] += 1
+        if (index, hook) in self._failing:
+            return
+        self._failing.add((index, hook))
+        reason = f"{type(error).__name__}: {error}"[:300]
+        logger.warning("the callback %s failed in %s, training continues: %s", name, hook, reason)
+        if self._on_failure is not None:
+            self._on_failure(name, hook, reason, self.failures[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
@@ -11,12 +12,11 @@ from tidewheel.models import families
 from tidewheel.shards.integrity import check_files
 from tidewheel.shards.manifest import PACKED, Manifest, read_manifest
 from tidewheel.shards.source import Source, open_source
-from tidewheel.storage import store
+from tidewheel.storage import Store, store
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.positions import Positions
-from tidewheel.train.record import TrainResult, read_result
 
 
 def parts(config: TrainConfig) -> None:
@@ -59,12 +59,20 @@ def _validation(uri: str, manifest: Manifest) -> Manifest:
     return validation
 
 
-def files(config: TrainConfig, source: Source) -> None:
-    """Raise ShardError when a file of the training or validation sets is missing or damaged (`check_files`)."""
+def files(config: TrainConfig, source: Source, validation: Mapping[str, Manifest]) -> None:
+    """Check every file of the training and validation sets; see `shards.integrity.check_files`.
+
+    Args:
+        source: the training data.
+        validation: manifests of the validation sets by domain.
+
+    Raises:
+        ShardError: a file is missing or damaged.
+    """
     for domain in source.domains:
         check_files(store(domain.uri), domain.manifest)
-    for uri in config.data.validation_sets.values():
-        check_files(store(uri), read_manifest(store(uri)))
+    for name, uri in config.data.validation_sets.items():
+        check_files(store(uri), validation[name])
 
 
 def _fits(config: TrainConfig, manifest: Manifest) -> None:
@@ -139,20 +147,11 @@ def _same_model(saved: Any, config: TrainConfig) -> bool:
     return model.shape() == config.model.shape()
 
 
-def finished(config: TrainConfig) -> TrainResult | None:
-    """The result of the run, if it is over.
-
-    Raises:
-        ConfigError: it was of another model.
-    """
-    place = store(config.run_uri)
-    found = read_result(place)
-    if found is None or found.steps != config.steps:
-        return None
-    if not _same_model(place.read_json("run.json")["config"]["model"], config):
-        raise ConfigError("this run is over, and was of another model", where=config.run_uri,
+def same_model(config: TrainConfig, run: Store) -> None:
+    """Raise ConfigError unless the finished run in this folder trained the model of `config`."""
+    if not _same_model(run.read_json("run.json")["config"]["model"], config):
+        raise ConfigError("this run is over, and was of another model", where=run.uri,
                           mend="start a new run with another run.id (run.json has this one's settings)")
-    return found
 
 
 def still_reaches(config: TrainConfig, source: Source, positions: Positions) -> None:

@@ -18,7 +18,7 @@ class Evaluating:
 
     def __init__(self, training: Training, metrics: Reporter, callbacks: Callbacks) -> None:
         self._training, self._metrics, self._callbacks = training, metrics, callbacks
-        self._sets = training.patience(lambda: evaluation.open_sets(training.config, training.device))
+        self._sets = training.retry(lambda: evaluation.open_sets(training.config, training.device))
 
     def is_due(self, step: int) -> bool:
         """Return whether the training itself evaluates the model of this step, the last one's apart."""
@@ -34,7 +34,7 @@ class Evaluating:
         """
         training, step = self._training, self._training.progress.step
         if validation_loss is None and self.is_due(step):
-            done = training.leads and training.patience(lambda: training.record.evaluated(step))
+            done = training.leads and training.retry(lambda: training.record.evaluated(step))
             if not training.collectives.from_first(int(done)):
                 self.evaluate()
 

@@ -17,8 +17,8 @@ from tidewheel.shards.source import Source
 from tidewheel.storage import store
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.outage import Patience
 from tidewheel.train.record import RunRecord
+from tidewheel.train.retry import RetryPolicy
 from tidewheel.train.runtime import Control
 
 POLL_SECONDS = 2.0
@@ -33,9 +33,9 @@ class Growth:
     """
 
     def __init__(self, config: TrainConfig, source: Source, collectives: Collectives, record: RunRecord,
-                 control: Control, patience: Patience) -> None:
+                 control: Control, retry: RetryPolicy) -> None:
         self._config, self._source, self._collectives = config, source, collectives
-        self._record, self._control, self._patience = record, control, patience
+        self._record, self._control, self._retry = record, control, retry
         self._poll = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)
         self._since: float | None = None  # the last look that found nothing new began a wait then
         self._began = 0.0
@@ -88,7 +88,7 @@ class Growth:
                     raise
             records = self._seen.records(len(self._known.manifest.waves))
             if records:
-                self._patience(lambda: self._record.take_in(records))
+                self._retry(lambda: self._record.take_in(records))
                 found = json.dumps(records).encode()
             given_up = not records and self._waited() > self._config.data.wait_seconds
         if self._collectives.from_first(int(given_up)):

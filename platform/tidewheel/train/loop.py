@@ -10,16 +10,12 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from tidewheel import storage
-from tidewheel.shards.manifest import Manifest
-from tidewheel.shards.source import Source
-from tidewheel.train import checks
 from tidewheel.train.batches import RankBatch
 from tidewheel.train.callback import Callbacks, Worker
 from tidewheel.train.config import TrainConfig
@@ -30,13 +26,14 @@ from tidewheel.train.guards.hang import Watch
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.logs.line import HERE
 from tidewheel.train.metrics.reporter import Reporter
-from tidewheel.train.outage import Patience
 from tidewheel.train.parallel import legal
 from tidewheel.train.precision import check_precision
 from tidewheel.train.record import TrainResult
 from tidewheel.train.recording import Recording
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.resuming import Resuming
+from tidewheel.train.retry import RetryPolicy
+from tidewheel.train.run import Run
 from tidewheel.train.runtime import Preempted, Runtime
 from tidewheel.train.saving import Saving
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
@@ -46,8 +43,12 @@ from tidewheel.train.training import Training
 logger = logging.getLogger(__name__)
 
 
-def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
-    """Run the steps of `config` that no checkpoint has yet; a run that is over does nothing.
+def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
+    """Do the steps of the run that no checkpoint has yet; do nothing for a run that is over.
+
+    Args:
+        run: the open run, or the settings to open it with.
+        runtime: this worker's place in the generation.
 
     Raises:
         ConfigError, ShardError, CheckpointError, StorageError: something a user can mend.
@@ -55,16 +56,18 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
             ranks that are left.
         Preempted: the cluster asked for the ranks to be changed, and everything is saved.
     """
-    began, place, patience = time.time(), storage.store(config.run_uri), Patience.of(config, runtime)
+    began = time.time()
+    run = Run.open(run)
+    config = run.config
+    retry = RetryPolicy.of(config, runtime)
     HERE.begin(runtime.generation, runtime.rank)
-    finished = patience(lambda: checks.finished(config))
+    finished = retry(run.result)
     if finished is not None:
         return finished
     legal.check_world(config, runtime.world_size)
     check_precision(torch.device(runtime.device), config.precision)
-    checks.parts(config)
-    source, validation = patience(lambda: checks.read_data(config))  # before anything is written
-    timeline = Timeline(ledger(place, runtime), runtime, began)
+    retry(run.check)  # before anything is written
+    timeline = Timeline(ledger(run.store, runtime), runtime, began)
     with contextlib.ExitStack() as stack:
         stack.callback(timeline.close)
         if config.reproducible:
@@ -73,7 +76,7 @@ def train(config: TrainConfig, runtime: Runtime) -> TrainResult:
                       on_hang=lambda found: runtime.control.event("hang", found=found))
         stack.callback(watch.close)
         try:
-            loop = Loop.open(config, runtime, timeline, source, validation, watch, patience)
+            loop = Loop.open(run, runtime, timeline, watch, retry)
             stack.callback(loop.close)
             watch.include(loop.groups)
             loop.resume()
@@ -105,27 +108,31 @@ class Loop:
             flops_per_token=config.model.flops_per_token(training.vocabulary_size, manifest.sequence_length))
         self._callbacks = Callbacks(config.callbacks, Worker(
             config.run.id, config.run_uri, config.steps, runtime.rank, runtime.world_size, runtime.generation,
-            self._metrics.add))
+            self._metrics.add), self._callback_failed)
         self._saving = Saving(training, guard)
         self._resuming = Resuming(training, self._saving, guard)
         self._evaluating = Evaluating(training, self._metrics, self._callbacks)
         self._recording = Recording(training, self._metrics, self._callbacks)
         self._guarding = Guarding(training, guard, self._resuming, self._metrics, self._callbacks)
         self._growth = Growth(config, training.source, training.collectives, training.record, runtime.control,
-                              training.patience)
+                              training.retry)
 
     @classmethod
-    def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source,
-             validation: Mapping[str, Manifest], watch: Watch, patience: Patience) -> Loop:
+    def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: RetryPolicy) -> Loop:
         """Open the data and build the model; its values are not yet set."""
-        training = Training.open(config, runtime, timeline, source, watch, patience)
+        config = run.config
+        source, validation = run.data()
+        training = Training.open(run, runtime, timeline, watch, retry)
         loop = cls(training, Guard(config.guards, training.device, scaled=training.loss_scale is not None))
         if training.leads:
-            patience(lambda: training.record.write_run(
+            retry(lambda: training.record.write_run(
                 config, source, validation, parameters=training.model.num_parameters,
                 vocabulary_size=training.vocabulary_size))
         loop._saving.open()
         return loop
+
+    def _callback_failed(self, callback: str, hook: str, reason: str, failures: int) -> None:
+        self._training.event("callback_failed", callback=callback, hook=hook, reason=reason, failures=failures)
 
     @property
     def groups(self) -> Sequence[Any]:
@@ -136,7 +143,7 @@ class Loop:
         """Take model, optimizer and position from the newest intact checkpoint, or start at step 0."""
         training, progress, runtime = self._training, self._training.progress, self._training.runtime
         extra = self._resuming.load()
-        recorded = training.patience(training.record.last_step) if training.leads else 0
+        recorded = training.retry(training.record.last_step) if training.leads else 0
         progress.recorded = training.collectives.from_first(recorded)
         self._metrics.open(step=progress.step, recorded=progress.recorded)
         logger.info("goes on after step %d of %d", progress.step, training.config.steps)

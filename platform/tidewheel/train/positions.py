@@ -1,8 +1,8 @@
-"""Which positions of the order the global batch of a step takes: the one function that everyone asks.
+"""Compute the positions that each step's global batch takes in the planned order. Everything that needs them asks here.
 
-A step takes the next positions that no window passes over. Windows are stretches of the data that made a run roll back
-(`train.guards.rollback`); the list of them is part of the run's record, so positions stay a pure function of
-(batch configuration, windows, step) for the loop, the audit and the trace.
+A step takes the next positions outside all windows. Windows are stretches of the data that the run passes over after
+a rollback (`train.guards.policy.window`). The list of windows is part of the run's record, so positions are a pure
+function of (batch configuration, windows, step) for the loop, the audit and the trace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from tidewheel.train.batch_size import BatchSizes
 
 Window = tuple[int, int]
-"""Positions [start, end) that are passed over."""
+"""Positions [start, end) that the run passes over."""
 
 
 class Positions:
@@ -22,10 +22,10 @@ class Positions:
 
     Args:
         sizes: sequences of every global batch.
-        windows: what is passed over, in the order in which the run found it; disjoint.
+        windows: disjoint windows, in the order in which the run added them.
 
     Raises:
-        ValueError: windows that overlap, or are empty or negative.
+        ValueError: windows overlap, or one is empty or negative.
     """
 
     def __init__(self, sizes: BatchSizes, windows: Iterable[Window] = ()) -> None:
@@ -38,40 +38,40 @@ class Positions:
         self._shifts = np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int64)
         self._before = starts - self._shifts[:-1]  # sequences taken before each window
 
-    def known(self, number: int) -> Positions:
-        """The positions as they were when the run knew the first `number` windows."""
-        return Positions(self.sizes, self.windows[:number])
+    def known(self, count: int) -> Positions:
+        """Return the positions as they were when the run had only the first `count` windows."""
+        return Positions(self.sizes, self.windows[:count])
 
     def passing_over(self, window: Window) -> Positions:
-        """The same with one more window."""
+        """Return the positions with one more window."""
         return Positions(self.sizes, (*self.windows, window))
 
     def count(self, step: int) -> int:
-        """Sequences of the global batch of `step`, counted from 1."""
+        """Return the number of sequences in the global batch of `step`, counted from 1."""
         return int(self._counts(np.array([step]))[0])
 
     def of(self, step: int) -> np.ndarray:
-        """[count(step)] int64, rising: the positions of `step`."""
+        """Return the positions of `step`, [count(step)] int64, rising."""
         return self.of_steps([step])
 
     def of_steps(self, steps: Sequence[int] | np.ndarray) -> np.ndarray:
-        """[sum of counts] int64: the positions of `steps`, one step after the other."""
+        """Return the positions of `steps`, one step after the other, [sum of counts] int64."""
         steps = np.asarray(steps, dtype=np.int64)
         counts = self._counts(steps)
         firsts = np.repeat(self._taken(steps - 1) - np.cumsum(counts) + counts, counts)
-        return self._place(firsts + np.arange(counts.sum(), dtype=np.int64))
+        return self._at(firsts + np.arange(counts.sum(), dtype=np.int64))
 
     def steps(self, steps: Sequence[int] | np.ndarray) -> np.ndarray:
-        """[sum of counts] int64: the step that each of `of_steps` belongs to."""
+        """Return the step that each position of `of_steps(steps)` belongs to, [sum of counts] int64."""
         steps = np.asarray(steps, dtype=np.int64)
         return np.repeat(steps, self._counts(steps))
 
     def end(self, step: int) -> int:
-        """The position behind the last one of `step`; 0 for step 0."""
+        """Return the position behind the last one of `step`, 0 for step 0."""
         return int(self.of(step)[-1]) + 1 if step else 0
 
     def skipped(self, end: int) -> np.ndarray:
-        """[n] int64: positions below `end` that are passed over."""
+        """Return the positions below `end` that the run passes over, [n] int64."""
         parts = [np.arange(start, min(stop, end), dtype=np.int64) for start, stop in sorted(self.windows)]
         return np.concatenate([*parts, np.empty(0, dtype=np.int64)])
 
@@ -79,9 +79,9 @@ class Positions:
         return self.sizes.counts(steps)
 
     def _taken(self, steps: np.ndarray) -> np.ndarray:
-        """Sequences taken by steps 1 to each of `steps`."""
+        """Return the number of sequences that steps 1 to s take together, for each s of `steps`."""
         return self.sizes.taken(steps)
 
-    def _place(self, taken: np.ndarray) -> np.ndarray:
-        """Position of the sequence before which `taken` others were taken."""
+    def _at(self, taken: np.ndarray) -> np.ndarray:
+        """Return the position of the next sequence after `taken` sequences."""
         return taken + self._shifts[np.searchsorted(self._before, taken, side="right")]

@@ -26,6 +26,7 @@ LINES = {
     "straggler": "rank {slow_rank} is slow: {own_seconds} s of its own a step, the median is {median_seconds} s",
     "straggler_over": "rank {slow_rank} is no longer slow",
     "sink_failed": "metrics do not reach {sink}: {reason}; training goes on",
+    "callback_failed": "the callback {callback} failed in {hook}: {reason}; training goes on",
     "guard": "{reason} at step {step}: {action} (loss {loss}, gradient norm {gradient_norm})",
     "rollback": "back from step {step} to {back_to}: {count} sequences from position {position} are passed over",
     "hang": "{found}",

@@ -17,10 +17,9 @@ from tidewheel.shards.growing import Growing
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.source import Source, open_source
 from tidewheel.storage import Store
-from tidewheel.train import past
 from tidewheel.train.batch_size import BatchSizes
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.past import Past
+from tidewheel.train.history import RunHistory, last_step, read_history
 from tidewheel.train.positions import Positions, Window
 
 PASSED_OVER = "passed_over.jsonl"
@@ -51,11 +50,11 @@ class RunRecord:
 
     Args:
         generation: of the workers; what a later one writes is read behind it.
-        before: what was before it; None: the folder says it.
+        history: the run's history before that generation; None: read it from the folder.
     """
 
-    def __init__(self, store: Store, generation: int = 0, before: Past | None = None) -> None:
-        self.store, self._generation, self._past = store, generation, before
+    def __init__(self, store: Store, generation: int = 0, history: RunHistory | None = None) -> None:
+        self.store, self._generation, self._history = store, generation, history
         self.metrics = JsonLog(store, "metrics.jsonl", order=generation)
         self.batches = JsonLog(store, "batches.jsonl", order=generation)
 
@@ -113,16 +112,16 @@ class RunRecord:
 
     def failures(self) -> int:
         """How often a worker or node failed before."""
-        return self._before().failures
+        return self._known_history().failures
 
     def last_step(self) -> int:
         """The furthest step that was done before, 0 when none was."""
-        return past.last_step(self.store, known=self._before().step)
+        return last_step(self.store, known=self._known_history().step)
 
-    def _before(self) -> Past:
-        if self._past is None:
-            self._past = past.read_past(self.store)
-        return self._past
+    def _known_history(self) -> RunHistory:
+        if self._history is None:
+            self._history = read_history(self.store)
+        return self._history
 
     def pass_over(self, step: int, back_to: int, window: Window) -> None:
         """Record for good that the run goes back from `step` to the checkpoint of `back_to` and passes over `window`.

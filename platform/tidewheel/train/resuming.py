@@ -72,7 +72,7 @@ class Resuming:
     def _windows(self) -> list[Window]:
         """Return what the run's rollbacks pass over, as rank 0 finds it recorded."""
         training, first = self._training, self._training.collectives.from_first
-        lines = training.patience(lambda: read_rollbacks(training.record.store)) if training.leads else []
+        lines = training.retry(lambda: read_rollbacks(training.record.store)) if training.leads else []
         mine = [(line["start"], line["end"]) for line in lines]
         count = first(len(mine))
         return [(first(start), first(end)) for start, end in mine or [(0, 0)] * count]

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tidewheel.shards.source import Domain
     from tidewheel.train.collectives import Collectives
     from tidewheel.train.config import TrainConfig
+    from tidewheel.train.history import RunHistory
     from tidewheel.train.metrics.sinks import Sink
     from tidewheel.train.parallel import ParallelModel
-    from tidewheel.train.past import Past
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class Runtime:
     """Makes the cluster's own gauges of metrics; None without a cluster."""
     node: str = field(default_factory=socket.gethostname)
     """Name of the node, for the ledger."""
-    past: Past | None = None
-    """What was before this generation, as the coordinator knows it; None: the run's folder says it."""
+    history: RunHistory | None = None
+    """The run's history before this generation, as the coordinator knows it; None: read it from the run's folder."""
     limit: TimeLimit = field(default_factory=TimeLimit)
     """Ends with the generation: nothing waits for storage any longer."""
     sampler: Callable[[ParallelModel, Domain, TrainConfig, Collectives], str] | None = None

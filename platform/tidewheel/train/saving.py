@@ -34,7 +34,7 @@ class Saving:
         """Find out when to save; run.json is there."""
         training, record = self._training, self._training.record
         if training.leads:
-            self._schedule = training.patience(lambda: SaveSchedule(
+            self._schedule = training.retry(lambda: SaveSchedule(
                 training.config.checkpoint, started=record.started(), failures=record.failures()))
 
     def taken_up(self, extra: dict[str, Any]) -> None:

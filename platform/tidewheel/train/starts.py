@@ -15,7 +15,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.provenance import git_commit, versions, without_secrets
 from tidewheel.storage import Store
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.past import last_step
+from tidewheel.train.history import last_step
 from tidewheel.train.record import PACKAGES
 
 RUN = "run.json"

@@ -1,7 +1,7 @@
-"""What one worker's time was spent on, written to the run's ledger.
+"""Record what a worker spends its time on, in the run's ledger.
 
-Time is labelled after the fact: `spent(category)` says what everything since the last call was. So
-the intervals of a worker join without a gap, and a step that ends in an exception can be called by its name.
+Time is labelled after the fact: `spent(category)` labels everything since the last call. So a worker's intervals join
+without gaps, and the loop can label a step that ended in an exception.
 """
 
 from __future__ import annotations
@@ -16,33 +16,40 @@ from tidewheel.train.runtime import Runtime
 
 Category = Literal["productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle"]
 SHORTEST_SECONDS = 1e-3
-"""A shorter interval is added to the one before it: it would cost a line and say nothing."""
-
-
+"""Shorter intervals are added to the one before: a line for each would cost more than it says."""
 LEDGER = "ledger.jsonl"
 HAND_OVER_SECONDS = 2.0
-"""Between two hand-overs of intervals to the log: what a worker that is killed loses."""
+"""Between two hand-overs of intervals to the log. A worker that is killed loses at most this much."""
 
 
 def ledger(store: Store, runtime: Runtime) -> JsonLog | NodeLog:
-    """The run's ledger: a file that all append to, on an object store what a node writes for its ranks."""
+    """Return the log of the run's ledger: one file for all ranks, or one writer a node on an object store."""
     if store.local_path(LEDGER) is not None:
         return JsonLog(store, LEDGER)
     return NodeLog(store, LEDGER, generation=runtime.generation, rank=runtime.rank)
 
 
 class Timeline:
-    """One worker's ledger."""
+    """One worker's part of the ledger.
+
+    Args:
+        log: see `ledger`.
+        runtime: names the rank, the generation and the node.
+        began: Unix time at which the first interval starts.
+        flush_seconds: between two hand-overs to the log.
+    """
 
     def __init__(self, log: JsonLog | NodeLog, runtime: Runtime, began: float,
                  flush_seconds: float = HAND_OVER_SECONDS) -> None:
-        self._log, self._flush_seconds = log, flush_seconds
-        self._who = {"rank": runtime.rank, "generation": runtime.generation, "node": runtime.node}
-        self._mark = self._flushed = began
+        self._log = log
+        self._flush_seconds = flush_seconds
+        self._worker = {"rank": runtime.rank, "generation": runtime.generation, "node": runtime.node}
+        self._mark = began
+        self._flushed = began
         self._intervals: list[list[Any]] = []  # [category, start, end], joined end to end
 
     def spent(self, category: Category) -> float:
-        """Everything since the last call went to `category`; its seconds."""
+        """Label the time since the last call with `category`, and return its seconds."""
         now = time.time()
         start, self._mark = self._mark, now
         last = self._intervals[-1] if self._intervals else None
@@ -56,17 +63,20 @@ class Timeline:
         return now - start
 
     def flush(self) -> None:
-        """Write the intervals so far."""
+        """Write out the intervals so far."""
         self._hand_over()
         self._log.flush()
 
     def finish(self) -> None:
-        """Write the intervals, those of all ranks: the run is over."""
+        """Write out the intervals of all ranks; call it when the run is over."""
         self._hand_over()
-        self._log.finish() if isinstance(self._log, NodeLog) else self._log.flush()
+        if isinstance(self._log, NodeLog):
+            self._log.finish()
+        else:
+            self._log.flush()
 
     def close(self) -> None:
-        """The last call, which waits for no store."""
+        """Hand over the last intervals and let go of the log, without waiting for the store."""
         self._hand_over()
         self._log.close()
 
@@ -74,4 +84,4 @@ class Timeline:
         intervals, self._intervals = self._intervals, []
         self._flushed = time.time()
         for category, start, end in intervals:
-            self._log.append({"time": end, **self._who, "category": category, "start": start, "end": end})
+            self._log.append({"time": end, **self._worker, "category": category, "start": start, "end": end})

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tidewheel import storage
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.source import Source, SourceReader
 from tidewheel.train import checks, parallel
@@ -23,11 +22,12 @@ from tidewheel.train.guards.hang import Watch
 from tidewheel.train.memory.host import keep_freed_memory
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
-from tidewheel.train.outage import Patience
 from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale
 from tidewheel.train.record import RunRecord
+from tidewheel.train.retry import RetryPolicy
+from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
 from tidewheel.train.runtime import Runtime, read_again
 from tidewheel.train.timeline import Category, Timeline
@@ -41,7 +41,7 @@ class Training:
     runtime: Runtime
     timeline: Timeline
     watch: Watch
-    patience: Patience
+    retry: RetryPolicy
     collectives: Collectives
     source: Source
     model: ParallelModel
@@ -53,9 +53,10 @@ class Training:
     progress: Progress
 
     @classmethod
-    def open(cls, config: TrainConfig, runtime: Runtime, timeline: Timeline, source: Source, watch: Watch,
-             patience: Patience) -> Training:
+    def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: RetryPolicy) -> Training:
         """Open the data and build the model; its values are not yet set."""
+        config = run.config
+        source, _ = run.data()
         device = torch.device(runtime.device)
         if device.type == "cpu":
             torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
@@ -70,11 +71,11 @@ class Training:
                                on_damage=partial(read_again, runtime.control))
         reader = BatchReader(Loader(reading, prefetch=0), config.batch, positions, model.share, device=device,
                              steps=config.steps, ahead=config.data.prefetch, limit=runtime.limit)
-        return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, patience=patience,
+        return cls(config=config, runtime=runtime, timeline=timeline, watch=watch, retry=retry,
                    collectives=collectives, source=source, model=model,
                    optimizer=build_optimizer(model, config.optimizer),
                    loss_scale=LossScale() if config.precision == "fp16" else None, reader=reader,
-                   record=RunRecord(storage.store(config.run_uri), runtime.generation, runtime.past),
+                   record=RunRecord(run.store, runtime.generation, runtime.history),
                    positions=positions, progress=Progress())
 
     @property

@@ -16,7 +16,7 @@ from tidewheel.errors import OwnershipError
 from tidewheel.ownership import Timing, acquire
 from tidewheel.storage import store
 from tidewheel.train.config import ElasticConfig
-from tidewheel.train.past import Past
+from tidewheel.train.history import RunHistory
 
 
 def coordinator_of(folder, *arguments):
@@ -48,7 +48,7 @@ def test_a_new_driver_goes_on_counting(tmp_path, quiet):
     client = Client(endpoint.address, Hello("a", "n", endpoint.token), heard.put, print)
     order = heard.get(timeout=10)
     assert replace(order, past=None) == Join(1_000_000, 0, 1)
-    assert replace(order.past, time=0.0) == Past(step=8, failures=1, generation=1_000_000)
+    assert replace(order.past, time=0.0) == RunHistory(step=8, failures=1, generation=1_000_000)
     assert second.snapshot().generation == 1_000_000
     client.send(StepDone(1_000_000, 9, 10, {"loss": 1.0}))
     client.send(Left(1_000_000, ExitReason.FINISHED))

@@ -40,7 +40,7 @@ from tidewheel.elastic.messages import (
     decode_from_worker,
     encode,
 )
-from tidewheel.train.past import Past
+from tidewheel.train.history import RunHistory
 
 WORKER = [
     Hello("a", "node", "token"),
@@ -63,7 +63,7 @@ COORDINATOR = [
     End(),
     Received(),
     Join(3, 0, 4),
-    Join(3, 0, 4, ("host", 29400), MEMORY, Past(7, 1, 2, 1.5)),
+    Join(3, 0, 4, ("host", 29400), MEMORY, RunHistory(7, 1, 2, 1.5)),
     Abort(3),
     Stop(3),
     Stop(3, save=True),
@@ -152,7 +152,7 @@ def test_other_lines_are_refused(line):
 
 
 def test_fields_of_what_a_message_holds_are_checked_too():
-    body = json.loads(encode(FromCoordinator(Join(3, 0, 4, memory=MEMORY, past=Past(7)))))["body"]
+    body = json.loads(encode(FromCoordinator(Join(3, 0, 4, memory=MEMORY, past=RunHistory(7)))))["body"]
     for part in ("memory", "past"):
         with pytest.raises(MessageError, match="more"):
             decode_from_coordinator(json.dumps({"body": {**body, part: {**body[part], "more": 1}}}).encode())

@@ -25,6 +25,7 @@ from tidewheel.train import loop, parallel
 from tidewheel.train.guards.hang import HangError, Watch
 from tidewheel.train.parallel.caches import StaleProcessError
 from tidewheel.train.record import TrainResult
+from tidewheel.train.run import Run
 
 FAILURES = 3
 
@@ -140,6 +141,6 @@ def test_a_process_that_takes_tensors_for_another_ranks_ends(tmp_path: Path, mon
     monkeypatch.setattr(member_module.os, "_exit", ended)
     member = SimpleNamespace(begin=lambda *_: None, left=lambda *said: left.append(said), send=lambda _: None)
     with pytest.raises(Ended, match=str(member_module.EXIT_CODE)):
-        worker._generation(config(tmp_path), member, Join(4, 0, 1), "node")
+        worker._generation(Run.open(config(tmp_path)), member, Join(4, 0, 1), "node")
     [(report,)] = left
     assert (report.reason, report.text) == (ExitReason.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")

@@ -19,10 +19,10 @@ from tidewheel.plan.layout import Job
 from tidewheel.plan.requests import DAY, Requests, requests, save_requests
 from tidewheel.s3 import S3Store
 from tidewheel.storage import LocalStore
-from tidewheel.train import node_log, past
+from tidewheel.train import history, node_log
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.history import HistoryWriter, RunHistory
 from tidewheel.train.node_log import NodeLog
-from tidewheel.train.past import Past, PastWriter
 
 HOUR = 3600
 JOB = Job(load(TrainConfig, "jobs/configs/llama_1b.yaml"), 128_256, 4096)
@@ -89,7 +89,7 @@ def test_twenty_minutes_of_a_nodes_ledger(tmp_path: Path, clock: list[float], mo
 
 def test_the_state_is_put_no_more_often_than_planned(tmp_path: Path):
     place, waits = Objects(tmp_path), []
-    writer = PastWriter(place, lambda: Past(step=len(waits)))
+    writer = HistoryWriter(place, lambda: RunHistory(step=len(waits)))
 
     class Ended:
         def wait(self, seconds: float) -> bool:
@@ -146,7 +146,7 @@ def test_a_save(megabytes: float, sent: list[str], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("module", "name", "what"), [
     (jsonlog, "FLUSH_SECONDS", "events.jsonl"), (node_log, "SECONDS", "ledger.jsonl"),
-    (past, "STATE_SECONDS", "state.json")])
+    (history, "STATE_SECONDS", "state.json")])
 def test_the_plan_goes_by_the_codes_own_constants(module, name: str, what: str, monkeypatch: pytest.MonkeyPatch):
     before = planned()[what]
     monkeypatch.setattr(module, name, getattr(module, name) / 2)

@@ -68,7 +68,7 @@ class Table(tw.Tracker):
     def write(self, record):
         if "loss" in record:
             with open(self.path, "a", newline="") as file:
-                csv.writer(file).writerow([record["step"], record["loss"], record["twice"]])
+                csv.writer(file).writerow([record["step"], record["loss"], record["tokens"]])
 '''
 
 
@@ -129,19 +129,51 @@ def test_a_step_that_is_done_again_is_told_again(folder: Path):
 
 
 def test_a_tracker_gets_each_record(folder: Path):
-    (folder / f"{module(folder)}.py").write_text(OWN.replace('record["twice"]', 'record["tokens"]'))
     train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz")))
     with (folder / "table.csv").open() as file:
         rows = list(csv.reader(file))
     assert [int(row[0]) for row in rows] == list(range(1, 9))
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_holds_up_nobody(folder: Path):
-    (folder / f"{module(folder)}.py").write_text(OWN.replace('if "loss" in record:', "if True:"))
+def test_a_mistake_in_a_trackers_code_ends_the_run_with_its_place(folder: Path):
+    text = OWN.replace('record["tokens"]', 'record["twice"]')
+    (folder / f"{module(folder)}.py").write_text(text)
     control = Script()
-    train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), control=control))
+    with pytest.raises(ConfigError, match=r"the tracker .*:Table failed in write: KeyError: 'twice'") as raised:
+        train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), control=control))
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if 'record["twice"]' in line)
+    assert raised.value.where == f"{folder / module(folder)}.py:{line}"
+    assert not [kind for kind, _ in control.events if kind == "sink_failed"]
+
+
+def test_a_service_that_does_not_answer_a_tracker_is_counted_and_the_run_goes_on(
+        folder: Path, caplog: pytest.LogCaptureFixture):
+    (folder / f"{module(folder)}.py").write_text(
+        OWN.replace('if "loss" in record:', 'if "loss" in record and record["step"] in (2, 3, 6):')
+        .replace('record["tokens"]', '(_ for _ in ()).throw(ConnectionError("the service is away"))'))
+    control = Script()
+    result = train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), control=control))
+    assert result.steps == 8
+    name = f"{module(folder)}:Table"
     failed = [detail for kind, detail in control.events if kind == "sink_failed"]
-    assert failed == [{"sink": f"{module(folder)}:Table", "reason": "KeyError: 'twice'"}]
+    reason = "ConnectionError: the service is away"
+    assert failed[0] == {"sink": name, "reason": reason, "failures": 1}
+    assert failed[-1] == {"sink": name, "reason": reason, "failures": 3}
+    assert f"tracker {name} fails" in caplog.text
+    assert f"tracker {name} works again; 3 of its calls have failed so far" in caplog.text
+
+
+def test_a_service_that_does_not_answer_a_callback_is_counted_and_the_run_goes_on(
+        folder: Path, caplog: pytest.LogCaptureFixture):
+    (folder / f"{module(folder)}.py").write_text(
+        OWN.replace('raise ZeroDivisionError("as it was told to")', 'raise TimeoutError("the service is away")'))
+    control = Script()
+    result = train(settings(folder, fail_at=5), Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), control=control))
+    assert result.steps == 8
+    failed = [detail for kind, detail in control.events if kind == "callback_failed"]
+    assert failed == [{"callback": f"{module(folder)}:Diary", "hook": "on_step_end",
+                       "reason": "TimeoutError: the service is away", "failures": 1}]
+    assert "failed in on_step_end, training continues: TimeoutError" in caplog.text
 
 
 def test_an_error_ends_the_run_with_its_place_and_the_run_goes_on_later(folder: Path):

@@ -14,10 +14,10 @@ from tidewheel.elastic.trainer import LocalControl
 from tidewheel.errors import StorageAwayError, StorageError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.storage import LocalStore
-from tidewheel.train import checks, outage
+from tidewheel.train import checks, retry
 from tidewheel.train.loop import train
-from tidewheel.train.outage import Patience
 from tidewheel.train.record import RunRecord
+from tidewheel.train.retry import RetryPolicy
 from tidewheel.train.runtime import Runtime
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,7 +125,7 @@ def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generat
     settings = config(folder, f"back{generation}", "steps=2", "evaluation.every_steps=0", "evaluation.sample_tokens=0",
                       "data.validation=''")
     control = Training(JsonLog(storage.store(settings.run_uri), "events.jsonl"), None)
-    monkeypatch.setattr(outage, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.01)
     calls = {"read_data": 0, "last_step": 0}
 
     def flaky(name: str, real):
@@ -150,7 +150,7 @@ def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generat
 
 
 def test_patience_has_an_end(monkeypatch):
-    monkeypatch.setattr(outage, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.01)
     told, calls = [], []
 
     def away() -> None:
@@ -158,6 +158,6 @@ def test_patience_has_an_end(monkeypatch):
         raise StorageAwayError("the object store does not answer", where="s3://bucket", mend="wait")
 
     with pytest.raises(StorageAwayError):
-        Patience(0.05, lambda kind, **detail: told.append(kind))(away)
+        RetryPolicy(0.05, lambda kind, **detail: told.append(kind))(away)
     assert len(calls) > 2
     assert told == ["storage_away"]

@@ -1,7 +1,8 @@
-"""The logs of a run's workers, read and merged in the order of time."""
+"""The logs of a run's workers, read and merged by time."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 from tidewheel import jsonlog
 from tidewheel.errors import ConfigError
-from tidewheel.storage import Store
+from tidewheel.storage import Stamp, Store
 from tidewheel.train.logs.config import LEVELS
 from tidewheel.train.logs.line import LogLine
 from tidewheel.train.logs.worker_log import WORKERS
@@ -22,14 +23,14 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LineFilter:
     """Which lines to show.
 
     Args:
-        rank: of this rank only; None: of all.
-        generation: of this generation of workers only; None: of all.
-        since: from this Unix time on.
-        level: of this level or above.
+        rank: only lines of this rank; None: of all.
+        generation: only lines of this generation of workers; None: of all.
+        since: only lines from this Unix time on.
+        level: only lines of this level or above.
     """
 
     rank: int | None = None
@@ -37,61 +38,69 @@ class Wanted:
     since: float = 0.0
     level: str = "debug"
 
-    def takes(self, line: LogLine) -> bool:
-        """Return whether a line is wanted."""
+    def matches(self, line: LogLine) -> bool:
+        """Return whether to show a line."""
         return (self.rank in (None, line.rank) and self.generation in (None, line.generation)
                 and line.time >= self.since and _importance(line.level) >= _importance(self.level))
 
 
 class RunLogs:
-    """The logs of one run; `new` may be called again and again while the run goes on."""
+    """The logs of one run. `new` may be called again while the run goes on, and reads only what was added since."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._sizes: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}  # bytes read of each file, or of each object on an object store
+        self._sizes: dict[str, int] = {}  # as last listed: more than was read where the last line is not whole
+        self._last: dict[str, LogLine] = {}  # newest line of each process
         self._shown: set[tuple[str, int]] = set()
         self.ranks: set[int] = set()
-        """Ranks of all lines read so far, wanted or not."""
+        """Ranks of all lines read so far, shown or not."""
         self.generations: set[int] = set()
+        """Generations of all lines read so far, shown or not."""
 
-    def new(self, wanted: Wanted) -> list[LogLine]:
-        """Return the wanted lines that no call before returned, in the order of time.
+    def new(self, selection: LineFilter) -> list[LogLine]:
+        """Return the matching lines that no earlier call returned, by time.
 
         Raises:
             StorageError: the logs cannot be read.
         """
-        sizes = self._listed()
-        grown = [key for key, size in sizes.items() if size != self._sizes.get(key)]
-        self._sizes = sizes
+        grown = [entry for entry in self._store.list(WORKERS) if entry.bytes != self._sizes.get(entry.key)]
         lines: list[LogLine] = []
-        with ThreadPoolExecutor(_READS_AT_ONCE) as pool:  # a request or more each: latency is what counts
-            for found in pool.map(self._read, grown):
-                lines += [line for line in self._noted(found) if wanted.takes(line)]
+        with ThreadPoolExecutor(_READS_AT_ONCE) as pool:  # each read is a request or more: latency dominates
+            for entry, content in zip(grown, pool.map(self._read, grown)):
+                new_lines = self._new_lines(content, _process(entry.key))
+                lines += [line for line in new_lines if selection.matches(line)]
         return sorted(lines, key=lambda line: (line.time, line.process, line.at))
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker has a log, as far as was read."""
+        """Whether no worker has a log so far."""
         return not self._sizes
 
-    def _listed(self) -> dict[str, int]:
-        """Return the bytes of each worker's log."""
-        sizes: dict[str, int] = {}
-        for entry in self._store.list(WORKERS):
-            name = entry.key.removeprefix(f"{WORKERS}/").partition("/")[0]
-            sizes[f"{WORKERS}/{name}"] = sizes.get(f"{WORKERS}/{name}", 0) + entry.bytes
-        return sizes
+    def _read(self, entry: Stamp) -> bytes:
+        """Return the whole lines that were added to a file or object since the last look."""
+        known = self._offsets.get(entry.key, 0)
+        offset = known if entry.bytes >= known else 0  # a shorter one was written anew
+        content = self._store.read(entry.key, offset, entry.bytes - offset)
+        content = content[:content.rfind(b"\n") + 1]
+        self._offsets[entry.key] = offset + len(content)
+        self._sizes[entry.key] = entry.bytes
+        return content
 
-    def _read(self, key: str) -> list[LogLine]:
-        process = key.removeprefix(f"{WORKERS}/").removesuffix(".jsonl")
-        return list(_lines(jsonlog.read(self._store, key, with_dropped=True), process))
-
-    def _noted(self, lines: list[LogLine]) -> Iterator[LogLine]:
-        """Yield the lines that are new."""
-        for line in lines:
+    def _new_lines(self, content: bytes, process: str) -> Iterator[LogLine]:
+        """Yield the lines of one process that are new; a note of dropped lines becomes a line itself."""
+        for record in _records(content):
+            if record.get("kind") == jsonlog.DROPPED:
+                line = _note(record, self._last.get(process), process)
+            else:
+                try:
+                    line = LogLine.of_json(record)
+                except (KeyError, TypeError, ValueError):  # damaged, or of a later version
+                    continue
+                self._last[process] = line
             self.ranks.add(line.rank)
             self.generations.add(line.generation)
-            if (line.process, line.at) not in self._shown:  # two processes may have passed on the same one
+            if (line.process, line.at) not in self._shown:  # two processes may have passed on the same line
                 self._shown.add((line.process, line.at))
                 yield line
 
@@ -116,24 +125,25 @@ def parse_since(text: str, now: float | None = None) -> float:
                                "2026-11-23T14:30Z for UTC") from None
 
 
-def _lines(records: list[dict[str, Any]], process: str) -> Iterator[LogLine]:
-    """Yield the lines of one worker's log; a note of dropped lines becomes a line itself."""
-    last: LogLine | None = None
-    for record in records:
-        if record.get("kind") == jsonlog.DROPPED:
-            yield _note(record, last, process)
-            continue
+def _process(key: str) -> str:
+    """Return the process that a file or object below `WORKERS` belongs to."""
+    return key.removeprefix(f"{WORKERS}/").partition("/")[0].removesuffix(".jsonl")
+
+
+def _records(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.split(b"\n"):
         try:
-            last = LogLine.of_json(record)
-        except (KeyError, TypeError, ValueError):  # damaged, or of a later version
+            record = json.loads(line)
+        except ValueError:  # empty, or torn by a kill
             continue
-        yield last
+        if isinstance(record, dict):
+            yield record
 
 
 def _note(record: dict[str, Any], last: LogLine | None, process: str) -> LogLine:
     """Return a line, behind the last one that is there, that says how many are missing."""
     text = f"{record['detail']['lines']} lines are missing here: storage was away and the buffer was full"
-    at = -1 - int(record["time"] * 1000)  # unique, and of no line in the process's output
+    at = -1 - int(record["time"] * 1000)  # unique, and the offset of no line in the process's output
     if last is None:
         return LogLine(float(record["time"]), "warning", "", 0, 0, 0, __name__, text, process, at)
     return replace(last, time=last.time + 1e-6, level="warning", logger=__name__, text=text, at=at)

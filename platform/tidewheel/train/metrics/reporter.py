@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tidewheel.parts import name_of
 from tidewheel.provenance import without_secrets
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
@@ -16,7 +14,8 @@ from tidewheel.train.metrics.meter import Meter
 from tidewheel.train.metrics.profile import Profiler
 from tidewheel.train.metrics.sinks import Background, Sink, settle
 from tidewheel.train.metrics.straggler import Stragglers
-from tidewheel.train.metrics.tracker import TrackedRun, Tracker
+from tidewheel.train.metrics.tracked import open_sinks
+from tidewheel.train.metrics.tracker import TrackedRun
 from tidewheel.train.record import RunRecord
 
 OnEvent = Callable[..., None]
@@ -57,7 +56,7 @@ class Reporter:
             settle(SETTLE_SECONDS)
             run = TrackedRun(self._config.run.id, self._record.store, step, recorded, self._generation,
                              without_secrets(self._config.canonical()), self._gauges)
-            self._sinks = Background(_sinks(self._config.metrics.trackers, run), self._failed)
+            self._sinks = Background(open_sinks(self._config.metrics.trackers, run), self._failed)
 
     def begin(self, step: int) -> None:
         """`step` is about to start."""
@@ -77,7 +76,7 @@ class Reporter:
         line = self._meter.step(step, tokens=tokens, seconds=seconds, waited=waited)
         if self._sinks is not None and line is not None:
             self._write({"step": step, "generation": self._generation, "world_size": self._world_size,
-                         **figures, **line, **self._own_seconds()})
+                         **figures, **line, **self._own_seconds(), **self._failures()})
         for kind, detail in events:
             self._on_event(kind, step=step, **detail)
         if self._profiler is not None and (written := self._profiler.end(step)):
@@ -128,8 +127,13 @@ class Reporter:
         self._record.metrics.append(record)  # at once: a checkpoint takes along what of it is not written yet
         self._sinks.write(record)
 
-    def _failed(self, sink: str, reason: str) -> None:
-        self._on_event("sink_failed", sink=sink, reason=reason)
+    def _failed(self, sink: str, reason: str, failures: int) -> None:
+        self._on_event("sink_failed", sink=sink, reason=reason, failures=failures)
+
+    def _failures(self) -> dict[str, int]:
+        """Return the count of the trackers' failed calls, once there are any."""
+        failures = self._sinks.failures.total() if self._sinks is not None else 0
+        return {"tracker_failures": failures} if failures else {}
 
     def _own_seconds(self) -> dict[str, Any]:
         """The newest reading of the ranks' own time, once."""
@@ -141,16 +145,3 @@ class Reporter:
         if len(readings) <= LISTED_RANKS:
             found["own_seconds"] = readings
         return found
-
-
-def _sinks(trackers: Sequence[Tracker], run: TrackedRun) -> dict[str, Sink]:
-    """Return what takes the run's records beside metrics.jsonl, by name: a second tracker of a kind is "name 2"."""
-    found: dict[str, Sink] = {}
-    count = Counter[str]()
-    for tracker in trackers:
-        sink = tracker.open(run)
-        if sink is not None:
-            name = name_of(type(tracker))
-            count[name] += 1
-            found[name if count[name] == 1 else f"{name} {count[name]}"] = sink
-    return found

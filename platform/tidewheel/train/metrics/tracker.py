@@ -46,9 +46,10 @@ class TrackedRun:
 class Tracker(Part):
     """Base of every tracker; its fields are its settings.
 
-    It runs in one thread of rank 0, behind the training: a slow tracker delays no step, and one that raises is told of
-    once, in an event `sink_failed`, and gets the next record nevertheless. Each generation of workers opens it anew. A
-    step that is done again after a failure comes again, with a larger "time".
+    It runs in one thread of rank 0, beside the training, so a slow tracker delays no step. An error of a service that
+    does not answer is logged, counted ("tracker_failures" in metrics.jsonl) and reported once, in an event
+    `sink_failed`; the tracker gets the next record nevertheless. A mistake in its code ends the run. Each generation of
+    workers opens the tracker anew. A step that is done again after a failure comes again, with a later "time".
     """
 
     STORE_SECONDS: ClassVar[float] = 0.0

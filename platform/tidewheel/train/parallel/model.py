@@ -20,6 +20,7 @@ from tidewheel.models.family import Model
 from tidewheel.train import memory, objectives
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel import legal, tensor
@@ -31,7 +32,6 @@ from tidewheel.train.precision import convert_linears, sharded_precision
 from tidewheel.train.reproducible.exchange import Group, OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 from tidewheel.train.runtime import Runtime
-from tidewheel.train.share import Share
 
 if TYPE_CHECKING:
     from tidewheel.train.step import MicroBatch
@@ -62,7 +62,7 @@ class ParallelModel:
                  order: GradientOrder | None = None, objective: Objective | None = None) -> None:
         self.pipeline, self.order = pipeline, order
         self.objective = objective or objectives.KIND.build(objectives.DEFAULT)
-        self.share = Share(mesh.data_rank, mesh.data_size) if order is None else order.share
+        self.share = MicroBatchShare(mesh.data_rank, mesh.data_size) if order is None else order.share
         self.parts, self.data, self.mesh = list(parts), list(data), mesh
         self.config, self.vocabulary_size, self.num_parameters = config, vocabulary_size, num_parameters
 

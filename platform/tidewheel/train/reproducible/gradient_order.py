@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import Mesh
 from tidewheel.train.reproducible.tree import Node, cover
-from tidewheel.train.share import Share
 
 Member = tuple[int, int]
 """(data rank, context rank) of a process."""
@@ -29,7 +29,7 @@ class GradientOrder:
     """
 
     virtual_ranks: int
-    share: Share
+    share: MicroBatchShare
     streams: bool = False
     """Gradients are exchanged after every micro-batch; the share's stride is the number of ranks that share
     parameters."""
@@ -44,7 +44,8 @@ class GradientOrder:
     def of(cls, mesh: Mesh, virtual_ranks: int, *, streams: bool = False) -> GradientOrder:
         """That of this rank of `mesh`."""
         stride = mesh.size("shard") if streams else 1
-        return cls(virtual_ranks, Share(mesh.data_rank, mesh.data_size, stride), streams, mesh.size("context"),
+        return cls(
+            virtual_ranks, MicroBatchShare(mesh.data_rank, mesh.data_size, stride), streams, mesh.size("context"),
                    mesh.coordinate("context"))
 
     def begin(self, number: int, count: int) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
 from tidewheel import cli, storage
+from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import ConfigError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.train.logs.line import LogLine
-from tidewheel.train.logs.read import RunLogs, Wanted, parse_since
+from tidewheel.train.logs.read import LineFilter, RunLogs, parse_since
 
 NOW = 1_790_000_000.0
 
@@ -21,6 +23,10 @@ def write(place: storage.Store, process: str, *given: tuple[float, str, int, int
     for at, (seconds, level, generation, rank, text) in enumerate(given):
         log.append(LogLine(NOW + seconds, level, "run", generation, rank, 10 * generation, "a.b", text, process,
                            at).as_json())
+
+
+def line(at: int, text: str) -> LogLine:
+    return LogLine(NOW, "info", "run", 0, 0, 0, "a.b", text, "p0", at)
 
 
 @pytest.fixture
@@ -80,7 +86,56 @@ def test_a_line_that_two_processes_passed_on_is_shown_once(run: str):
     place = storage.store(run)
     again = LogLine(NOW + 11, "info", "run", 0, 1, 0, "a.b", "second", "p1", 0)
     JsonLog(place, "logs/workers/p1.jsonl").append(again.as_json())
-    assert [line.text for line in RunLogs(place).new(Wanted(rank=1))] == ["second\x1b[2J", "third"]
+    assert [line.text for line in RunLogs(place).new(LineFilter(rank=1))] == ["second\x1b[2J", "third"]
+
+
+class Counted:
+    """Counts the bytes that a store reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: storage.Store) -> None:
+        self.bytes = 0
+        read = type(place).read
+
+        def counted(store: storage.Store, key: str, start: int = 0, length: int | None = None) -> bytes:
+            content = read(store, key, start, length)
+            self.bytes += len(content)
+            return content
+
+        monkeypatch.setattr(type(place), "read", counted)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_second_look_reads_only_what_was_added(remote: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with S3Server() if remote else contextlib.nullcontext() as server:
+        if server is not None:
+            server.create_bucket("runs")
+        place = storage.store("s3://runs/one" if remote else tmp_path / "run")
+        log = JsonLog(place, "logs/workers/p0.jsonl", 1e9)
+        for at in range(200):
+            log.append(line(at, "x" * 100).as_json())
+        log.flush()
+        logs = RunLogs(place)
+        assert len(logs.new(LineFilter())) == 200
+        log.append(line(200, "added").as_json())
+        log.flush()
+        counted = Counted(monkeypatch, place)
+        assert [found.text for found in logs.new(LineFilter())] == ["added"]
+        assert counted.bytes == len(json.dumps(line(200, "added").as_json(), separators=(",", ":"))) + 1
+        assert logs.new(LineFilter()) == []
+        assert counted.bytes < 300, "nothing was added: nothing is read"
+
+
+def test_a_line_without_an_end_is_read_when_it_is_whole(tmp_path: Path):
+    place = storage.store(tmp_path / "run")
+    file = tmp_path / "run/logs/workers/p0.jsonl"
+    file.parent.mkdir(parents=True)
+    whole = json.dumps(line(0, "whole").as_json()).encode() + b"\n"
+    file.write_bytes(whole + whole[:20])
+    logs = RunLogs(place)
+    assert [found.text for found in logs.new(LineFilter())] == ["whole"]
+    assert logs.new(LineFilter()) == []
+    file.write_bytes(whole + json.dumps(line(len(whole), "later").as_json()).encode() + b"\n")
+    assert [found.text for found in logs.new(LineFilter())] == ["later"]
 
 
 def test_times_that_may_be_asked_for():

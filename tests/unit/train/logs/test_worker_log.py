@@ -22,7 +22,7 @@ from tidewheel.train import node_log
 from tidewheel.train.logs import worker_log
 from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.logs.line import HERE, PRINTED, LogLine
-from tidewheel.train.logs.read import RunLogs, Wanted
+from tidewheel.train.logs.read import LineFilter, RunLogs
 from tidewheel.train.logs.worker_log import logging_worker, pass_on_abandoned
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def place(tmp_path: Path) -> storage.Store:
 
 
 def lines(place: storage.Store, **wanted) -> list[LogLine]:
-    return RunLogs(place).new(Wanted(**wanted))
+    return RunLogs(place).new(LineFilter(**wanted))
 
 
 def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import PrivateAttr
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tidewheel import storage
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.config import build
-from tidewheel.errors import ConfigError
+from tidewheel.errors import ConfigError, StorageAwayError
+from tidewheel.train.failures import is_passing
 from tidewheel.train.metrics.config import MetricsConfig
 from tidewheel.train.metrics.sinks import Background
-from tidewheel.train.metrics.tracker import TrackedRun
+from tidewheel.train.metrics.tracked import TrackerSink
+from tidewheel.train.metrics.tracker import TrackedRun, Tracker
 from tidewheel.train.trackers import WeightsAndBiases
 from tidewheel.train.trackers.clients import event_files
 from tidewheel.train.trackers.clients.event_files import EventFiles
@@ -109,10 +112,10 @@ def test_tensorboard_files_on_an_object_store_end(tmp_path: Path, monkeypatch: p
 
 
 class Fragile:
-    """A sink that waits until it may go on, and fails where it is told to."""
+    """A sink that waits until it may go on, and raises `error` at the steps `failing`."""
 
-    def __init__(self, failing: range = range(0)) -> None:
-        self._failing = failing
+    def __init__(self, failing: range = range(0), error: Exception = OSError("away")) -> None:  # noqa: B008
+        self._failing, self._error = failing, error
         self.may = threading.Event()
         self.taken: list[int] = []
         self.closed = False
@@ -120,7 +123,7 @@ class Fragile:
     def write(self, record) -> None:
         self.may.wait()
         if record["step"] in self._failing:
-            raise OSError("away")
+            raise self._error
         self.taken.append(record["step"])
 
     def restart(self, step: int) -> None:
@@ -133,11 +136,11 @@ class Fragile:
         self.closed = True
 
 
-def test_the_step_waits_for_no_sink_and_a_failing_one_is_told_of_once():
-    told: list[tuple[str, str]] = []
+def test_the_step_waits_for_no_sink_and_a_passing_error_is_reported_once_per_outage():
+    reported: list[tuple[str, str, int]] = []
     slow, fragile = Fragile(), Fragile(failing=range(3, 6))
     fragile.may.set()
-    background = Background({"slow": slow, "fragile": fragile}, lambda *failure: told.append(failure))
+    background = Background({"slow": slow, "fragile": fragile}, lambda *failure: reported.append(failure))
     for step in range(1, 11):
         background.write(line(step, 0.0))
     assert slow.taken == []  # it has not even begun, and all are handed over
@@ -145,11 +148,81 @@ def test_the_step_waits_for_no_sink_and_a_failing_one_is_told_of_once():
     background.flush()
     assert slow.taken == list(range(1, 11))
     assert fragile.taken == [1, 2, 6, 7, 8, 9, 10]
-    assert told == [("fragile", "OSError: away")]
+    assert reported == [("fragile", "OSError: away", 1)]
+    assert background.failures == {"fragile": 3}
     background.close()
     background.close()
     assert slow.closed
     assert fragile.closed
+
+
+def test_a_mistake_in_a_sink_is_raised_by_the_next_call_and_the_others_are_served():
+    good, wrong = Fragile(), Fragile(failing=range(2, 3), error=ConfigError("the code is wrong"))
+    good.may.set()
+    wrong.may.set()
+    background = Background({"wrong": wrong, "good": good}, lambda *failure: None)
+    for step in (1, 2, 3):
+        background._queue.put(lambda sink, step=step: sink.write(line(step, 0.0)))
+    with pytest.raises(ConfigError, match="the code is wrong"):
+        background.flush()
+    assert (wrong.taken, wrong.closed, good.taken) == ([1], True, [1, 2, 3])
+    with pytest.raises(ConfigError, match="the code is wrong"):
+        background.write(line(4, 0.0))
+    background.leave()  # how the generation ended is what counts
+    assert good.closed
+
+
+class Service(Tracker):
+    """Opens at the third try."""
+
+    _tries: list[str] = PrivateAttr(default_factory=list)
+
+    def open(self, run: TrackedRun) -> Any:
+        self._tries.append(run.id)
+        if len(self._tries) < 3:
+            raise ConnectionRefusedError("no service")
+        return Fragile()
+
+
+def test_a_tracker_whose_service_does_not_answer_is_opened_later(tmp_path: Path):
+    seconds = [0.0]
+    tracker = Service()
+    sink = TrackerSink(tracker, tracked(tmp_path), clock=lambda: seconds[0])
+    assert sink.is_wanted
+    for now, tries in ((1.0, 1), (31.0, 2), (40.0, 2)):
+        seconds[0] = now
+        with pytest.raises(ConnectionRefusedError):
+            sink.write(line(1, 0.0))
+        assert len(tracker._tries) == tries
+    sink.close()
+    seconds[0] = 62.0
+    sink.restart(0)
+    assert len(tracker._tries) == 3
+
+
+class LibraryError(Exception):
+    """As client libraries have them."""
+
+
+def chained(outer: Exception, cause: Exception) -> Exception:
+    outer.__cause__ = cause
+    return outer
+
+
+@pytest.mark.parametrize(("error", "passing"), [
+    (ConnectionError("refused"), True),
+    (TimeoutError("late"), True),
+    (OSError(28, "No space left on device"), True),
+    (StorageAwayError("the store does not answer"), True),
+    (chained(LibraryError("cannot connect"), ConnectionResetError("reset")), True),
+    (FileNotFoundError("no such file"), False),
+    (PermissionError("not yours"), False),
+    (chained(KeyError("answer"), ConnectionError("refused")), False),
+    (LibraryError("wrong key"), False),
+    (TypeError("no number"), False),
+])
+def test_which_errors_may_pass(error: Exception, passing: bool):
+    assert is_passing(error) is passing
 
 
 def tracked(folder: Path) -> TrackedRun:

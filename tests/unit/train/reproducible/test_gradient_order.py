@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 from tidewheel.train.reproducible.tree import first_leaf
-from tidewheel.train.share import Share
 
 layouts = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans())
 """Copies, shards, virtual ranks per data rank, micro-batches per virtual rank, streams."""
@@ -17,7 +17,7 @@ layouts = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.
 def test_shares_are_a_partition(layout):
     copies, shards, each, parts, streams = layout
     size, total = copies * shards, copies * shards * each * parts
-    shares = [Share(rank, size, shards if streams else 1).of(total) for rank in range(size)]
+    shares = [MicroBatchShare(rank, size, shards if streams else 1).of(total) for rank in range(size)]
     assert sorted(number for share in shares for number in share) == list(range(total))
     assert {len(share) for share in shares} == {each * parts}
 
@@ -27,14 +27,14 @@ def test_every_virtual_rank_gets_all_of_its_micro_batches_in_order(layout, conte
     copies, shards, each, parts, streams = layout
     size = copies * shards
     virtual = size * each
-    order = GradientOrder(virtual, Share(0, size, shards if streams else 1), streams, contexts)
+    order = GradientOrder(virtual, MicroBatchShare(0, size, shards if streams else 1), streams, contexts)
     came: dict[int, list[int]] = {}
     for number in range(each * parts):
         order.begin(number, each * parts)
         assert order.parts == parts
         for rank in range(size):
             for context in range(contexts):
-                micro = Share(rank, size, order.share.stride).of(virtual * parts)[number]
+                micro = MicroBatchShare(rank, size, order.share.stride).of(virtual * parts)[number]
                 came.setdefault(order.leaf((rank, context)), []).append(micro % parts)
     assert order.last
     assert came == {leaf: list(range(parts)) for leaf in range(virtual * contexts)}
@@ -44,7 +44,8 @@ def test_every_virtual_rank_gets_all_of_its_micro_batches_in_order(layout, conte
 def test_losses_have_an_entry_each(layout, contexts):
     copies, shards, each, parts, streams = layout
     size, count = copies * shards, each * parts
-    orders = [GradientOrder(size * each, Share(rank, size, shards if streams else 1), streams, contexts, context)
+    stride = shards if streams else 1
+    orders = [GradientOrder(size * each, MicroBatchShare(rank, size, stride), streams, contexts, context)
               for rank in range(size) for context in range(contexts)]
     entries = [order.entry(number, count) for order in orders for number in range(count)]
     assert sorted(entries) == list(range(orders[0].entries(count)))
@@ -53,7 +54,7 @@ def test_losses_have_an_entry_each(layout, contexts):
 def test_what_ranks_have_at_the_end_of_a_step():
     """Twelve virtual ranks: a power of two of them is one node, three are two."""
     def covers(size: int) -> list[int]:
-        order = GradientOrder(12, Share(0, size))
+        order = GradientOrder(12, MicroBatchShare(0, size))
         found = [order.cover([(rank, 0)]) for rank in range(size)]
         assert sum(1 << level for nodes in found for level, _ in nodes) == 12
         assert sorted(first_leaf(node) for nodes in found for node in nodes) == [

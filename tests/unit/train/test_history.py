@@ -10,8 +10,8 @@ from tidewheel import jsonlog
 from tidewheel.errors import StorageError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.storage import LocalStore, store
-from tidewheel.train import past
-from tidewheel.train.past import Past, PastWriter, last_step, read_past
+from tidewheel.train import history
+from tidewheel.train.history import HistoryWriter, RunHistory, last_step, read_history
 from tidewheel.train.record import RunRecord
 
 
@@ -27,13 +27,13 @@ def event(place, at: float, kind: str, **detail) -> None:
 
 def test_a_run_without_a_state_is_read_from_its_logs(tmp_path):
     place = store(tmp_path)
-    assert read_past(place) == Past()
+    assert read_history(place) == RunHistory()
     batches(place, *range(1, 101))
     batches(place, *range(91, 96), generation=1)
     event(place, 1.0, "failure", generation=0)
     event(place, 2.0, "resume", generation=1)
     event(place, 3.0, "node_lost", node="n")
-    assert read_past(place) == Past(step=100, failures=1, generation=1)
+    assert read_history(place) == RunHistory(step=100, failures=1, generation=1)
     assert last_step(place) == 100
 
 
@@ -42,10 +42,10 @@ def test_the_logs_add_to_the_state(tmp_path):
     batches(place, *range(1, 20))
     for at in (10.0, 20.0, 30.0):
         event(place, at, "failure", generation=3)
-    place.write_json("state.json", asdict(Past(step=15, failures=7, generation=2, time=25.0)))
-    assert read_past(place) == Past(step=19, failures=8, generation=3, time=25.0)
-    place.write_json("state.json", asdict(Past(step=500, failures=7, generation=9, time=40.0)))
-    assert read_past(place) == Past(step=500, failures=7, generation=9, time=40.0)
+    place.write_json("state.json", asdict(RunHistory(step=15, failures=7, generation=2, time=25.0)))
+    assert read_history(place) == RunHistory(step=19, failures=8, generation=3, time=25.0)
+    place.write_json("state.json", asdict(RunHistory(step=500, failures=7, generation=9, time=40.0)))
+    assert read_history(place) == RunHistory(step=500, failures=7, generation=9, time=40.0)
     assert last_step(place, known=500) == 500
 
 
@@ -53,7 +53,7 @@ def test_the_logs_add_to_the_state(tmp_path):
 def test_a_damaged_state_is_as_none(tmp_path, content):
     (tmp_path / "state.json").write_text(content)
     batches(store(tmp_path), 1, 2)
-    assert read_past(store(tmp_path)) == Past(step=2, generation=0)
+    assert read_history(store(tmp_path)) == RunHistory(step=2, generation=0)
 
 
 def test_records_before_what_is_known_are_not_read(tmp_path, monkeypatch):
@@ -62,7 +62,7 @@ def test_records_before_what_is_known_are_not_read(tmp_path, monkeypatch):
     event(place, 1.0, "failure", generation=0)
     for at in range(10_000, 10_500):
         event(place, float(at), "save")
-    place.write_json("state.json", asdict(Past(step=4_990, failures=1, generation=0, time=10_490.0)))
+    place.write_json("state.json", asdict(RunHistory(step=4_990, failures=1, generation=0, time=10_490.0)))
     read = []
 
     def counted(*given):
@@ -70,9 +70,9 @@ def test_records_before_what_is_known_are_not_read(tmp_path, monkeypatch):
             read.append(record)
             yield record
 
-    monkeypatch.setattr(past, "newest_first", counted)
-    monkeypatch.setattr(past, "CLOCKS_SECONDS", 20.0)
-    assert read_past(place) == Past(step=4_999, failures=1, generation=0, time=10_490.0)
+    monkeypatch.setattr(history, "newest_first", counted)
+    monkeypatch.setattr(history, "CLOCKS_SECONDS", 20.0)
+    assert read_history(place) == RunHistory(step=4_999, failures=1, generation=0, time=10_490.0)
     assert len(read) == 10 + 31
 
 
@@ -92,17 +92,17 @@ def test_the_writer_writes_what_changed_and_waits_for_storage(tmp_path):
             time.sleep(0.01)
         assert condition()
 
-    place, now = Away(tmp_path), Past(step=1, generation=0)
+    place, now = Away(tmp_path), RunHistory(step=1, generation=0)
     asked = []
-    writer = PastWriter(place, lambda: asked.append(1) or replace(now, time=time.time()), seconds=0.01)
+    writer = HistoryWriter(place, lambda: asked.append(1) or replace(now, time=time.time()), seconds=0.01)
     writer.start()
     until(lambda: len(asked) > 5)
     assert place.writes == 1
-    assert read_past(place).step == 1
+    assert read_history(place).step == 1
     place.away, now = True, replace(now, step=2)
     until(lambda: place.writes > 3)
     place.away = False
-    until(lambda: read_past(place).step == 2)
+    until(lambda: read_history(place).step == 2)
     now = replace(now, step=3)
     writer.end()
     assert json.loads((tmp_path / "state.json").read_text())["step"] == 3
