@@ -38,7 +38,7 @@ lock:  ## requirements.lock: the hash of each package for this platform; `make i
 	$(BIN)/python -m tests.security.dependencies lock
 
 kernels: $(STAMP)  ## compile the text kernels that come with the package; needed when one has changed
-	$(BIN)/python -m tidewheel.data.text.kernel_build
+	$(BIN)/python -m tidewheel.data.kernel_build
 
 sbom: $(STAMP)  ## sbom.json: what is installed, as CycloneDX
 	$(BIN)/python -m tests.security.dependencies sbom

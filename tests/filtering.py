@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from tidewheel.data.filter import FILTERS, Batch, Filter
 from tidewheel.data.text.measures import Measures
-from tidewheel.data.text.textpass import Measured
+from tidewheel.data.textpass import Measured
 
 
 def everything() -> Measures:

@@ -28,8 +28,8 @@ import pyarrow as pa
 
 from tests.filtering import everything
 from tests.unit.data.filters.test_gopher_repetition import clean
+from tidewheel.data import textpass
 from tidewheel.data.filter import FILTERS, Batch
-from tidewheel.data.text import textpass
 from tidewheel.data.text.textpass_kernels import SENTENCES
 
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")

@@ -102,7 +102,7 @@ def speed(megabytes: float) -> float:
     import pydoc_data.topics
 
     from tests.filtering import everything
-    from tidewheel.data.text import textpass
+    from tidewheel.data import textpass
 
     texts = [*pydoc_data.topics.topics.values(), inspect.getsource(argparse), inspect.getsource(subprocess)]
     size = sum(len(each.encode()) for each in texts)

@@ -33,7 +33,7 @@ from tidewheel.data.dedup.banding import collision_probability
 from tidewheel.data.stage import read_file
 from tidewheel.data.stages import dedup_near, ingest, keys, near_edges, partition
 from tidewheel.data.stages.execute import Runner
-from tidewheel.data.stages.job import resolve
+from tidewheel.data.stages.resolve import resolve
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 MARGIN = 0.03  # recall may be this much below the curve

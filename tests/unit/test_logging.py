@@ -14,7 +14,7 @@ PACKAGE = Path(tidewheel.__file__).parent
 PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 #: What people read on their terminal is printed: commands, what they show, and programs with a `main` of their own.
 TALKS_TO_PEOPLE = ("commands/", "cli.py", "console.py", "demo/", "plan/tables.py", "kubernetes/vendor.py",
-                   "data/text/kernel_build.py", "cluster/doctor/", "cluster/s3_faults.py", "cluster/s3_server.py",
+                   "data/kernel_build.py", "cluster/doctor/", "cluster/s3_faults.py", "cluster/s3_server.py",
                    "cluster/jobs.py")
 #: The driver tells its user why it waits for the owner of what it is to write.
 WAITS = ("elastic/trainer.py", "data/pipeline.py")

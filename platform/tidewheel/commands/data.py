@@ -55,7 +55,7 @@ def data_run(
 
     tried = [f"read.{name}={value}" for name, value in (("limit", limit), ("sample", sample)) if value is not None]
     settings = load(PipelineConfig, config, [*(set_ or ()), *tried])  # tells of wrong keys before the heavy imports
-    from tidewheel.data import pipeline
+    from tidewheel.data import pipeline, pipeline_plan
     from tidewheel.data.stages.replace import would_be_replaced
 
     if fail_above is not None and not 0 <= fail_above <= 1:
@@ -64,7 +64,7 @@ def data_run(
         raise ConfigError("the pipeline has no decontaminate step", where="--fail-above",
                           mend="add the step to the recipe, with the evals to look for")
     if dry_run:
-        plan = pipeline.plan(settings, input=input, output=output)
+        plan = pipeline_plan.plan(settings, input=input, output=output)
         print_table([line.row() for line in plan.formats], title="what would be read")
         _print_skipped(plan.skipped)
         print_table(plan.rows(), title="what would run")

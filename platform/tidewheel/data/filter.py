@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from tidewheel.data.text.measures import Measures
-    from tidewheel.data.text.textpass import Measured
+    from tidewheel.data.textpass import Measured
 
 Limits = Mapping[str, tuple[float | None, float | None]]
 """(smallest, largest) kept value by statistic."""
@@ -112,7 +112,7 @@ class Batch:
         Args:
             asked: what `Filter.measures` of the same filter returns.
         """
-        from tidewheel.data.text import textpass
+        from tidewheel.data import textpass
 
         return textpass.measure(self.texts, asked) if self.measured is None else self.measured
 

@@ -1,7 +1,7 @@
-"""The data pipeline: `plan` says what would be done, `run` does it on Ray Data and can be run again at any time.
+"""Run a data pipeline on Ray Data; a run that was killed continues when it is started again.
 
-Stages, each of durable units (`stage`): ingest (one unit a file), partition, then the recipe's steps over
-partitions of the documents' ids, the tokenizer, and pack. A unit that is published and intact is not done again.
+The stages are: ingest (a unit for each file), partition, the recipe's steps over partitions of the documents, the
+tokenizer, and pack. Each stage consists of durable units (`stage`). A published, intact unit is not made again.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidewheel.data.config import LAST, FilterStep, PipelineConfig
-from tidewheel.data.stage import Published, counts, lookup, read_file
+from tidewheel.data.config import LAST, PipelineConfig
+from tidewheel.data.pipeline_summary import PipelineSummary
+from tidewheel.data.stage import Published, counts, read_file
 from tidewheel.data.stages import (
     by_source,
     decontaminate,
@@ -37,149 +38,48 @@ from tidewheel.data.stages import (
     tokenizer,
     write,
 )
-from tidewheel.data.stages.execute import Finished, Runner, Task
-from tidewheel.data.stages.formats import FormatLine, by_format
-from tidewheel.data.stages.job import Job, resolve
+from tidewheel.data.stages.execute import Finished, Runner
+from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.ray_data import placed
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.data.stages.summary import Ledger
 from tidewheel.errors import InputError, OwnershipError, StorageError
 from tidewheel.lease import Held, holding
-from tidewheel.parts import is_own, name_of
 from tidewheel.shards.manifest import GROWING
 from tidewheel.shards.manifest import KEY as MANIFEST
-from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote, store
+from tidewheel.storage import TEMPORARY_PREFIX, Stamp, is_remote
 
 logger = logging.getLogger(__name__)
 
 LEASES = "leases"
 OnProgress = Callable[[str, int, int, str], None]
 ABANDONED_SECONDS = 86_400.0
-"""No unit takes as long to upload: an upload in parts that began earlier is a killed run's."""
-
-
-@dataclass(frozen=True)
-class PipelineSummary:
-    """What a pipeline did; `value` is what `summary.json` holds."""
-
-    value: dict[str, Any]
-    output: str
-
-    @property
-    def recipe_hash(self) -> str:
-        """Hash of the resolved recipe."""
-        return self.value["recipe_hash"]
-
-    @property
-    def documents(self) -> int:
-        """Documents in the training set; without one, in the product (`write`)."""
-        return self.value["documents"]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the training set."""
-        return self.value["tokens"]
-
-    def stage(self, name: str) -> dict[str, Any]:
-        """The line of one stage; KeyError when there is none."""
-        return {entry["name"]: entry for entry in self.value["stages"]}[name]
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Files of source trees that are left out, by reason."""
-        return dict(self.value.get("skipped", {}))
-
-    def sets(self) -> list[dict[str, str]]:
-        """For a table: a line for each set; none where nothing is packed."""
-        if "rows" not in self.value:
-            return []
-        return [{"set": name, "documents": f"{values['documents']:,}", "tokens": f"{values['tokens']:,}",
-                 "rows": f"{values['rows']:,}", "filled": f"{values['utilisation']:.1%}" if values["rows"] else "-"}
-                for name, values in (("training", self.value), ("validation", self.value["validation"]))]
-
-    def rows(self) -> list[dict[str, str]]:
-        """For a table: a line for each stage."""
-        return [{
-            "stage": entry["name"], "in": f"{entry['documents_in']:,}", "out": f"{entry['documents_out']:,}",
-            "dropped": f"{sum(entry['dropped'].values()):,}", "edited": f"{entry['edited']:,}",
-            "quarantined": f"{entry['quarantined']:,}",
-            "units": f"{entry['units']}", "reused": f"{entry['units_reused']}", "seconds": f"{entry['seconds']:.1f}",
-        } for entry in self.value["stages"]]
-
-    def filter_speeds(self) -> list[dict[str, str]]:
-        """For a table: a line for each filter that was applied, the slowest first; none in a recipe without filters of
-        the user's own, and where every unit was there already."""
-        costs = [(stage["name"], cost) for stage in self.value["stages"] for cost in stage.get("filters", ())]
-        if not any(is_own(cost["name"]) for _, cost in costs):
-            return []
-        rates = [(cost["documents"] / max(cost["seconds"], 1e-9), stage, cost) for stage, cost in costs]
-        return [{"filter": cost["name"], "stage": stage, "documents": f"{cost['documents']:,}",
-                 "documents a second on a core": f"{rate:,.0f}"}
-                for rate, stage, cost in sorted(rates, key=lambda row: row[0])]
-
-    def most_frequent_reasons(self) -> list[str]:
-        """Return a line for each stage that drops documents for several reasons: the three most frequent ones."""
-        lines = []
-        for entry in self.value["stages"]:
-            counts = sorted(entry["dropped"].items(), key=lambda item: (-item[1], item[0]))
-            if len(counts) < 2:
-                continue
-            told = ", ".join(f"{reason} {count:,}" for reason, count in counts[:3])
-            rest = f" and {len(counts) - 3} other reasons" if len(counts) > 3 else ""
-            lines.append(f"{entry['name']} dropped most for {told}{rest}")
-        return lines
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """One stage of a plan: its units, and how many are published; None where earlier stages decide that."""
-
-    name: str
-    units: int
-    published: int | None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `run` would do."""
-
-    stages: tuple[PlannedStage, ...]
-    recipe_hash: str
-    files: int
-    input_bytes: int
-    partitions: int
-    formats: tuple[FormatLine, ...] = ()
-    replaces: str = ""
-    """What another recipe or input has made in the output, for people; "" where nothing is replaced."""
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    """Files of source trees that their names or lengths leave out, by reason."""
-
-    def rows(self) -> list[dict[str, str]]:
-        """For a table: a line for each stage."""
-        return [{"stage": stage.name, "units": str(stage.units),
-                 "published": "after the stage before" if stage.published is None else str(stage.published),
-                 "what": stage.note} for stage in self.stages]
+"""Age from which a multipart upload belongs to a killed run: no unit takes this long to upload."""
+WRITTEN_FOLDERS = ("stages", "verdicts", "annotations", "quarantine", write.FOLDER, *pack.SETS)
+"""Folders below the output that a killed run may leave temporary files in."""
 
 
 def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgress | None = None,
         fail_above: float | None = None, verify: bool = False, may_replace: bool = False) -> PipelineSummary:
-    """Run a pipeline on the Ray that is initialised in this process. Killed anywhere and run again, it goes on.
+    """Run a pipeline in the Ray cluster that this process is connected to.
+
+    A run that was killed at any point continues when it is started again.
 
     Args:
         config: the recipe.
-        input: URI that the recipe's relative paths are below.
-        output: URI to write to; one pipeline at a time, as a lease in it says.
-        on_progress: called with (stage, units done, units in all, note).
-        fail_above: instead of the decontamination step's own.
-        verify: read every file that is published already, and write anew what is damaged.
-        may_replace: what another recipe has made in the output is replaced.
+        input: URI that the recipe's relative paths are resolved against.
+        output: URI to write to. A lease in it admits one pipeline at a time.
+        on_progress: called with (stage, finished units, all units, note).
+        fail_above: overrides `fail_above` of the decontamination step.
+        verify: read all published files, and write damaged ones again.
+        may_replace: replace what another recipe or input made in the output.
 
     Raises:
-        ConfigError: something would be replaced, and `may_replace` is not given.
+        ConfigError: the run would replace results, and `may_replace` is False.
         OwnershipError: another pipeline is writing to this output.
-        StorageError: input or output cannot be used.
+        StorageError: the input or output cannot be used.
         InputError: no file matches, too many records are bad, too many documents are contaminated, or none is left.
-        ClusterError: no node is one that `placement` asks for.
+        ClusterError: no node matches `placement`.
     """
     job = resolve(config, input=input, output=output)
     job.store.check()
@@ -191,21 +91,22 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
 
 
 def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> PipelineSummary:
-    _sweep(job)
+    _remove_partial_files(job)
     hub_commits.note(job.store, job.commits)
     replace.begin(job)
     ledger = Ledger()
     with placed(job.config.placement.selector):
-        done = _stages(job, runner, ledger, fail_above)
-    if held.lost:  # units are the same whoever writes them; the manifests are the other one's now
-        raise OwnershipError("another pipeline has begun to write to this output, as this one showed no sign of life",
-                             where=job.output, mend="wait for the other one; what both have done is not done again")
+        done = complete_stages(job, runner, ledger, fail_above)
+    if held.lost:  # both pipelines write the same units, but only the owner may write the manifests
+        raise OwnershipError("another pipeline took over this output because this one did not renew its lease",
+                             where=job.output, mend="wait for the other one; it reuses the units that are finished")
     ledger.publish_verdicts(job)
     if ledger.near_index:
         near_index.commit(job, ledger.near_index)
     runner.tidy("annotations", ledger.annotating)
     file = read_file(job.store, done.tokenizer) if done.tokenizer else b""
-    product = manifests = None
+    product = None
+    manifests = None
     if job.config.product is not None:
         product = write.commit(job, done.written, ledger.stages, done.evaluation_sets, file)
     if job.config.step("pack"):
@@ -217,7 +118,7 @@ def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> Pipe
 
 
 def _withdraw(job: Job) -> None:
-    """Take back what an earlier recipe has published here and this one does not make: it would pass for its work."""
+    """Delete manifests that an earlier recipe published and this one does not write: their results are outdated."""
     for folder in pack.SETS if not job.config.step("pack") else ():
         job.store.delete(f"{folder}/{MANIFEST}")
         job.store.delete(f"{folder}/{GROWING}")
@@ -226,9 +127,15 @@ def _withdraw(job: Job) -> None:
 
 
 @dataclass(frozen=True)
-class _Completed:
-    """What the last stages made: units of the product and the sets, the tokenizer's file, and the fingerprints of the
-    evaluation sets."""
+class Completed:
+    """Results of the last stages.
+
+    Args:
+        written: units of the `write` stage.
+        packed: units of the training and validation sets.
+        tokenizer: file of the tokenizer; None if the recipe does not tokenize.
+        evaluation_sets: fingerprints of the evaluation sets.
+    """
 
     written: list[Published]
     packed: list[Published]
@@ -236,16 +143,26 @@ class _Completed:
     evaluation_sets: Sequence[dict[str, Any]]
 
 
-def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None = None) -> _Completed:
-    """Complete every stage."""
+def complete_stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None = None) -> Completed:
+    """Complete every stage in order.
+
+    Args:
+        job: what the stages work on.
+        runner: completes a stage's units.
+        ledger: collects the counts of all stages.
+        fail_above: overrides `fail_above` of the decontamination step.
+
+    Raises:
+        InputError: too many records are bad, too many documents are contaminated, or none is left.
+    """
     logger.info("pipeline %s: %s to %s", job.config.name, job.input, job.output)
     ingested = ingest.run(job, runner)
-    _read_lines(job.config, ledger, ingested)
+    _record_reading(job.config, ledger, ingested)
     done, parts = partition.run(job, runner, ingested.units)
     ledger.parts(partition.STAGE, done)
     runner.tidy("quarantine", [*ingested.units, *done.units])
     evaluation_sets: Sequence[dict[str, Any]] = ()
-    for stage, step in _middle(job.config):
+    for stage, step in steps_by_stage(job.config):
         if step.kind == "filter":
             done, parts = row_local.run_filter(job, runner, parts, stage, step.settings)
         elif step.kind == "dedup_url":
@@ -259,130 +176,80 @@ def _stages(job: Job, runner: Runner, ledger: Ledger, fail_above: float | None =
         elif step.kind == "dedup_lines":
             done, parts = dedup_lines.run(job, runner, parts)
         else:
-            done, parts, found = decontaminate.run(job, runner, parts, fail_above)
-            ledger.more["contamination"], evaluation_sets = found, found["sets"]
+            done, parts, contamination = decontaminate.run(job, runner, parts, fail_above)
+            ledger.more["contamination"] = contamination
+            evaluation_sets = contamination["sets"]
         ledger.parts(stage, done)
-        logger.info("stage %s has ended with %d units", stage, len(done.units))
+        logger.info("stage %s completed %d units", stage, len(done.units))
     left = sum(part.count for part in parts)
     if not left:
         raise empty.nothing_left(ledger.stages, ledger.quarantine, job)
-    file, written = None, list[Published]()
+    file = None
+    written: list[Published] = []
     if job.config.step("tokenize"):
-        made = tokenizer.run(job, runner, parts)
-        ledger.stage(tokenizer.STAGE, made, documents_in=left, documents_out=left)
-        file = made.units[0].files["tokenizer"]
+        finished = tokenizer.run(job, runner, parts)
+        ledger.stage(tokenizer.STAGE, finished, documents_in=left, documents_out=left)
+        file = finished.units[0].files["tokenizer"]
     if job.config.product is not None:
         product = write.run(job, runner, parts, file)
         written = product.units
         ledger.stage(write.STAGE, product, documents_in=left, documents_out=left)
     if file is None or not job.config.step("pack"):
-        return _Completed(written, [], file, evaluation_sets)
-    packed = pack.run(job, runner, parts, file, evaluation_sets)
-    made_of = sum(unit.summary[name]["documents"] for unit in packed.units for name in pack.SETS)
+        return Completed(written, [], file, evaluation_sets)
+    packed = _pack(job, runner, ledger, parts, file, evaluation_sets)
+    return Completed(written, packed, file, evaluation_sets)
+
+
+def _pack(job: Job, runner: Runner, ledger: Ledger, parts: list[partition.Part], tokenizer_file: Stamp,
+          evaluation_sets: Sequence[dict[str, Any]]) -> list[Published]:
+    """Complete the pack stage and check its rows."""
+    packed = pack.run(job, runner, parts, tokenizer_file, evaluation_sets)
+    documents = sum(unit.summary[name]["documents"] for unit in packed.units for name in pack.SETS)
     ledger.stage(pack.STAGE, packed, documents_in=sum(unit.summary["documents_in"] for unit in packed.units),
-                 documents_out=made_of, dropped=counts(packed.units, "dropped"))
+                 documents_out=documents, dropped=counts(packed.units, "dropped"))
     if job.config.read.kind != "documents":
         ledger.judged(pack.STAGE, packed.units)
-        if not made_of:
-            told = next(iter(sorted(ledger.samples[pack.STAGE].items())))
-            raise InputError(f"no conversation could be tokenized ({told[0]}: {told[1][0].get('detail', '')})",
+        if not documents:
+            reason, samples = min(ledger.samples[pack.STAGE].items())
+            raise InputError(f"no conversation could be tokenized ({reason}: {samples[0].get('detail', '')})",
                              where=job.input, mend="correct the chat template, or raise pack.sequence_length")
     if (error := empty.no_training_row(packed.units, job)) is not None:
         raise error
     if "contamination" in ledger.more:
-        ledger.more["contamination"]["packed"] = decontaminate.check_packed(job, runner, packed.units, file)
-    return _Completed(written, packed.units, file, evaluation_sets)
+        ledger.more["contamination"]["packed"] = decontaminate.check_packed(job, runner, packed.units, tokenizer_file)
+    return packed.units
 
 
 def stages(config: PipelineConfig) -> list[str]:
-    """Names of the stages in order, as `on_progress` is told them; parts of a stage have names of their own."""
+    """Return the names of the stages in order, as `on_progress` gets them; parts of a stage have names of their own."""
     last = ((tokenizer.STAGE, config.step("tokenize")), (write.STAGE, config.product),
             (pack.STAGE, config.step("pack")))
-    return [ingest.STAGE, partition.STAGE, *(name for name, _ in _middle(config)),
-            *(name for name, wanted in last if wanted)]
+    return [ingest.STAGE, partition.STAGE, *(name for name, _ in steps_by_stage(config)),
+            *(name for name, step in last if step)]
 
 
 def check(config: PipelineConfig, *, input: str, output: str, may_replace: bool = False) -> None:
-    """Raise what `run` would raise before it starts, in a moment and without Ray: no such input, bucket or access."""
+    """Raise the errors that `run` would raise before its first stage; it takes a moment and no Ray.
+
+    Args:
+        config: the recipe.
+        input: URI that the recipe's relative paths are resolved against.
+        output: URI to write to.
+        may_replace: as in `run`.
+
+    Raises:
+        ConfigError: a run would replace results, and `may_replace` is False.
+        StorageError: the input or output cannot be used.
+        InputError: no file matches, or a file that the recipe names is missing or invalid.
+    """
     job = resolve(config, input=input, output=output)
     job.store.check()
     if not may_replace:
         replace.refuse(job)
 
 
-def plan(config: PipelineConfig, *, input: str, output: str) -> Plan:
-    """What `run` would do, without Ray and without writing anything. Raises what `run` raises before it starts."""
-    job = resolve(config, input=input, output=output)
-    found = _Survey(job.output)
-    with contextlib.suppress(_Unfinished):
-        _stages(job, found, Ledger())
-    size = sum(file.bytes for file in job.files)
-    rules = ", ".join(_filters(step) for step in ingest.leading_filters(config))
-    files = sum(len(file.members) or 1 for file in job.files)
-    what = f"read {files} files, {size / 1e6:.1f} MB" + (f"; filter: {rules}" if rules else "")
-    lines = [
-        (ingest.STAGE, len(ingest.tasks(job)), what),
-        (partition.STAGE, job.partitions, "documents by the hash of their id"),
-        *((stage, job.partitions, _note(step)) for stage, step in _middle(config)),
-        *_last(job),
-    ]
-    return Plan(tuple(PlannedStage(name, units, found.published.get(name), note) for name, units, note in lines),
-                job.config.recipe_hash(), files, size, job.partitions, by_format(job.files, config.read),
-                replace.would_replace(job), job.skipped)
-
-
-def _last(job: Job) -> list[tuple[str, int, str]]:
-    """(stage, units, note) of the tokenizer and what writes."""
-    lines = []
-    tokenize, rows, product = job.config.step("tokenize"), job.config.step("pack"), job.config.product
-    if tokenize:
-        lines.append((tokenizer.STAGE, 1, f"from {tokenize.file}" if tokenize.file else
-                      f"train, {tokenize.train.vocabulary_size} tokens"))
-    if product:
-        lines.append((write.STAGE, job.partitions, f"{', '.join(product.formats)} to {write.FOLDER}/"))
-    if rows:
-        lines.append((pack.STAGE, job.partitions, f"rows of {rows.sequence_length} tokens, "
-                                                  f"{rows.validation_fraction:g} of the documents for validation"))
-    return lines
-
-
-class _Unfinished(Exception):
-    """A stage has units to do, so what comes after it is not known yet."""
-
-
-class _Survey(Runner):
-    """Goes through the stages as far as they are published, and only looks."""
-
-    def __init__(self, output: str) -> None:
-        super().__init__(output)
-        self.published: dict[str, int] = {}
-
-    def complete(self, stage: str, tasks: Sequence[Task], execute: Any, note: str = "", follow: Any = None) -> Finished:
-        found = lookup(store(self.output), [task.unit for task in tasks])
-        self.published[stage] = len(found)
-        if len(found) < len(tasks):
-            raise _Unfinished
-        return Finished([found[task.unit.key] for task in tasks], len(tasks), 0.0)
-
-    def tidy(self, folder: str, units: Sequence[Published]) -> None:
-        """Nothing: a survey changes nothing."""
-
-
-def _note(step: Any) -> str:
-    if step.filter is not None:
-        return _filters(step.filter)
-    given = step.settings.canonical()
-    return ", ".join(f"{name} {value}" for name, value in given.items()
-                     if value is not None and value is not False and value != [] and not isinstance(value, dict))
-
-
-def _filters(step: FilterStep) -> str:
-    return ", ".join(name_of(type(filter)) for filter in step.filters) + (" (annotate only)" if step.annotate else "")
-
-
-def _middle(config: PipelineConfig) -> list[tuple[str, Any]]:
-    """(stage name, step) of the steps between reading, which leading filters belong to, and the tokenizer or what
-    writes."""
+def steps_by_stage(config: PipelineConfig) -> list[tuple[str, Any]]:
+    """Return (stage name, step) of the steps between reading and the last steps; leading filters belong to reading."""
     steps = [step for step in config.steps if step.kind not in LAST]
     filters = 0
     while steps and steps[0].kind == "filter":
@@ -395,12 +262,13 @@ def _middle(config: PipelineConfig) -> list[tuple[str, Any]]:
     return named
 
 
-def _read_lines(config: PipelineConfig, ledger: Ledger, ingested: Finished) -> None:
-    """Reading and the leading filters are one pass, told as two stages."""
+def _record_reading(config: PipelineConfig, ledger: Ledger, ingested: Finished) -> None:
+    """Record reading and the leading filters, which are one pass, as two stages."""
     units = ingested.units
     records = sum(unit.summary["records"] for unit in units)
     ledger.skipped.update(counts(units, "skipped"))
-    quarantined, dropped = counts(units, "quarantined"), counts(units, "dropped")
+    quarantined = counts(units, "quarantined")
+    dropped = counts(units, "dropped")
     valid = records - sum(quarantined.values())
     ledger.stage(ingest.STAGE, ingested, documents_in=records, documents_out=valid, quarantined=quarantined,
                  left=by_source.merge(unit.summary["read"] for unit in units))
@@ -412,12 +280,12 @@ def _read_lines(config: PipelineConfig, ledger: Ledger, ingested: Finished) -> N
         ledger.judged(ingest.FILTER, units)
 
 
-def _sweep(job: Job) -> None:
-    """Remove what a killed run left half-written: files, and on an object store uploads in parts that are old."""
+def _remove_partial_files(job: Job) -> None:
+    """Remove files that a killed run left half-written; on an object store, old multipart uploads."""
     if is_remote(job.output):
-        with contextlib.suppress(StorageError):  # it may not be allowed to list them; that stops nobody's pipeline
+        with contextlib.suppress(StorageError):  # listing uploads may be forbidden, which must not stop a pipeline
             job.store.abort_uploads(before=time.time() - ABANDONED_SECONDS)
         return
-    for folder in ("stages", "verdicts", "annotations", "quarantine", write.FOLDER, *pack.SETS):
+    for folder in WRITTEN_FOLDERS:
         for path in Path(job.output, folder).rglob(f"{TEMPORARY_PREFIX}*"):
             path.unlink(missing_ok=True)

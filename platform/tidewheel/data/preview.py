@@ -18,7 +18,8 @@ from tidewheel.data.config import PipelineConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.filter import Filter
 from tidewheel.data.stages import filters, ingest
-from tidewheel.data.stages.job import Job, resolve
+from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import ConfigError, InputError
 from tidewheel.parts import name_of
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -20,7 +22,7 @@ from tidewheel.config import Config
 from tidewheel.data.reader import AUTO, Reader, chosen
 from tidewheel.data.text_template import TextTemplate
 from tidewheel.errors import ConfigError
-from tidewheel.parts import as_json, name_of
+from tidewheel.parts import Code, as_json, name_of
 
 
 class CodeConfig(Config):
@@ -161,3 +163,28 @@ class ReadConfig(Config):
     def text_fields(self) -> tuple[str, ...]:
         """The fields that make up a document's text."""
         return (self.text,) if isinstance(self.text, str) else self.text.fields
+
+
+_CODE = "reader_code"
+
+
+def bound(config: ReadConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` of `read` (in their form for keys) as workers need them, with the code of a user's reader."""
+    values = dict(settings)
+    if isinstance(config.format, Reader):
+        code = Code.of(type(config.format))
+        values["format"] = as_json(config.format)
+        values[_CODE] = None if code is None else asdict(code)
+    return values
+
+
+def received(values: Mapping[str, Any]) -> ReadConfig:
+    """Return the settings from the values that `bound` returned.
+
+    Raises:
+        ConfigError: the reader's module is missing on this node, or has a different source here.
+    """
+    settings = dict(values)
+    if (code := settings.pop(_CODE, None)) is not None:
+        Code(**code).arrive()
+    return ReadConfig(paths=("-",), **settings)

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from tidewheel.errors import InputError, TidewheelError
-from tidewheel.parts import KIND, Code, Kind, Part, as_json, is_own, name_of
+from tidewheel.parts import KIND, Kind, Part, is_own, name_of
 
 if TYPE_CHECKING:
-    from tidewheel.data.config import ReadConfig
     from tidewheel.data.quarantine import Bad
+    from tidewheel.data.read_config import ReadConfig
     from tidewheel.data.readers.code import Skipped
     from tidewheel.data.readers.record import Record
     from tidewheel.data.readers.sniff import Shape
@@ -134,33 +134,6 @@ def _failed(reader: Reader, error: Exception) -> InputError:
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else name
     return InputError(f"the reader {name} failed: {type(error).__name__}: {error}", where=where,
                       mend="correct the reader and run again; what is finished stays")
-
-
-def bound(config: ReadConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of `read`, in their form for keys, for workers: with where the code of an own reader is."""
-    values = dict(settings)
-    if isinstance(config.format, Reader):
-        code = Code.of(type(config.format))
-        values["format"] = as_json(config.format)
-        values[_CODE] = None if code is None else asdict(code)
-    return values
-
-
-def received(values: Mapping[str, Any]) -> ReadConfig:
-    """Return the settings from what `bound` gave.
-
-    Raises:
-        ConfigError: the reader's module is not on this node, or has another source here.
-    """
-    from tidewheel.data.config import ReadConfig
-
-    settings = dict(values)
-    if (code := settings.pop(_CODE, None)) is not None:
-        Code(**code).arrive()
-    return ReadConfig(paths=("-",), **settings)
-
-
-_CODE = "reader_code"
 
 
 def chosen(value: Any) -> Any:

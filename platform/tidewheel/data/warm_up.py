@@ -36,10 +36,10 @@ def warm_up() -> None:
     import numpy as np
     import pyarrow as pa
 
-    from tidewheel.data import decontaminate, dedup
+    from tidewheel.data import decontaminate, dedup, textpass
     from tidewheel.data.dedup import minhash
     from tidewheel.data.filter import FILTERS, Batch
-    from tidewheel.data.text import hashing, kernel_cache, textpass
+    from tidewheel.data.text import hashing, kernel_cache
     from tidewheel.data.text.measures import LineRules, LineShape, Measures
     from tidewheel.data.tokenize import pack
 

@@ -103,8 +103,8 @@ class PipelineKind:
 
     def content(self, entry: Entry, input: str, output: str) -> Any:
         from tidewheel.data.config import PipelineConfig
-        from tidewheel.data.stages.job import content
         from tidewheel.data.stages.recipe_versions import of_files
+        from tidewheel.data.stages.resolve import content
 
         config = build(PipelineConfig, entry["config"], where=entry["name"])
         tokenize = config.step("tokenize")

@@ -13,7 +13,7 @@ from tidewheel.workflow.steps import REFERENCE, Tokenizer, WorkflowStep
 if TYPE_CHECKING:
     from tidewheel.data.config import PipelineConfig
     from tidewheel.data.filter import Document, Filter
-    from tidewheel.data.pipeline import PipelineSummary
+    from tidewheel.data.pipeline_summary import PipelineSummary
     from tidewheel.workflow.step_settings import (
         DecontaminateSettings,
         DedupLinesSettings,

@@ -30,7 +30,7 @@ from tidewheel.workflow.schedule import Cancelled, Schedule, cancel_key
 from tidewheel.workflow.steps import Call, WorkflowStep
 
 if TYPE_CHECKING:
-    from tidewheel.data.pipeline import PipelineSummary
+    from tidewheel.data.pipeline_summary import PipelineSummary
     from tidewheel.train.loop import TrainResult
 
 SPEC_KEY = "workflow.json"
@@ -59,7 +59,7 @@ class WorkflowResult:
     @property
     def pipelines(self) -> dict[str, PipelineSummary]:
         """Summaries of the pipelines, by step name."""
-        from tidewheel.data.pipeline import PipelineSummary
+        from tidewheel.data.pipeline_summary import PipelineSummary
 
         return {name: PipelineSummary(storage.store(record.place).read_json("summary.json"), record.place)
                 for name, record in self.records.items() if record.kind == "pipeline"}

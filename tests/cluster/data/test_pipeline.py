@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tidewheel.config import build
-from tidewheel.data import pipeline
+from tidewheel.data import pipeline, pipeline_plan
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.stage import Unit
 from tidewheel.data.stages import execute
@@ -215,10 +215,11 @@ def test_a_second_run_does_nothing(finished, monkeypatch):
         assert {**one, "units_reused": 0, "seconds": 0, "filters": []} == {
             **other, "units_reused": 0, "seconds": 0, "filters": []}
     assert {**first.value, "stages": []} == {**again.value, "stages": []}
-    planned = pipeline.plan(recipe(), input=str(root / "in"), output=str(root / "out"))
+    planned = pipeline_plan.plan(recipe(), input=str(root / "in"), output=str(root / "out"))
     assert [(stage.units, stage.published) for stage in planned.stages] == [
         (5, 5), (3, 3), (3, 3), (3, 3), (3, 3), (1, 1), (3, 3)]
-    planned = pipeline.plan(recipe("steps.3.decontaminate.ngram=8"), input=str(root / "in"), output=str(root / "out"))
+    changed = recipe("steps.3.decontaminate.ngram=8")
+    planned = pipeline_plan.plan(changed, input=str(root / "in"), output=str(root / "out"))
     assert [stage.published for stage in planned.stages] == [5, 3, 3, 3, 0, None, None]
 
 

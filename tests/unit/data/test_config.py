@@ -114,7 +114,7 @@ def _gopher():
     (changed(0, {"dedup_exact": {}}), "dedup_exact is given 2 times"),
     (ending("write", TOKENIZE), "the last steps are tokenize, pack, write, in this order"),
     (ending(TOKENIZE, "dedup_exact", "pack"), "the last steps are tokenize, pack, write, in this order"),
-    (ending(TOKENIZE, {"write": {"formats": ["parquet"]}}), "nothing takes the tokens"),
+    (ending(TOKENIZE, {"write": {"formats": ["parquet"]}}), "no step uses the tokens"),
     (ending({"write": {"formats": ["megatron"]}}), "tokenize must come before it"),
     (ending({"write": {"formats": ["mds", "mds"]}}), "mds is given twice"),
     (ending({"write": {"formats": ["csv"]}}), "write.formats"),

@@ -22,7 +22,7 @@ from tidewheel.data.config import PipelineConfig
 from tidewheel.data.dedup import minhash
 from tidewheel.data.stages import dedup_near, ingest, near_index, partition
 from tidewheel.data.stages.execute import Runner
-from tidewheel.data.stages.job import resolve
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import ConfigError, InputError, StorageError
 from tidewheel.storage import store
 

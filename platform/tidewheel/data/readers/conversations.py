@@ -8,10 +8,12 @@ themselves, and the tools that the assistant may call, stay in the document's `m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tidewheel.data.read_config import ReadConfig
 from tidewheel.data.readers.messages import ASSISTANT, Message, UnusableError, checked, checked_tools, text_of
+
+if TYPE_CHECKING:
+    from tidewheel.data.read_config import ReadConfig
 
 MESSAGES, TOOLS = "messages", "tools"
 """Where `meta` holds a conversation, and the tools of a conversation or pair."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tidewheel.data.config import ReadConfig
 from tidewheel.data.document import content_id, encode_meta
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.readers.conversations import as_document
 from tidewheel.data.readers.messages import UnusableError
 from tidewheel.data.text_template import TextTemplate
 from tidewheel.versions import Version
+
+if TYPE_CHECKING:
+    from tidewheel.data.read_config import ReadConfig
 
 RECORDS = Version("records")
 """How a file is unpacked, its format is recognised, and fields become a document or a bad record."""

@@ -1,6 +1,7 @@
-"""The files of a source tree that may be documents, in bundles: a unit for each file would be far too many.
+"""Choose the files of a source tree that may be documents, and group them into bundles, one unit each.
 
-A file's bundle follows from its path, so that a file more or less changes one bundle, not all behind it.
+A unit for each file would be far too many. A file's bundle follows from its path, so adding or removing a file changes
+one bundle only.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ from tidewheel.data.readers.code import reason_by_name
 from tidewheel.storage import Stamp, Store, is_remote
 
 BUNDLE_FILES = 1024
-_SALT = 0xC0DE  # keeps bundles independent of partitions and of the validation split
+_SALT = 0xC0DE
+"""Makes bundles independent of partitions and of the validation split."""
 
 
-def readable(place: Store, files: Sequence[Stamp], config: ReadConfig) -> tuple[list[Stamp], Counter[str]]:
-    """Return the files that may be documents, by name and length, and how many are left out, by reason."""
-    kept, skipped = list[Stamp](), Counter[str]()
-    root = None if is_remote(place.uri) else Path(place.uri)
-    linked = dict[str, bool]()
+def readable(store: Store, files: Sequence[Stamp], config: ReadConfig) -> tuple[list[Stamp], Counter[str]]:
+    """Choose the files that may be documents, by name and length.
+
+    Args:
+        store: root of the tree.
+        files: all files of the tree.
+        config: settings of `read`.
+
+    Returns:
+        The chosen files, and the number of skipped files by reason.
+    """
+    kept: list[Stamp] = []
+    skipped: Counter[str] = Counter()
+    root = None if is_remote(store.uri) else Path(store.uri)
+    linked: dict[str, bool] = {}
     for file in files:
-        reason = "" if root is None else _no_file(root, file.key, linked)
+        reason = "" if root is None else _not_a_file(root, file.key, linked)
         reason = reason or reason_by_name(file.key, file.bytes, config.code)
         if reason:
             skipped[reason] += 1
@@ -36,8 +48,8 @@ def readable(place: Store, files: Sequence[Stamp], config: ReadConfig) -> tuple[
     return kept, skipped
 
 
-def _no_file(root: Path, key: str, linked: dict[str, bool]) -> str:
-    """Why a path is no plain file of this tree; a link in any folder above it counts."""
+def _not_a_file(root: Path, key: str, linked: dict[str, bool]) -> str:
+    """Return why a path is not a plain file of this tree, or ""; a link in any folder above it counts."""
     folder = key.rpartition("/")[0]
     if folder and _is_linked(root, folder, linked):
         return "symbolic_link"
@@ -56,12 +68,14 @@ def _is_linked(root: Path, folder: str, known: dict[str, bool]) -> bool:
 
 
 def bundles(files: Sequence[Stamp], config: ReadConfig) -> list[list[Stamp]]:
-    """Return the files by bundle, each sorted by key; some may be empty. How many there are follows from the files'
-    number and length."""
+    """Return the files of each bundle, sorted by key; a bundle may be empty.
+
+    The number of bundles follows from the number and size of the files.
+    """
     size = sum(file.bytes for file in files)
-    wanted = max(-(-len(files) // BUNDLE_FILES), -(-size // config.unit_bytes), 1)
-    count = 1 << (wanted - 1).bit_length()
-    found: list[list[Stamp]] = [[] for _ in range(count)]
+    minimum = max(-(-len(files) // BUNDLE_FILES), -(-size // config.unit_bytes), 1)
+    count = 1 << (minimum - 1).bit_length()
+    groups: list[list[Stamp]] = [[] for _ in range(count)]
     for file in sorted(files, key=lambda file: file.key):
-        found[xxhash.xxh3_64_intdigest(file.key.encode("utf-8", "surrogateescape"), _SALT) % count].append(file)
-    return found
+        groups[xxhash.xxh3_64_intdigest(file.key.encode("utf-8", "surrogateescape"), _SALT) % count].append(file)
+    return groups

@@ -1,9 +1,9 @@
-"""Which files of a folder are the split of a data set, in the layouts that Hugging Face's tools write and read.
+"""Find the files of a data set's split in a folder, in the layouts that Hugging Face's tools write and read.
 
 1. `save_to_disk`: `dataset_dict.json` names the splits, folders with Arrow files that `state.json` lists.
 2. `README.md` with `configs` in its YAML head: patterns of files by subset and split.
-3. Neither: a split is a word in a folder's or file's name (`data/train-00000-of-00002.parquet`, `test/a.jsonl`); files
-   without any such word in any name are the split `train`.
+3. Neither: a word in the name of a folder or file is the split (`data/train-00000-of-00002.parquet`, `test/a.jsonl`).
+   If no name has such a word, all files are the split `train`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def data_files(place: Store, folder: str, *, subset: str | None, split: str) -> 
     """Return the keys of a split's files, sorted.
 
     Args:
-        place: where the folder is.
-        folder: its key; "" for the store itself.
+        place: store that holds the folder.
+        folder: key of the folder; "" for the store itself.
         subset: name of the subset; None for the default one.
-        split: one name, several with "+" between them, or "all".
+        split: one name, several joined by "+", or "all".
 
     Raises:
-        InputError: there is no such subset or split, or no data at all; it names those that there are.
+        InputError: the subset or split does not exist, or the folder has no data. The message lists what exists.
     """
     where = place.at(folder) if folder else place.uri
     start = len(folder) + 1 if folder else 0
@@ -65,24 +65,26 @@ def data_files(place: Store, folder: str, *, subset: str | None, split: str) -> 
         splits = described or _by_name(names)
     if not splits:
         known = ", ".join(sorted(_data_endings()))
-        raise InputError("no file in this folder is a data set's", where=where,
+        raise InputError("no file in this folder belongs to a data set", where=where,
                          mend=f"files end in {known}; or name them with a pattern in read.paths")
-    wanted = list(splits) if split == ALL else [name.strip() for name in split.split("+")]
-    if missing := [name for name in wanted if name not in splits]:
+    requested = list(splits) if split == ALL else [name.strip() for name in split.split("+")]
+    if missing := [name for name in requested if name not in splits]:
         raise InputError(f"there is no split {', '.join(map(repr, missing))}; there are "
                          f"{', '.join(map(repr, sorted(splits)))}", where=where,
                          mend=f"name one of them with read.split, several with +, or read.split: {ALL}")
-    if absent := [name for name in wanted if not splits[name]]:
-        raise InputError(f"{_CARD} describes the split {absent[0]!r}, but none of its files is there", where=where,
+    if absent := [name for name in requested if not splits[name]]:
+        raise InputError(f"{_CARD} describes the split {absent[0]!r}, but all of its files are missing", where=where,
                          mend="download the data set again, with all its files")
-    return sorted({posixpath.join(folder, name) for one in wanted for name in splits[one]})
+    return sorted({posixpath.join(folder, name) for part in requested for name in splits[part]})
 
 
 class _Folder:
     """A folder of a store."""
 
     def __init__(self, place: Store, folder: str, where: str) -> None:
-        self._place, self._folder, self.where = place, folder, where
+        self._place = place
+        self._folder = folder
+        self.where = where
 
     def text(self, name: str) -> str:
         data = self._place.read(posixpath.join(self._folder, name), 0, _README_BYTES)
@@ -94,12 +96,12 @@ class _Folder:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise InputError(f"{name} is no JSON object", where=self.where, mend="save the data set again")
+            raise InputError(f"{name} is not a JSON object", where=self.where, mend="save the data set again")
         return value
 
 
 def _saved(folder: _Folder, names: Sequence[str]) -> Splits:
-    """The splits of a folder that `save_to_disk` wrote."""
+    """Return the splits of a folder that `save_to_disk` wrote."""
     if _DICT not in names:
         state = folder.json(_STATE)
         own = state.get("_split")
@@ -116,7 +118,7 @@ def _arrow_files(folder: _Folder, names: Sequence[str], below: str, state: Mappi
     files = [file.get("filename") if isinstance(file, dict) else None for file in listed or []]
     missing = [name for name in files if f"{below}{name}" not in names]
     if not isinstance(listed, list) or missing or state.get("_indices_data_files"):
-        what = (f"{below}{missing[0]} is not there" if missing else
+        what = (f"{below}{missing[0]} is missing" if missing else
                 "its rows are chosen by indices" if state.get("_indices_data_files") else "it lists no files")
         raise InputError(f"{below}{_STATE}: {what}", where=folder.where,
                          mend="save the data set again (flatten_indices() first), or export it with to_parquet")
@@ -124,12 +126,12 @@ def _arrow_files(folder: _Folder, names: Sequence[str], below: str, state: Mappi
 
 
 def _described(folder: _Folder, names: Sequence[str], subset: str | None) -> Splits | None:
-    """The splits of a subset as README.md describes them; None where it describes none."""
+    """Return the splits of a subset that README.md describes; None if it describes none."""
     head = _HEAD.match(folder.text(_CARD))
     try:
         values = yaml_text.load(head[1]) if head else None
     except yaml.YAMLError as error:
-        raise InputError(f"the head of {_CARD} is no YAML ({getattr(error, 'problem', None) or error})",
+        raise InputError(f"the head of {_CARD} is not YAML ({getattr(error, 'problem', None) or error})",
                          where=folder.where, mend="correct it, or name the files with patterns in read.paths") from None
     configs = values.get("configs") if isinstance(values, dict) else None
     if not isinstance(configs, list) or not configs:
@@ -143,7 +145,7 @@ def _described(folder: _Folder, names: Sequence[str], subset: str | None) -> Spl
     splits: Splits = {}
     for name, patterns in _patterns(chosen["data_files"], folder.where):
         splits[name] = [file for pattern in patterns for file in names
-                        if _is_meant(file, posixpath.join(data_dir, pattern))]
+                        if _matches(file, posixpath.join(data_dir, pattern))]
     return splits
 
 
@@ -160,36 +162,36 @@ def _chosen(known: Mapping[str, Mapping[str, Any]], subset: str | None, where: s
 
 
 def _patterns(given: Any, where: str) -> Iterable[tuple[str, list[str]]]:
-    """(split, patterns) of `data_files`: text, a list of text, a list of {split, path}, or an object by split."""
+    """Yield (split, patterns) of `data_files`: a string, a list of strings or of {split, path}, or an object."""
     if isinstance(given, dict):
         given = [{"split": name, "path": path} for name, path in given.items()]
     if isinstance(given, str) or (isinstance(given, list) and all(isinstance(path, str) for path in given)):
         given = [{"split": "train", "path": given}]
     for entry in given if isinstance(given, list) else [{}]:
-        found = entry if isinstance(entry, dict) else {}
-        path = found.get("path")
+        values = entry if isinstance(entry, dict) else {}
+        path = values.get("path")
         paths = [path] if isinstance(path, str) else path
         if not isinstance(paths, list) or not all(isinstance(one, str) and "://" not in one for one in paths):
-            raise InputError(f"data_files of {_CARD} are not as documented", where=where,
+            raise InputError(f"data_files of {_CARD} have an unknown form", where=where,
                              mend="name the files with patterns in read.paths")
-        yield str(found.get("split", "train")), [one.removeprefix("./") for one in paths]
+        yield str(values.get("split", "train")), [one.removeprefix("./") for one in paths]
 
 
-def _is_meant(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     return matches(name, f"{pattern}**" if pattern.endswith("/") else pattern)
 
 
 def _by_name(names: Sequence[str]) -> Splits:
-    """The splits that the names of folders and files tell."""
+    """Return the splits that the names of folders and files contain."""
     data = [name for name in names if _is_data(name)]
     shards: Splits = {}
     for name in data:
-        if found := _SHARD.search(name):
-            shards.setdefault(found[1], []).append(name)
+        if match := _SHARD.search(name):
+            shards.setdefault(match[1], []).append(name)
     if shards:
         return shards
     for part in (posixpath.dirname, posixpath.basename):
-        splits = {split: [name for name in data if _says(part(name), words)] for split, words in _WORDS.items()}
+        splits = {split: [name for name in data if _has_word(part(name), words)] for split, words in _WORDS.items()}
         if any(splits.values()):
             return {split: files for split, files in splits.items() if files}
     return {"train": data} if data else {}
@@ -201,12 +203,12 @@ def _is_data(name: str) -> bool:
             and not any(part.startswith((".", "__")) for part in parts))
 
 
-def _says(text: str, words: Sequence[str]) -> bool:
+def _has_word(text: str, words: Sequence[str]) -> bool:
     return re.search(rf"(?:^|[-._ 0-9/])(?:{'|'.join(words)})(?:[-._ 0-9/]|$)", text) is not None
 
 
 @cache
 def _data_endings() -> tuple[str, ...]:
-    """Endings of files that are data in any data set."""
+    """Return the endings of data files."""
     known = [ending for several in endings().values() for ending in several]
     return (".json", *(ending for ending in known if ending not in _DOCUMENTATION))

@@ -1,7 +1,7 @@
-"""Exact deduplication: key rows meet by text hash, the losers go home to their partition.
+"""Exact deduplication: a shuffle groups key rows by text hash, a second one returns the duplicates to their partition.
 
-Only keys are shuffled: 50 bytes and the id a document. Documents of the earlier dumps that a near-deduplication of the
-same recipe is run against take part, as better ones.
+Only keys are shuffled: 50 bytes and the id for each document. If the recipe's near-deduplication names earlier dumps,
+their documents take part and win.
 """
 
 from __future__ import annotations
@@ -28,13 +28,22 @@ ROWS = dedup.KEY_SCHEMA.append(pa.field("bucket", pa.int32()))
 
 
 def tasks(job: Job, parts: list[Part]) -> list[Task]:
-    """One unit for each partition of ids."""
+    """Return one task for each partition."""
     return part_tasks(job, STAGE, parts, settings=[index.hash for index in job.indexes], together=True,
                       version=VERSION, more={"against": [index.uri for index in job.indexes]})
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Part]]:
-    """Find the exact duplicates among the documents that are left."""
+    """Find the exact duplicates among the remaining documents.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+
+    Returns:
+        The units, and the partitions without the duplicates.
+    """
     todo = tasks(job, parts)
     meet = Hop("bucket", functools.partial(losers, job.partitions), DROP_SCHEMA)
     sources = [*todo, *near_index.source_tasks(job, {})]
@@ -45,7 +54,13 @@ def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Par
 
 
 def read_keys(indexes: Sequence[Index], partitions: int, task: Task) -> Iterator[pa.Table]:
-    """Key rows of one partition, or of one file of an index, each with the bucket its hash falls into."""
+    """Yield key rows of one partition, or of one file of an index, each with the bucket of its hash.
+
+    Args:
+        indexes: indexes of earlier dumps.
+        partitions: number of buckets.
+        task: one of `tasks`, or of `near_index.source_tasks`.
+    """
     if "index" in task.inputs:
         table = indexes[task.inputs["index"]].read(task.inputs["file"], dedup.KEY_COLUMNS)
     else:
@@ -55,6 +70,12 @@ def read_keys(indexes: Sequence[Index], partitions: int, task: Task) -> Iterator
 
 
 def losers(partitions: int, _: int, table: pa.Table) -> pa.Table:
-    """What goes of one bucket, with the partition it belongs to; `DROP_SCHEMA`."""
-    found = dedup.exact_duplicates(table.select(dedup.KEY_COLUMNS))
-    return with_partition(found.filter(pc.invert(dedup.is_old(found["id"]))), partitions)
+    """Return the duplicates in one bucket, with the partition of each; `DROP_SCHEMA`.
+
+    Args:
+        partitions: number of partitions.
+        _: number of the bucket.
+        table: key rows of the bucket, in any order.
+    """
+    duplicates = dedup.exact_duplicates(table.select(dedup.KEY_COLUMNS))
+    return with_partition(duplicates.filter(pc.invert(dedup.is_old(duplicates["id"]))), partitions)

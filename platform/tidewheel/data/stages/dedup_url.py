@@ -1,7 +1,6 @@
-"""URL deduplication: of documents whose URLs have one normal form the best of the total order stays.
+"""URL deduplication: of the documents whose URLs have the same normal form, keep the best one by the total order.
 
-The keys of a partition carry the hashes of URLs when the recipe has this step; documents without a URL are not
-compared.
+If a recipe has this step, the keys of a partition include hashes of the URLs. Documents without a URL are not compared.
 """
 
 from __future__ import annotations
@@ -28,7 +27,16 @@ ROWS = dedup.KEY_SCHEMA.append(pa.field("bucket", pa.int32()))
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Part]]:
-    """Find the documents of one URL among those that are left."""
+    """Find documents with the same URL among the remaining ones.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+
+    Returns:
+        The units, and the partitions without the duplicates.
+    """
     todo = part_tasks(job, STAGE, parts, settings={}, version=VERSION, together=True,
                       more={"partitions": job.partitions})
     meet = Hop("bucket", functools.partial(losers, job.partitions), DROP_SCHEMA)
@@ -38,7 +46,7 @@ def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Par
 
 
 def read_keys(task: Task) -> Iterator[pa.Table]:
-    """Key rows of the documents of one partition that have a URL, hashes of URLs in place of those of texts."""
+    """Yield key rows of a partition's documents with a URL; hashes of URLs take the place of hashes of texts."""
     order = tuple(name for name, _ in dedup.ORDER_COLUMNS)
     table = load_keys(task.store, task.inputs, (*URL_COLUMNS, *order))
     table = table.filter(pc.is_valid(table[URL_COLUMNS[0]])).select([*URL_COLUMNS, *order])
@@ -48,5 +56,11 @@ def read_keys(task: Task) -> Iterator[pa.Table]:
 
 
 def losers(partitions: int, _: int, table: pa.Table) -> pa.Table:
-    """What goes of one bucket, with the partition it belongs to; `DROP_SCHEMA`."""
+    """Return the duplicates in one bucket, with the partition of each; `DROP_SCHEMA`.
+
+    Args:
+        partitions: number of partitions.
+        _: number of the bucket.
+        table: key rows of the bucket, in any order.
+    """
     return with_partition(dedup.exact_duplicates(table.select(dedup.KEY_COLUMNS)), partitions)

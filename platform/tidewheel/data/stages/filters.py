@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidewheel.data import textpass
 from tidewheel.data.filter import FILTERS, OWN, Batch, Filter
 from tidewheel.data.filter import judged as applied
 from tidewheel.data.stages import histograms
-from tidewheel.data.text import textpass
 from tidewheel.data.text.measures import Measures
 from tidewheel.parts import CODE, Code, is_own, name_of, source_hash
 from tidewheel.versions import Version

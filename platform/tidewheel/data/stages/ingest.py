@@ -19,14 +19,16 @@ from tidewheel.data import document, quarantine, readers, verdicts, warm_up
 from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
-from tidewheel.data.reader import Reader, bound, reader_of, received, version_of
+from tidewheel.data.read_config import bound, received
+from tidewheel.data.reader import Reader, reader_of, version_of
 from tidewheel.data.readers import Record, UnreadableFile, code, sniff
 from tidewheel.data.stage import Published, Unit, UnitWriter, counts, ipc_stream, unit_key
 from tidewheel.data.stages import by_source, empty, filters, keys
 from tidewheel.data.stages.execute import Finished, Runner, Task, map_units
-from tidewheel.data.stages.job import Job, SourceFile
+from tidewheel.data.stages.job import Job
 from tidewheel.data.stages.outcomes import VERSION as FILTERING
 from tidewheel.data.stages.outcomes import Group, Outcomes, grouped, groups
+from tidewheel.data.stages.sources import SourceFile
 from tidewheel.errors import InputError
 from tidewheel.storage import store
 from tidewheel.versions import Version

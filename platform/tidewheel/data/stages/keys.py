@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidewheel.data import url, verdicts
+from tidewheel.data import textpass, url, verdicts
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.dedup.minhash import VERSION as minhash_version
 from tidewheel.data.dedup.minhash import minhash as signatures_of
-from tidewheel.data.text import measures, textpass
+from tidewheel.data.text import measures
 from tidewheel.versions import Version
 
 VERSION = Version("document_keys", uses=(measures.VERSION, minhash_version, verdicts.VERSION))

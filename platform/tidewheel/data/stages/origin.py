@@ -17,7 +17,8 @@ from tidewheel.provenance import git_commit, python_version, versions, without_s
 from tidewheel.storage import Store, content_hash
 
 if TYPE_CHECKING:
-    from tidewheel.data.stages.job import Job, SourceFile
+    from tidewheel.data.stages.job import Job
+    from tidewheel.data.stages.sources import SourceFile
 
 RECIPE, INPUTS = "recipe.json", "inputs.jsonl"
 FORMAT = 1

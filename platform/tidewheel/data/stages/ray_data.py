@@ -1,4 +1,4 @@
-"""Ray Data's settings while the pipeline's stages run: quiet, shuffles in the workers there are, and on which nodes."""
+"""Settings of Ray Data while stages run: no output, shuffles in existing worker processes, tasks on selected nodes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tidewheel.placement import GROUP_LABEL, Selector, matches, with_labels
 
 _SILENT = logging.CRITICAL + 1
 SHUFFLE_BYTES, SHUFFLE_MOST, SHUFFLE_MAPS = 64 << 20, 1 << 30, 256
-"""Input that the map side of a shuffle takes at once: 64 MiB, which every CPU gets some of and whose copies reuse
-memory (Ray's default of 1 GiB is one task up to there, and takes twice the CPU time). A partition holds as much, so
-beyond 256 partitions it grows with them: maps x partitions objects are a load of their own."""
+"""Input of a map task of a shuffle, in bytes. With 64 MiB every CPU gets work and copies reuse memory; Ray's default of
+1 GiB runs smaller inputs as one task and takes twice the CPU time. A partition is as large, so beyond `SHUFFLE_MAPS`
+partitions the size grows with their number (up to `SHUFFLE_MOST`), to bound the maps x partitions objects."""
 _SELECTOR: contextvars.ContextVar[Selector] = contextvars.ContextVar("selector", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
 def placed(selector: Selector) -> Iterator[None]:
-    """Tasks of the block run on nodes that match `selector`."""
+    """Run the tasks of the block on nodes that match `selector`."""
     before = _SELECTOR.set(selector)
     try:
         yield
@@ -36,13 +36,13 @@ def placed(selector: Selector) -> Iterator[None]:
 
 @contextlib.contextmanager
 def settings(partitions: int) -> Iterator[None]:
-    """Ray Data as the pipeline needs it, and silent: progress is ours to show, errors ours to tell.
+    """Configure Ray Data for the pipeline, without its own output: the pipeline shows progress and errors itself.
 
     Args:
-        partitions: of the shuffles in the block.
+        partitions: number of partitions of the shuffles in the block.
 
     Raises:
-        ClusterError: no node is one of those that `placed` asks for.
+        ClusterError: no node matches the selector of `placed`.
     """
     from ray.data import DataContext
     from ray.data.context import ShuffleStrategy
@@ -53,15 +53,15 @@ def settings(partitions: int) -> Iterator[None]:
     context = DataContext.get_current()
     options = copy.copy(context.execution_options)
     options.label_selector = selector or options.label_selector
-    wanted = {"execution_options": options, "enable_progress_bars": False, "print_on_execution_start": False,
+    values = {"execution_options": options, "enable_progress_bars": False, "print_on_execution_start": False,
               "shuffle_strategy": ShuffleStrategy.SHUFFLE_V2, "shuffle_compression": "lz4",
               "shuffle_input_batch_bytes": min(SHUFFLE_MOST, SHUFFLE_BYTES * max(1, partitions // SHUFFLE_MAPS)),
-              "memory_usage_poll_interval_s": None,  # it walks the page tables of every worker each second
-              "raise_original_map_exception": True}  # wrapped, ours would lose its parts on the way here
-    before = {name: getattr(context, name) for name in wanted}
+              "memory_usage_poll_interval_s": None,  # polling walks the page tables of every worker each second
+              "raise_original_map_exception": True}  # a wrapped error of ours would lose its fields
+    before = {name: getattr(context, name) for name in values}
     logger = logging.getLogger("ray.data")
     level = logger.level
-    for name, value in wanted.items():
+    for name, value in values.items():
         setattr(context, name, value)
     logger.setLevel(_SILENT)
     try:
@@ -75,11 +75,11 @@ def settings(partitions: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_workers() -> Iterator[None]:
-    """Shuffles in the worker processes that are there.
+    """Run shuffles in existing worker processes.
 
-    Ray gives each side of a shuffle an environment of its own and with it new processes, so that object store pages do
-    not count as memory of other tasks'; starting those takes longer than most shuffles, and on a node without room for
-    idle ones that is at each stage.
+    Ray gives each side of a shuffle its own environment, and with it new processes, so that object store pages do not
+    count as the memory of other tasks. Starting these processes takes longer than most shuffles. On a node without
+    room for idle processes they start again in each stage.
     """
     from ray.data._internal.execution.operators import hash_shuffle_v2
     from ray.data._internal.execution.operators.shuffle_operators import shuffle_reduce_operator
@@ -97,7 +97,7 @@ def _same_workers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _placed_shuffles(selector: Selector) -> Iterator[None]:
-    """Tasks of shuffles on nodes that match: Ray gives them no `label_selector`, unlike all other tasks."""
+    """Run shuffle tasks on matching nodes: Ray passes `label_selector` to all other tasks, but not to these."""
     from ray.data._internal.execution.operators.shuffle_operators import shuffle_map_operator, shuffle_reduce_operator
 
     if not selector:
@@ -116,7 +116,7 @@ def _placed_shuffles(selector: Selector) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A remote function whose options always have the selector."""
+    """Remote function that always runs with the selector."""
 
     task: Any
     selector: dict[str, str]
@@ -126,7 +126,7 @@ class _Placed:
 
 
 def _require_nodes(selector: Selector) -> None:
-    """Say so when nothing could ever run, rather than wait."""
+    """Raise ClusterError if no node could ever run a task, instead of waiting for one."""
     import ray
 
     rows = [row for row in ray.nodes() if row["Alive"]]
@@ -134,5 +134,5 @@ def _require_nodes(selector: Selector) -> None:
         return
     if not can_grow(START_SECONDS):
         groups = sorted({(row["Labels"] or {}).get(GROUP_LABEL, "none") for row in rows})
-        raise ClusterError(f"no node{with_labels(selector)} has CPUs; groups of the nodes there are: "
+        raise ClusterError(f"no node{with_labels(selector)} has CPUs; the nodes belong to the groups: "
                            f"{', '.join(groups)}", where="placement", mend="correct placement, or add such nodes")

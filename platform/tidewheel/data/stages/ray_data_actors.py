@@ -1,7 +1,7 @@
-"""Ray Data without its two actors, in a cluster that neither grows nor has a dashboard.
+"""Run Ray Data without its two actors in a cluster that has neither an autoscaler nor a dashboard.
 
-Before the first task Ray Data waits for an actor that shares a growing cluster's nodes between data sets, and one that
-collects a dashboard's statistics. Each is a process that imports all of Ray Data: seconds before anything happens.
+Before the first task, Ray Data waits for two actors: one shares the nodes of an autoscaling cluster between data sets,
+one collects statistics for the dashboard. Each is a process that imports all of Ray Data, which takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tidewheel.autoscaler import can_grow
 
 @contextlib.contextmanager
 def without_idle_actors() -> Iterator[None]:
-    """Let data sets of the block do without the actors that have nothing to do in this cluster."""
+    """Run the data sets of the block without the actors that have nothing to do in this cluster."""
     if _has_dashboard():
         yield
         return
@@ -24,7 +24,7 @@ def without_idle_actors() -> Iterator[None]:
     names = ("update_execution_metrics", "update_iteration_metrics", "register_dataset_to_stats_actor")
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(_replaced(_StatsManager, name, staticmethod(_tell_nobody)))
+            stack.enter_context(_replaced(_StatsManager, name, staticmethod(_ignore)))
         if not can_grow():
             from ray.data._internal.cluster_autoscaler import rate_based_cluster_autoscaler as rate_based
 
@@ -33,7 +33,7 @@ def without_idle_actors() -> Iterator[None]:
 
 
 def _has_dashboard() -> bool:
-    """Return whether an API server has told of itself; a cluster of our own without a dashboard has none."""
+    """Return whether a dashboard's API server has registered its address."""
     from ray._private import ray_constants
     from ray.experimental import internal_kv
 
@@ -41,25 +41,27 @@ def _has_dashboard() -> bool:
                                                 namespace=ray_constants.KV_NAMESPACE_DASHBOARD))
 
 
-def _tell_nobody(*_: Any, **__: Any) -> None:
-    """Stand in for a call of the statistics actor."""
+def _ignore(*_: Any, **__: Any) -> None:
+    """Replace a call of the statistics actor."""
 
 
 class _WholeCluster:
-    """Give a data set what all nodes have, as Ray's coordinator does where it is alone; Ray's scheduler still decides
-    what runs. It asks for no node, as none can come."""
+    """Autoscaling coordinator that gives a data set the resources of all nodes, as Ray's does for a single data set.
+
+    Ray's scheduler still decides what runs. It requests no nodes, since the cluster cannot grow.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def request_resources(self, *_: Any, **__: Any) -> None:
-        """Do nothing: there is nobody to ask."""
+        """Do nothing: the cluster cannot grow."""
 
     def cancel_request(self) -> None:
         """Do nothing."""
 
     def get_reserved_resources(self) -> dict[str, dict[str, float]]:
-        """Return the resources of each node that can take tasks, by its id."""
+        """Return the resources of each node that can run tasks, by node id."""
         import ray
 
         return {row["NodeID"]: row["Resources"] for row in ray.nodes()
@@ -67,7 +69,7 @@ class _WholeCluster:
 
 
 def _takes_tasks(resources: dict[str, float]) -> bool:
-    """Return whether tasks may run on a node: a head without CPUs and GPUs has an object store that none can use."""
+    """Return whether tasks can run on a node: a head node without CPUs and GPUs has only an object store."""
     is_head = "node:__internal_head__" in resources
     return not is_head or bool(resources.get("CPU") or resources.get("GPU"))
 

@@ -1,4 +1,4 @@
-"""Versions of the parts that a whole recipe uses, for the key of a workflow's step."""
+"""Versions of all parts that a recipe uses, for the key of a workflow step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STEPS: dict[str, tuple[Version, ...]] = {
 
 
 def of_steps(config: PipelineConfig) -> dict[str, int]:
-    """Return {part: number} of all parts that the recipe's steps use."""
+    """Return the version of each part that the recipe's steps use, by the part's name."""
     used = [ingest.VERSION, partition.VERSION, RECORDS]
     for step in config.steps:
         if step.filter is not None:
@@ -47,6 +47,6 @@ def of_steps(config: PipelineConfig) -> dict[str, int]:
 
 
 def of_files(names: Iterable[str], config: PipelineConfig) -> dict[str, int]:
-    """Return {format: number} of the readers of these files, as their names tell them."""
+    """Return the version of the reader of each format, by format; file names decide the formats."""
     kinds = {sniff.format_of_name(name, config.read) for name in names}
     return {kind: version_of(reader_of(kind, config.read)).number for kind in sorted(kinds) if kind}

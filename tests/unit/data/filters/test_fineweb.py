@@ -9,8 +9,8 @@ from tests.filtering import judged
 from tests.unit.data.filters.test_gopher_quality import slow_tokens
 from tests.unit.data.filters.test_gopher_repetition import WORDS, clean, repeats
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
+from tidewheel.data import textpass
 from tidewheel.data.filters.fineweb import REASONS, FineWeb
-from tidewheel.data.text import textpass
 from tidewheel.data.text.measures import LINE_COUNTS
 
 DOCUMENTS = st.lists(

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.filtering import judged
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
+from tidewheel.data import textpass
 from tidewheel.data.filters.gopher_quality import REASONS, GopherQuality
-from tidewheel.data.text import textpass, token_table
+from tidewheel.data.text import token_table
 from tidewheel.data.text import unicode_table as table
 from tidewheel.data.text.measures import TOKEN_COUNTS, Measures
 

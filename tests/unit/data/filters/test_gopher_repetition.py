@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.filtering import judged
 from tests.unit.data.filters.test_gopher_quality import slow_tokens
 from tests.unit.data.text.test_text import ALPHABET, needs_frozen
+from tidewheel.data import textpass
 from tidewheel.data.filters.gopher_repetition import REASONS, STATISTICS, GopherRepetition
-from tidewheel.data.text import textpass
 from tidewheel.data.text import unicode_table as table
 from tidewheel.data.text.measures import DUPLICATE, REPETITION, TOP, Measures
 

@@ -12,7 +12,7 @@ import tidewheel as tw
 from tests.plain_execution import without_ray
 from tidewheel import parts
 from tidewheel.config import build
-from tidewheel.data import pipeline, reader
+from tidewheel.data import pipeline, pipeline_plan, read_config
 from tidewheel.data.config import PipelineConfig
 from tidewheel.errors import ConfigError, InputError
 
@@ -66,7 +66,7 @@ def test_its_records_become_documents(module: str, tmp_path: Path):
     assert summary.documents == 2, "the two files have records of the same ids, and one game has no text"
     assert summary.value["quarantine"] == {"duplicate_id": 1, "empty_text": 1}
     assert again.stage("ingest")["units_reused"] == 2
-    plan = pipeline.plan(config, input=str(tmp_path / "in"), output=str(tmp_path / "other"))
+    plan = pipeline_plan.plan(config, input=str(tmp_path / "in"), output=str(tmp_path / "other"))
     assert sorted(line.format for line in plan.formats) == [f"{module}:Games", f"{module}:Games, gzip"]
     assert {line.is_usable for line in plan.formats} == {True}
 
@@ -89,11 +89,11 @@ def test_the_recipe_says_which_and_how(module: str, tmp_path: Path):
 
 def test_a_worker_with_another_source_refuses(module: str):
     config = recipe({"kind": f"{module}:Games", "mark": "=="}).read
-    sent = reader.bound(config, {"format": config.decisive()["format"]})
-    assert reader.received(sent).format == config.format
+    sent = read_config.bound(config, {"format": config.decisive()["format"]})
+    assert read_config.received(sent).format == config.format
     sent["reader_code"]["hash"] = "blake3-0"
     with pytest.raises(ConfigError, match="another one on this node"):
-        reader.received(sent)
+        read_config.received(sent)
 
 
 def test_a_damaged_file_goes_to_quarantine_and_a_mistake_ends_the_run(module: str, tmp_path: Path):

@@ -15,12 +15,12 @@ import pytest
 from tests.unit.data.readers.test_lines import PACK
 from tidewheel.config import build
 from tidewheel.console import print_table
-from tidewheel.data import pipeline
+from tidewheel.data import pipeline_plan
 from tidewheel.data.config import PipelineConfig, ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers import Shape, UnreadableFile, read_records, shape_of
 from tidewheel.data.stages import ingest
-from tidewheel.data.stages.job import resolve
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import InputError
 from tidewheel.storage import store
 
@@ -212,7 +212,7 @@ def test_a_plan_shows_files_by_format_and_a_record_of_each(tmp_path, capsys):
     for name, data in files.items():
         look(tmp_path / "in", name, data)
     recipe = {"read": {"paths": ["*"]}, "max_bad_fraction": 0.5, "steps": [{"tokenize": {"train": {}}}, "pack"]}
-    plan = pipeline.plan(build(PipelineConfig, recipe), input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+    plan = pipeline_plan.plan(build(PipelineConfig, recipe), input=str(tmp_path / "in"), output=str(tmp_path / "out"))
     told = {line.format: (line.files, line.is_usable, line.record) for line in plan.formats}
     assert told == {
         "json": (2, True, "'1': a b"), "csv": (1, True, "'1': a b"),

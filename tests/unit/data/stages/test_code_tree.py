@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tidewheel.config import build
-from tidewheel.data import pipeline
+from tidewheel.data import pipeline_plan
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.languages import LANGUAGES, language_of
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers import code
 from tidewheel.data.stages import code_tree, ingest, origin
 from tidewheel.data.stages.execute import Task
-from tidewheel.data.stages.job import Job, resolve
+from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import ConfigError, InputError
 from tidewheel.storage import Stamp, store
 
@@ -152,7 +153,7 @@ def test_inputs_and_plan_name_the_files(tree):
     found = job(tree)
     assert [line["file"] for line in origin.input_lines(found.files)] == sorted(
         one.name for file in found.files for one in file.members)
-    plan = pipeline.plan(found.config, input=str(tree / "in"), output=str(tree / "out"))
+    plan = pipeline_plan.plan(found.config, input=str(tree / "in"), output=str(tree / "out"))
     assert plan.skipped == LEFT_OUT
     assert plan.formats[0].row()["format"] == "code"
     assert plan.formats[0].files == 10

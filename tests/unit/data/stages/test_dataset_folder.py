@@ -14,7 +14,7 @@ from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.stages import ingest
 from tidewheel.data.stages.dataset_folder import data_files
-from tidewheel.data.stages.job import resolve
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import InputError
 from tidewheel.storage import store
 
@@ -113,10 +113,10 @@ def test_what_save_to_disk_wrote(tmp_path):
     (CARD, "train", None, "several subsets: 'de', 'en', 'fr'"),
     (CARD, "train", "es", "no subset 'es': 'de', 'en', 'fr'"),
     (CARD, "dev", "en", "no split 'dev'; there are 'test', 'train'"),
-    (CARD.replace("de/*", "xx/*"), "train", "de", "describes the split 'train', but none of its files is there"),
-    (CARD.replace("path: en", "url: en"), "train", "en", "not as documented"),
-    (CARD.replace("de/*", "https://example.org/*"), "train", "de", "not as documented"),
-    ("---\na: [\n---\n", "train", None, "no YAML"), (None, "train", "en", "no README.md here names any"),
+    (CARD.replace("de/*", "xx/*"), "train", "de", "describes the split 'train', but all of its files are missing"),
+    (CARD.replace("path: en", "url: en"), "train", "en", "have an unknown form"),
+    (CARD.replace("de/*", "https://example.org/*"), "train", "de", "have an unknown form"),
+    ("---\na: [\n---\n", "train", None, "not YAML"), (None, "train", "en", "no README.md here names any"),
     (None, "dev", None, "no split 'dev'; there are")])
 def test_what_is_not_there_is_told_with_what_there_is(tmp_path, card, split, subset, told):
     with pytest.raises(InputError) as error:
@@ -130,13 +130,13 @@ def test_damaged_folders_of_save_to_disk(tmp_path):
     with pytest.raises(InputError, match="there are 'test'"):
         files(tmp_path / "test")
     (tmp_path / "test/data-00000-of-00001.arrow").unlink()
-    with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow is not there"):
+    with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow is missing"):
         files(tmp_path / "test", "test")
     saved(tmp_path / "chosen", ["a"], _indices_data_files=[{"filename": "indices.arrow"}])
     with pytest.raises(InputError, match="flatten_indices"):
         files(tmp_path / "chosen")
     (tmp_path / "chosen/state.json").write_text("[]")
-    with pytest.raises(InputError, match=r"state\.json is no JSON object"):
+    with pytest.raises(InputError, match=r"state\.json is not a JSON object"):
         files(tmp_path / "chosen")
     with pytest.raises(InputError, match="no file in this folder"):
         files(folder(tmp_path / "bare", "picture.png"))

@@ -12,12 +12,13 @@ from tests.plain_execution import without_ray
 from tidewheel.config import build
 from tidewheel.data import pipeline
 from tidewheel.data.config import PipelineConfig
+from tidewheel.data.pipeline_summary import PipelineSummary
 from tidewheel.errors import InputError
 
 GOOD = " ".join(f"word{chr(97 + number % 26)}{chr(97 + number // 26)}" for number in range(80))
 
 
-def run(folder: Path, files: dict[str, str], **changes: Any) -> pipeline.PipelineSummary:
+def run(folder: Path, files: dict[str, str], **changes: Any) -> PipelineSummary:
     (folder / "in").mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / "in" / name).write_text(text)
@@ -80,6 +81,6 @@ def test_the_most_frequent_reasons_are_told_where_there_are_several():
     dropped = {"too_few_words": 1262, "bullets": 1, "words_too_long": 10, "duplicate_lines": 10, "hashes": 1}
     stages = [{"name": "filter", "dropped": dropped}, {"name": "dedup_exact", "dropped": {"exact_duplicate": 57}},
               {"name": "pack", "dropped": {}}, {"name": "pii", "dropped": {"b": 1, "a": 1}}]
-    assert pipeline.PipelineSummary({"stages": stages}, "out").most_frequent_reasons() == [
+    assert PipelineSummary({"stages": stages}, "out").most_frequent_reasons() == [
         "filter dropped most for too_few_words 1,262, duplicate_lines 10, words_too_long 10 and 2 other reasons",
         "pii dropped most for a 1, b 1"]

@@ -16,7 +16,8 @@ from tidewheel.config import build
 from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.stages import hub_commits, ingest, origin
-from tidewheel.data.stages.job import Job, content, resolve
+from tidewheel.data.stages.job import Job
+from tidewheel.data.stages.resolve import content, resolve
 from tidewheel.errors import InputError, StorageAwayError, StorageError
 from tidewheel.storage import store
 

@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from tidewheel.config import build
-from tidewheel.data import pipeline
+from tidewheel.data import pipeline_plan
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.stage import counts, read_table
 from tidewheel.data.stages import ingest
-from tidewheel.data.stages.job import MIN_PARTITIONS, SourceFile, _partitions, resolve
+from tidewheel.data.stages.resolve import MIN_PARTITIONS, partition_count, resolve
+from tidewheel.data.stages.sources import SourceFile
 from tidewheel.errors import InputError
 from tidewheel.storage import store
 
@@ -85,7 +86,7 @@ def test_units_are_told_apart_by_what_they_read(folder, tmp_path):
     assert ranged["c.txt"] == whole["c.txt"]
     assert {"a.jsonl[bytes 0-999]", "a.jsonl[bytes 1000-1999]", "b.parquet[row groups 0-0]"} <= set(ranged)
     assert set(keys(max_record_bytes=5000).values()).isdisjoint(whole.values())
-    plan = pipeline.plan(recipe(unit_bytes=1000), input=str(folder), output=str(tmp_path / "out"))
+    plan = pipeline_plan.plan(recipe(unit_bytes=1000), input=str(folder), output=str(tmp_path / "out"))
     assert (plan.stages[0].units, plan.files) == (len(ranged), len(whole))
 
 
@@ -152,5 +153,5 @@ def test_what_is_tried_is_another_unit_and_few_partitions(folder, tmp_path):
     assert recipe().recipe_hash() == build(PipelineConfig, recipe().canonical()).recipe_hash()
     files = [SourceFile("/", "a.jsonl", "a.jsonl", 1 << 45, "")]
     config = build(PipelineConfig, {**recipe(limit=200).canonical()})
-    assert _partitions(config, files) == MIN_PARTITIONS
-    assert _partitions(recipe(sample=0.001), files) <= _partitions(recipe(), files) / 512
+    assert partition_count(config, files) == MIN_PARTITIONS
+    assert partition_count(recipe(sample=0.001), files) <= partition_count(recipe(), files) / 512

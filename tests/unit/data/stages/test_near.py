@@ -17,7 +17,7 @@ from tidewheel.data.dedup import minhash
 from tidewheel.data.stage import read_file
 from tidewheel.data.stages import dedup_exact, dedup_near, ingest, near_edges, near_index, near_rounds, partition
 from tidewheel.data.stages.execute import Runner
-from tidewheel.data.stages.job import resolve
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import InputError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

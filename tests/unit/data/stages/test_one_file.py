@@ -9,7 +9,7 @@ import pytest
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.config import build
 from tidewheel.data.config import PipelineConfig
-from tidewheel.data.stages.job import content, resolve
+from tidewheel.data.stages.resolve import content, resolve
 from tidewheel.storage import store
 
 

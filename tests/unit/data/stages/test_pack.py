@@ -16,8 +16,8 @@ from tidewheel.data.config import PipelineConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.stage import Published, write_ipc
 from tidewheel.data.stages import pack
-from tidewheel.data.stages.job import resolve
 from tidewheel.data.stages.partition import Part
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.data.tokenize.tokenizer import train_bpe
 from tidewheel.errors import InputError
 from tidewheel.shards.reader import ShardSet

@@ -15,8 +15,8 @@ from tidewheel.data.stage import Unit, read_table
 from tidewheel.data.stages import filters, ingest, partition, row_local
 from tidewheel.data.stages.drops import after, publish
 from tidewheel.data.stages.execute import Task
-from tidewheel.data.stages.job import resolve
 from tidewheel.data.stages.partition import Part, load_documents, load_keys
+from tidewheel.data.stages.resolve import resolve
 
 WORDS = ["and", "so", "it", "went", "on", "until", "the", "tide", "turned", "they", "all", "sailed", "home", "with"]
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 
 from tidewheel.config import build
-from tidewheel.data import pipeline
+from tidewheel.data import pipeline, pipeline_plan
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.stage import Unit
 from tidewheel.data.stages import histograms, ngrams
 from tidewheel.data.stages.execute import Task, _decode, _encode
-from tidewheel.data.stages.job import resolve
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.data.tokenize.pack import pack
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Stamp
@@ -73,12 +73,12 @@ def test_a_missing_input_is_not_created(tmp_path):
 
 def test_an_output_that_is_a_file_is_refused(folder):
     with pytest.raises(StorageError, match="it must be a folder"):
-        pipeline.plan(recipe(), input=str(folder), output=str(folder / "a.jsonl"))
+        pipeline_plan.plan(recipe(), input=str(folder), output=str(folder / "a.jsonl"))
 
 
 def test_the_plan_writes_nothing_and_needs_no_cluster(folder, tmp_path):
     steps = [{"filter": {"gopher_quality": {}}}, "dedup_exact", {"filter": {"gopher_quality": {"min_words": 9}}}]
-    plan = pipeline.plan(recipe(steps=steps), input=str(folder), output=str(tmp_path / "new"))
+    plan = pipeline_plan.plan(recipe(steps=steps), input=str(folder), output=str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
     assert [stage.name for stage in plan.stages] == ["ingest", "partition", "dedup_exact", "filter_2", "tokenizer",
                                                      "pack"]
@@ -91,15 +91,16 @@ def test_the_plan_writes_nothing_and_needs_no_cluster(folder, tmp_path):
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 4), (4 * 64 << 20, 4), ((4 * 64 << 20) + 1, 8), (1 << 40, 16384)])
 def test_partitions_follow_from_the_size_alone(folder, monkeypatch, size, expected):
-    from tidewheel.data.stages.job import SourceFile, _partitions
+    from tidewheel.data.stages.resolve import partition_count
+    from tidewheel.data.stages.sources import SourceFile
 
     for count in (1, 7):
         files = [SourceFile("r", "k", "n", size // count + (size % count if place == 0 else 0), "f")
                  for place in range(count)]
-        assert _partitions(recipe(), files) == expected
+        assert partition_count(recipe(), files) == expected
     packed = SourceFile("r", "k.jsonl.zst", "n", 16 * 64 << 20, "f")  # more text than bytes
-    assert _partitions(recipe(), [packed]) == 64
-    assert _partitions(recipe(partitions=3), files) == 3
+    assert partition_count(recipe(), [packed]) == 64
+    assert partition_count(recipe(partitions=3), files) == 3
 
 
 def test_tasks_survive_the_wire():
@@ -213,5 +214,5 @@ def test_the_stages_that_progress_counts_are_those_of_the_plan(folder, tmp_path)
     steps = [{"filter": {"gopher_quality": {}}}, "dedup_exact", {"filter": {"gopher_quality": {"min_words": 9}}}]
     for config in (recipe(steps=steps), build(PipelineConfig, {
             "read": {"paths": ["*.jsonl"]}, "steps": [*steps, {"write": {"formats": ["jsonl"]}}]})):
-        plan = pipeline.plan(config, input=str(folder), output=str(tmp_path / "new"))
+        plan = pipeline_plan.plan(config, input=str(folder), output=str(tmp_path / "new"))
         assert pipeline.stages(config) == [stage.name for stage in plan.stages]

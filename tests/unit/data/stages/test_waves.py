@@ -138,6 +138,6 @@ def test_what_an_earlier_recipe_left_is_gone(raw, tmp_path):
 
 
 def test_preferences_have_no_waves():
-    with pytest.raises(ConfigError, match=r"pack\.waves is for packed sequences"):
+    with pytest.raises(ConfigError, match=r"pack\.waves works only for packed sequences"):
         build(PipelineConfig, {"read": {"paths": ["x"], "kind": "preferences"}, "steps": [
             {"tokenize": {"file": "tokenizer.json"}}, {"pack": {"waves": 2}}]})

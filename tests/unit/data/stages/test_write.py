@@ -22,7 +22,7 @@ from backports import zstd
 
 from tests.plain_execution import without_ray
 from tidewheel.config import build
-from tidewheel.data import pipeline
+from tidewheel.data import pipeline, pipeline_plan
 from tidewheel.data.clean import clean, find
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.diff import compare
@@ -30,8 +30,8 @@ from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.product import card, formats, rows
 from tidewheel.data.stage import Published, write_ipc
 from tidewheel.data.stages import write
-from tidewheel.data.stages.job import resolve
 from tidewheel.data.stages.partition import Part
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.data.tokenize.tokenizer import train_bpe
 from tidewheel.errors import ConfigError, InputError
 from tidewheel.report.pipeline import write_pipeline_report
@@ -294,7 +294,7 @@ def test_a_pipeline_that_ends_with_a_filter(tmp_path):
     page = store(tmp_path / "out").read(write_pipeline_report(str(tmp_path / "out")).rpartition("/")[2]).decode()
     assert "Data set" in page
     assert "Packed sequences" not in page
-    stages = pipeline.plan(config, input=str(tmp_path / "in"), output=str(tmp_path / "out")).stages
+    stages = pipeline_plan.plan(config, input=str(tmp_path / "in"), output=str(tmp_path / "out")).stages
     assert [stage.name for stage in stages] == ["ingest", "partition", "dedup_exact", "write"]
     assert [stage.published for stage in stages] == [1, 4, 4, 4]
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
-from tidewheel.data.text import kernel_build, kernel_objects, kernel_source, kernel_tools, line_kernels
+from tidewheel.data import kernel_build
+from tidewheel.data.text import kernel_objects, kernel_source, kernel_tools, line_kernels
 
 pytestmark = pytest.mark.skipif(kernel_objects.level() is None, reason="nothing comes for this processor")
 USE = """
@@ -32,7 +33,8 @@ from tests.filtering import everything, judged
 from tidewheel.data import warm_up
 from tidewheel.data.dedup import minhash
 from tidewheel.data.filters.refinedweb import RefinedWeb
-from tidewheel.data.text import kernel_objects, textpass
+from tidewheel.data import textpass
+from tidewheel.data.text import kernel_objects
 
 ready = warm_up.is_warm()
 warm_up.warm_up()
@@ -74,7 +76,7 @@ def told(process: subprocess.Popen[str]) -> dict:
 
 
 def test_what_comes_with_the_package_is_of_the_kernels_as_they_are():
-    assert kernel_build.stale() == [], "run `python -m tidewheel.data.text.kernel_build`"
+    assert kernel_build.stale() == [], "run `python -m tidewheel.data.kernel_build`"
 
 
 def test_two_processes_of_a_new_machine_compile_nothing(tmp_path: Path):
@@ -144,6 +146,6 @@ def test_the_files_follow_from_the_sources(tmp_path: Path):
         made = kernel_objects.read(kernel_objects.path(name))[0]["made"]
         if any(importlib.metadata.version(package) != version for package, version in made.items()):
             pytest.skip(f"{name} was compiled with {made}")
-    subprocess.run([sys.executable, "-m", "tidewheel.data.text.kernel_build", "--folder", str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-m", "tidewheel.data.kernel_build", "--folder", str(tmp_path)], check=True)
     for name in kernel_objects.LEVELS:
         assert (tmp_path / kernel_objects.path(name).name).read_bytes() == kernel_objects.path(name).read_bytes()

@@ -16,7 +16,7 @@ from tidewheel.data.config import PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.readers import read_records
 from tidewheel.data.stages import tokens
-from tidewheel.data.stages.job import _chat_template
+from tidewheel.data.stages.resolve import chat_template
 from tidewheel.data.tokenize.chat import ChatTemplate, Refused, encode, read_template
 from tidewheel.data.tokenize.preferences import encode_pairs
 from tidewheel.data.tokenize.tokenizer import train_bpe
@@ -222,7 +222,7 @@ def test_a_template_file_beside_the_tokenizer_goes_before_its_configuration(tmp_
     def found(**settings):
         recipe = {"read": {"paths": ["a"], "kind": "chat"},
                   "steps": [{"tokenize": {"file": "model/tokenizer.json", **settings}}, {"pack": {}}]}
-        return json.loads(_chat_template(build(PipelineConfig, recipe), str(tmp_path)))
+        return json.loads(chat_template(build(PipelineConfig, recipe), str(tmp_path)))
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model/tokenizer_config.json").write_text('{"chat_template": "old", "bos_token": "<s>"}')

@@ -12,13 +12,13 @@ from tests.unit.data.filters.test_c4 import DOCUMENTS as LINES
 from tests.unit.data.filters.test_gopher_quality import DOCUMENTS as TOKENS
 from tests.unit.data.filters.test_gopher_repetition import DOCUMENTS as REPEATS
 from tests.unit.data.text.test_text import ALPHABET, is_frozen_unicode
-from tidewheel.data import text
+from tidewheel.data import text, textpass
 from tidewheel.data.dedup import minhash
 from tidewheel.data.filters.c4 import C4
 from tidewheel.data.filters.fineweb import FineWeb
 from tidewheel.data.filters.gopher_quality import GopherQuality
 from tidewheel.data.filters.gopher_repetition import GopherRepetition
-from tidewheel.data.text import hashing, textpass, token_table, unicode_table
+from tidewheel.data.text import hashing, token_table, unicode_table
 from tidewheel.data.text.measures import Measures
 
 DOCUMENTS = st.one_of(

@@ -1,7 +1,7 @@
 """Compile every kernel for each level of processors, and write what `kernel_objects` loads. For developers:
 
-    python -m tidewheel.data.text.kernel_build              # minutes; run it when a kernel has changed
-    python -m tidewheel.data.text.kernel_build --check      # says which kernels have changed since, in a second
+    python -m tidewheel.data.kernel_build              # minutes; run it when a kernel has changed
+    python -m tidewheel.data.kernel_build --check      # says which kernels have changed since, in a second
 
 It needs Linux on x86-64. What it writes follows from the kernels' source and the versions of numba and llvmlite alone.
 """
@@ -92,7 +92,7 @@ def main() -> int:
         for level in kernel_objects.LEVELS:
             # numba reads these once, when it is imported
             environment = {**os.environ, "NUMBA_CPU_NAME": level, "NUMBA_CPU_FEATURES": ""}
-            command = [sys.executable, "-m", "tidewheel.data.text.kernel_build", "--level", level, "--forms", str(file),
+            command = [sys.executable, "-m", "tidewheel.data.kernel_build", "--level", level, "--forms", str(file),
                        "--folder", str(options.folder)]
             subprocess.run(command, env=environment, check=True)
     return 0
@@ -102,7 +102,7 @@ def _check(folder: Path) -> int:
     changed = stale(folder)
     for name in changed:
         print(f"{name} has changed since it was compiled")
-    print("run `python -m tidewheel.data.text.kernel_build`" if changed else "every kernel is as it was compiled")
+    print("run `python -m tidewheel.data.kernel_build`" if changed else "every kernel is as it was compiled")
     return 1 if changed else 0
 
 
