@@ -189,8 +189,8 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
 
     said = RunLogs(store(config.run_uri)).new(LineFilter())
     generations = {event["detail"]["generation"] for event in (before[-1], lost, grown, left)}
-    ranks = {generation: {line.rank for line in said if line.generation == generation and "joins" in line.text}
-             for generation in generations}
+    joins = [line for line in said if line.logger == "tidewheel.elastic.worker" and line.text.startswith("joins")]
+    ranks = {generation: {line.rank for line in joins if line.generation == generation} for generation in generations}
     assert ranks == {event["detail"]["generation"]: set(range(event["detail"]["world_size"]))
                      for event in (before[-1], lost, grown, left)}
     copies = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("tidewheel-elastic-*.log")

@@ -1,26 +1,25 @@
-"""Who is to blame for an error, and what is left out because of it: plain decisions without sockets or clock.
+"""Which worker caused a failure, and what the run leaves out because of it: plain decisions without sockets or clock.
 
-Every member of a generation that ends by an error reports that error. Most only report that a collective broke; these
-are echoes. The cause is the first report that is no echo (`elastic.faults` tells them apart).
+When a generation ends in an error, every member reports one. Most reports only say that a collective broke; they are
+echoes. The cause is the first report that is not an echo (`elastic.faults` tells them apart).
 
-| what ended the generation | whose it is | what follows |
+| what ended the generation | who caused it | what follows |
 |---|---|---|
-| a process or node is lost or silent | nobody's | the others go on, however often it happens |
-| echoes only (a broken network, a hang without a culprit) | everybody's | one more try, counted |
-| a worker's own error, and others can go on without it | the worker's | its process is left out |
-| the same kind of error on several nodes, in one generation | the run's | ends the run if fatal, else counted |
-| the same kind again from another node | the run's | the same, and who raised it is left out |
-| a worker's own error, and no legal size without it | the run's | the same |
+| a process or node is lost or silent | no worker | the others continue, however often it happens |
+| echoes only (a broken network, a hang without a culprit) | all workers | one more attempt, counted |
+| a worker's own error, and the others can continue without it | the worker | its process is left out |
+| the same kind of error on several nodes, in one generation | the run | it ends if the error is fatal, else counted |
+| the same kind again from another node | the run | the same, and the worker that raised it is left out |
+| a worker's own error, and no legal size without it | the run | the same |
 
-Fatal are the errors that name something a person must fix (`TidewheelError`: a configuration, a damaged shard) and
-mistakes in the code (`TypeError`, `ValueError` and the like). Storage that is away is fatal only before the first step.
-"Again" means before the run got a step further than ever, or in the same words. Counted tries without such a step are
-limited by `elastic.max_failures_without_progress`.
+An error is fatal if it names something that a person must fix (`TidewheelError`: a configuration, a damaged shard) or
+is a mistake in the code (`TypeError`, `ValueError` and the like). Unavailable storage is fatal only before the first
+step. "Again" means before the run did a step further than ever, or with the same text. The setting
+`elastic.max_failures_without_progress` limits counted attempts without such a step.
 
-What is left out grows with each repetition: the process, then its device, then its node. The process is ended, and a
-new one is started in its place. A device or node is left alone for a time that doubles, up to a bound. Before a worker
-of a place that was blamed gets a rank again it must pass a probe (`elastic.probe`). If nothing else is left, blamed
-places are used again.
+Each repetition leaves out more: the process, then its device, then its node. The process is ended and a new one is
+started in its place. A device or node is excluded for a time that doubles, up to a bound. Workers of a blamed place
+must pass a probe (`elastic.probe`) to get a rank again. If nothing else is left, blamed places are used again.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from enum import StrEnum
 from tidewheel.elastic.policy import Backoff
 
 REMEMBERED = 64
-"""Faults that are compared with a new one."""
+"""Number of earlier faults with which a new one is compared."""
 
 
 class Level(StrEnum):
-    """What is left out."""
+    """What is left out of the run."""
 
     PROCESS = "process"
     DEVICE = "device"
@@ -46,38 +45,38 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """An error that a worker raised by itself."""
+    """An error of a worker's own."""
 
     worker: str
     node: str
     device: str
     """Its GPUs, as the node numbers them; "" on CPU."""
     kind: str
-    """The error's class."""
+    """Class of the error."""
     text: str
     fatal: bool
-    """Starting again does not help against it."""
+    """A restart does not fix it."""
     furthest: int
-    """The furthest step of the run when it came."""
+    """The furthest step of the run when the error occurred."""
 
     @property
     def wording(self) -> str:
-        """The text without numbers: two faults of the same cause differ in addresses, steps and ranks."""
+        """The text without numbers. Faults of one cause differ in addresses, steps and ranks."""
         return re.sub(r"\d+", "#", self.text)
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A place that is left out."""
+    """A place that the run leaves out."""
 
     level: Level
     node: str
     device: str
     until: float
-    """Monotonic seconds; a probe decides then."""
+    """Monotonic seconds. From then on a probe decides."""
     seconds: float
     times: int
-    """The node was blamed so often, this time included."""
+    """How often the node was blamed, including this time."""
 
 
 @dataclass(frozen=True)
@@ -86,36 +85,42 @@ class Judgement:
 
     cause: Fault
     out: Exclusion | None = None
-    """Who is left out; None: nobody."""
+    """The place that is left out; None for none."""
     counted: bool = False
-    """It counts against the tries without progress."""
+    """The failure counts against the attempts without progress."""
     final: bool = False
-    """It is the run's, and ends it."""
+    """The run caused it and ends."""
 
 
 Spare = Callable[[Fault, Level], bool]
-"""Whether a legal number of workers remains without the fault's process, device or node."""
+"""Returns whether a legal number of workers remains without the fault's process, device or node."""
 
 
 class Blame:
     """Remembers faults and judges new ones.
 
     Args:
-        backoff: how long a place is left out.
+        backoff: how long a place is excluded.
     """
 
     def __init__(self, backoff: Backoff) -> None:
         self._backoff = backoff
-        self._past: list[tuple[Fault, float]] = []
+        self._earlier: list[tuple[Fault, float]] = []
         self._out: dict[tuple[str, str], Exclusion] = {}
 
     def judge(self, faults: Sequence[Fault], spare: Spare, now: float) -> Judgement:
-        """Judge the faults of one generation, in the order in which they were reported; at least one."""
+        """Return what follows from the faults of one generation.
+
+        Args:
+            faults: at least one fault, in the order of the reports.
+            spare: whether the run can do without a fault's process, device or node.
+            now: monotonic seconds.
+        """
         cause = faults[0]
-        self._past = [(past, at) for past, at in self._past if now - at < self._memory][-REMEMBERED:]
+        self._earlier = [(fault, at) for fault, at in self._earlier if now - at < self._memory][-REMEMBERED:]
         again = self._seen_elsewhere(cause, spare)
-        strikes = [past for past, _ in self._past if past.node == cause.node]
-        self._past.append((cause, now))
+        strikes = [fault for fault, _ in self._earlier if fault.node == cause.node]
+        self._earlier.append((cause, now))
         alike = [fault for fault in faults if fault.kind == cause.kind]
         together = len({fault.worker for fault in alike}) > 1
         if len({fault.node for fault in alike}) > 1 or (together and not spare(cause, Level.NODE)):
@@ -126,40 +131,54 @@ class Blame:
         return Judgement(cause, self._leave_out(cause, level, len(strikes) + 1, now), counted=again)
 
     def refuse(self, fault: Fault, now: float) -> Exclusion:
-        """Leave out a process that did not pass its probe; the next one of its place waits longer."""
-        times = 1 + sum(past.node == fault.node for past, _ in self._past)
-        self._past.append((fault, now))
+        """Leave out a process that did not pass its probe. The next one of its place is excluded for longer."""
+        times = 1 + sum(earlier.node == fault.node for earlier, _ in self._earlier)
+        self._earlier.append((fault, now))
         return self._leave_out(fault, Level.PROCESS, times, now)
 
     def suspects(self, node: str, device: str, now: float) -> bool:
-        """Whether a worker there must pass a probe before it gets a rank."""
-        blamed = any(past.node == node and past.device == device and now - at < self._memory for past, at in self._past)
+        """Return whether a worker of this node and device must pass a probe before it gets a rank.
+
+        Args:
+            node: id of the node.
+            device: GPUs, as the node numbers them; "" on CPU.
+            now: monotonic seconds.
+        """
+        recent = [fault for fault, at in self._earlier if now - at < self._memory]
+        blamed = any(fault.node == node and fault.device == device for fault in recent)
         return blamed or self.is_out(node, device, now)
 
     def is_out(self, node: str, device: str, now: float) -> bool:
-        """Whether a worker there is left alone for now."""
-        places = [self._out.get((node, "")), self._out.get((node, device))]
-        return any(place is not None and now < place.until for place in places)
+        """Return whether workers of this node and device are excluded now.
+
+        Args:
+            node: id of the node.
+            device: GPUs, as the node numbers them; "" on CPU.
+            now: monotonic seconds.
+        """
+        exclusions = [self._out.get((node, "")), self._out.get((node, device))]
+        return any(exclusion is not None and now < exclusion.until for exclusion in exclusions)
 
     def nodes_out(self, now: float) -> set[str]:
-        """Nodes that are left alone as a whole for now."""
-        return {place.node for place in self._out.values() if place.level is Level.NODE and now < place.until}
+        """Return the nodes that are excluded as a whole now."""
+        exclusions = self._out.values()
+        return {out.node for out in exclusions if out.level is Level.NODE and now < out.until}
 
     def lift(self) -> None:
-        """Nothing else is left: let a probe decide at once."""
+        """End all exclusions because too few other workers are left: let probes decide at once."""
         self._out.clear()
 
     @property
     def _memory(self) -> float:
-        """Seconds for which a fault is remembered."""
+        """Seconds for which faults are remembered."""
         return 2 * self._backoff.most
 
     def _seen_elsewhere(self, cause: Fault, spare: Spare) -> bool:
-        """The same kind of error came from elsewhere before: since the run last made progress, or in the same words."""
-        for past, _ in self._past:
-            elsewhere = past.node != cause.node or (past.worker != cause.worker and not spare(cause, Level.NODE))
-            same_words = cause.fatal and past.wording == cause.wording
-            if past.kind == cause.kind and elsewhere and (past.furthest == cause.furthest or same_words):
+        """Return whether another place raised this kind of error, since the last progress or with the same text."""
+        for fault, _ in self._earlier:
+            elsewhere = fault.node != cause.node or (fault.worker != cause.worker and not spare(cause, Level.NODE))
+            same_text = cause.fatal and fault.wording == cause.wording
+            if fault.kind == cause.kind and elsewhere and (fault.furthest == cause.furthest or same_text):
                 return True
         return False
 
@@ -172,7 +191,7 @@ class Blame:
 
 
 def _escalated(cause: Fault, strikes: Sequence[Fault]) -> Level:
-    """What to leave out, after earlier faults of the same node."""
+    """Return what to leave out after earlier faults of the same node."""
     same_device = any(strike.device == cause.device for strike in strikes)
     if len(strikes) >= 2 or (same_device and not cause.device):
         return Level.NODE
@@ -180,6 +199,9 @@ def _escalated(cause: Fault, strikes: Sequence[Fault]) -> Level:
 
 
 def _spared(level: Level, cause: Fault, spare: Spare) -> Level | None:
-    """The highest level, up to `level`, that the run can do without; None: it needs even the process."""
+    """Return the highest level, up to `level`, that the run can do without; None if it needs even the process."""
     levels = [Level.NODE, Level.DEVICE, Level.PROCESS]
-    return next((each for each in levels[levels.index(level):] if spare(cause, each)), None)
+    for lower in levels[levels.index(level):]:
+        if spare(cause, lower):
+            return lower
+    return None

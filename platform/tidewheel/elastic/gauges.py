@@ -1,4 +1,4 @@
-"""Metrics of a run as gauges of Ray, which every node offers to Prometheus at its metrics port."""
+"""Metrics of a run as gauges of Ray, which every node exports to Prometheus at its metrics port."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from tidewheel.train.metrics.sinks import Record
 
 
 class RayGauges:
-    """A sink of gauges `ray_tidewheel_<name>` (`ray_tidewheel_train_loss`, `ray_tidewheel_speed_mfu`, ...) with the
-    label `run`, and `domain` for those of the validation. To be made in a process that is connected to Ray."""
+    """A sink that sets gauges `ray_tidewheel_<name>`, such as `ray_tidewheel_train_loss` and `ray_tidewheel_speed_mfu`.
+
+    They have the label `run`; those of the validation also have `domain`. The process must be connected to Ray.
+
+    Args:
+        run: id of the run.
+    """
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -24,13 +29,13 @@ class RayGauges:
             self._set(f"{group}_{name}", value, "/".join(domain))
 
     def restart(self, step: int) -> None:
-        """The next step sets them anew."""
+        """Do nothing: the next step sets the gauges."""
 
     def flush(self) -> None:
-        """Ray sends them by itself."""
+        """Do nothing: Ray exports the gauges by itself."""
 
     def close(self) -> None:
-        """The values stay until the process ends."""
+        """Do nothing: the values stay until the process ends."""
 
     def _set(self, name: str, value: float, domain: str) -> None:
         from ray.util.metrics import Gauge

@@ -1,4 +1,4 @@
-"""Which numbers of workers a run may have, and which one fits what is there now."""
+"""The legal numbers of workers of a run, and the one that fits the present cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ __all__ = ["largest_fit", "legal_sizes", "sizes", "slots"]
 
 
 def largest_fit(sizes: Iterable[int], slots: int) -> int:
-    """The largest of `sizes` that `slots` places for workers allow; 0 when none does."""
+    """Return the largest of `sizes` that is at most `slots`; 0 if there is none."""
     return max((size for size in sizes if size <= slots), default=0)
 
 
 def slots(nodes: Iterable[Mapping[str, float]], needs: Mapping[str, float]) -> int:
-    """Places for workers that need so much each, on nodes that offer so much (resources by Ray's names): a worker never
-    spans two nodes."""
-    return sum(min(math.floor(offers.get(name, 0.0) / amount + 1e-6)  # 0.1 CPUs go ten times into one
-                   for name, amount in needs.items()) for offers in nodes)
+    """Return the number of workers that fit on the nodes; a worker never spans two nodes.
+
+    Args:
+        nodes: resources of each node, by Ray's names.
+        needs: resources of one worker.
+    """
+    count = 0
+    for offers in nodes:
+        # 0.1 CPUs fit ten times into one CPU, despite rounding
+        count += min(math.floor(offers.get(name, 0.0) / amount + 1e-6) for name, amount in needs.items())
+    return count

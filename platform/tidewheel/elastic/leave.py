@@ -1,7 +1,6 @@
-"""Ending a run early on purpose: upon a signal (Ctrl-C, a stopped job, a node's shutdown) the workers save, then the
-run ends.
+"""End a run early after a signal (Ctrl-C, a stopped job, a node's shutdown): the workers save, then the run ends.
 
-Started again, the run goes on behind that save.
+A later start resumes from that save.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ ASK_SECONDS = 0.05
 
 
 def leaving(run_uri: str, *, save_seconds: float = SAVE_SECONDS) -> contextlib.AbstractContextManager[Stop]:
-    """Let the workers of `run_uri` save when a signal comes while the block trains it; see `stopping`.
+    """Let the workers of a run save if a signal comes while the block trains the run; see `stopping`.
 
     Args:
+        run_uri: the run's folder.
         save_seconds: leave without a save that takes longer.
     """
     def save() -> str:
@@ -31,7 +31,7 @@ def leaving(run_uri: str, *, save_seconds: float = SAVE_SECONDS) -> contextlib.A
 
 
 def save_now(run_uri: str, seconds: float = SAVE_SECONDS) -> int | None:
-    """Ask the run's workers to save at the next step boundary; the step once it is committed, None if it is not."""
+    """Ask the run's workers to save at the next step boundary; return the committed step, None without one."""
     import ray
 
     from tidewheel.elastic.coordinator import actor_name
@@ -43,9 +43,9 @@ def save_now(run_uri: str, seconds: float = SAVE_SECONDS) -> int | None:
         while time.monotonic() < until:
             answer: Any = ray.get(coordinator.stop_run.remote(), timeout=10)
             trains, saved = answer
-            if saved is not None or not trains:  # before the first step nothing is lost that is not in a checkpoint
+            if saved is not None or not trains:  # before the first step there is nothing to save
                 return saved
             time.sleep(ASK_SECONDS)
-    except (ValueError, ray.exceptions.RayError):  # not training yet, or not any more
+    except (ValueError, ray.exceptions.RayError):  # the training has not begun, or is over
         return None
     return None

@@ -1,4 +1,4 @@
-"""Decisions about the number of workers and about failures, as plain objects: no Ray, no clock of their own."""
+"""Decisions about the number of workers and about failures, as plain objects without Ray and clock."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from enum import StrEnum
 from tidewheel.elastic.layout import largest_fit
 
 QUICK = 2
-"""So many failures in a row without progress are answered at once."""
+"""Number of failures in a row without progress that are followed by no pause."""
 
 
 class Move(StrEnum):
-    """What to do now."""
+    """What to do now about the number of workers."""
 
     NOTHING = "nothing"
     ASK = "ask"
+    """Ask the members to leave at a step boundary."""
     CALL_OFF = "call_off"
+    """Withdraw that."""
 
 
 class Recovery(StrEnum):
-    """What a failure leads to, each tried when the one before did not help."""
+    """What a failure leads to. Each is tried when the one before did not help."""
 
     IN_PLACE = "in_place"
-    """The next generation is formed in the processes that are left."""
+    """The next generation forms in the remaining processes."""
     KEPT = "kept"
-    """Ray Train restarts its group of workers, in the processes that still answer."""
+    """Ray Train restarts its group of workers in the processes that still respond."""
     PLAIN = "plain"
-    """Ray Train restarts it in new processes."""
+    """Ray Train restarts its group of workers in new processes."""
     NONE = "none"
     """The run is given up."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A move, the number of workers it leads to, and why."""
+    """A move, the number of workers that it leads to, and its reason."""
 
     move: Move
     size: int = 0
@@ -48,67 +50,70 @@ NOTHING = Decision(Move.NOTHING)
 
 @dataclass(frozen=True)
 class View:
-    """What a running group looks like now."""
+    """The state of a running generation."""
 
     time: float
     """Monotonic seconds."""
     size: int
-    """Workers that run."""
+    """Members of the generation."""
     slots: int
-    """Workers that could have a rank: warm, and not about to leave."""
+    """Workers that could have a rank: ready, and not about to leave."""
     leaving: int
     """Members that are about to leave."""
     asked: bool
-    """The group was asked to make way, and has not yet."""
+    """The members were asked to leave, and have not left yet."""
     stepped: bool
-    """This generation has done a step."""
+    """The generation has done a step."""
     remaining_seconds: float = math.inf
-    """Until the run is over, at the present speed."""
+    """Time until the run is over, at the present speed."""
 
 
 class Resizer:
-    """Planned changes: the workers save at a step boundary and leave, and the next generation is formed of those there.
+    """Decides on planned changes, in which the members save at a step boundary and leave, and a new generation forms.
 
-    Joins are coalesced: growth waits until no more workers came for `join_wait_seconds`. It must pay: the work done in
-    the time to the next expected change, less the pause, must be more than without it. A drain does not wait.
+    Joins are coalesced: growth waits until no worker has come for `join_wait_seconds`. Growth must pay for itself: with
+    the pause, more work must be done until the next expected change than without growth. A drain does not wait.
 
     Args:
         sizes: legal numbers of workers.
-        join_wait_seconds: quiet time before growing.
-        interval_seconds: least time between two questions.
-        answer_seconds: an answer that takes longer is no longer waited for.
-        pause_seconds: what a change costs, until the first was measured.
+        join_wait_seconds: quiet time before growth.
+        interval_seconds: shortest time between two requests to leave.
+        answer_seconds: a request that takes longer is called off.
+        pause_seconds: cost of a change, until the first one is measured.
     """
 
     def __init__(self, sizes: Iterable[int], *, join_wait_seconds: float, interval_seconds: float,
                  answer_seconds: float, pause_seconds: float = 2.0) -> None:
-        self.sizes, self.pause_seconds = tuple(sizes), pause_seconds
-        self._join_wait, self._interval, self._answer = join_wait_seconds, interval_seconds, answer_seconds
-        self._seen: tuple[int, float] | None = None  # places, since when
+        self.sizes = tuple(sizes)
+        self.pause_seconds = pause_seconds
+        self._join_wait = join_wait_seconds
+        self._interval = interval_seconds
+        self._answer = answer_seconds
+        self._seen: tuple[int, float] | None = None  # number of slots, and since when
         self._asked_at = float("-inf")
         self._began: float | None = None
-        self._losses = 0  # changes that nobody planned
+        self._losses = 0  # unplanned changes
 
     def took(self, seconds: float) -> None:
-        """A planned change took so long, from the question to the first step."""
+        """Note how long a planned change took, from the request to the first step."""
         self.pause_seconds = 0.5 * (self.pause_seconds + seconds)
 
     def shrunk(self) -> None:
-        """A generation ended by a loss or a drain."""
+        """Note that a generation ended because of a loss or a drain."""
         self._losses += 1
 
     def decide(self, view: View) -> Decision:
-        """The next move for a group that runs."""
+        """Return the next move for a running generation."""
         self._began = view.time if self._began is None else self._began
         target = largest_fit(self.sizes, view.slots)
-        wanted = target > 0 and (target > view.size or view.leaving > 0)
+        due = target > 0 and (target > view.size or view.leaving > 0)
         if view.asked:
-            if not wanted:
+            if not due:
                 return Decision(Move.CALL_OFF, view.size, "the workers it was for are gone")
             if view.time - self._asked_at > self._answer:
                 return Decision(Move.CALL_OFF, view.size, f"no answer for {self._answer:g} s")
             return NOTHING
-        if not wanted or not view.stepped:
+        if not due or not view.stepped:
             self._seen = None
             return NOTHING
         if view.leaving:
@@ -122,22 +127,28 @@ class Resizer:
         return self._ask(view, target, "join")
 
     def _horizon(self, view: View) -> float:
-        """Seconds until the next unplanned change, as often as there were any; at most until the run is over."""
+        """Return the expected seconds until the next unplanned change, or until the run is over if that is sooner."""
         assert self._began is not None
         between = (view.time - self._began) / self._losses if self._losses else math.inf
         return min(between, view.remaining_seconds)
 
     def _ask(self, view: View, target: int, reason: str) -> Decision:
         if view.time - self._asked_at < 1.0:
-            return NOTHING  # the question is on its way
+            return NOTHING  # the last request is on its way
         self._asked_at = view.time
         return Decision(Move.ASK, target, reason)
 
 
 def pays(size: int, target: int, pause_seconds: float, horizon_seconds: float) -> bool:
-    """Whether `target` workers after a pause do more within the horizon than `size` workers without one.
+    """Return whether `target` workers after a pause do more work within the horizon than `size` workers without one.
 
-    Throughput is taken to grow with the number of workers.
+    This assumes that throughput is proportional to the number of workers.
+
+    Args:
+        size: number of workers now.
+        target: number of workers after the change.
+        pause_seconds: duration of the change.
+        horizon_seconds: time until the next change.
     """
     if math.isinf(horizon_seconds):
         return target > size
@@ -146,15 +157,15 @@ def pays(size: int, target: int, pause_seconds: float, horizon_seconds: float) -
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses that double up to a bound."""
+    """Pauses that double, up to a bound."""
 
     first: float
     """Seconds of the first pause."""
     most: float
-    """Seconds of the longest."""
+    """Seconds of the longest pause."""
 
     def seconds(self, times: int) -> float:
-        """Return the pause after `times` times; 0 for none."""
+        """Return the pause after the `times`-th failure in a row; 0 for none."""
         if times < 1:
             return 0.0
         return min(self.most, self.first * 2.0 ** min(times - 1, 64))
@@ -162,15 +173,15 @@ class Backoff:
 
 @dataclass
 class FailureBudget:
-    """How often a run may fail, and how long it pauses when it does so again and again.
+    """How often a run may fail, and how long it pauses after repeated failures.
 
     Args:
-        max_failures: in all; -1: any number.
-        max_without_progress: counted failures in a row without one step further than ever before; -1: any number.
-            Counted is a fault that restarting does not fix, such as a step that always runs out of memory. The loss of
-            a worker or node is not, nor is a fault for which one worker is left out.
-        first: the way to recover that is tried first.
-        backoff: pauses before a try, once as many failures in a row as `QUICK` brought no progress.
+        max_failures: all failures; -1 for any number.
+        max_without_progress: counted failures in a row without a step further than ever before; -1 for any number. A
+            failure that a restart may not fix counts, such as a step that always runs out of memory. The loss of a
+            worker or node does not count, nor does a failure for which a worker is left out.
+        first: the first way to recover.
+        backoff: pauses before an attempt, after more than `QUICK` failures in a row without progress.
     """
 
     max_failures: int = -1
@@ -186,7 +197,12 @@ class FailureBudget:
     _counted_at: int = -1
 
     def charge(self, furthest_step: int, *, counted: bool = True) -> Recovery:
-        """Note one more failure, the furthest step ever done being `furthest_step`; return what it leads to."""
+        """Note one more failure; return what it leads to.
+
+        Args:
+            furthest_step: the furthest step that the run has ever done.
+            counted: see the class.
+        """
         self.failures += 1
         self.fruitless = 1 if furthest_step > self._furthest else self.fruitless + 1
         self._furthest = max(self._furthest, furthest_step)
@@ -198,10 +214,10 @@ class FailureBudget:
         if 0 <= self.max_failures < self.failures or 0 <= self.max_without_progress < self.stuck:
             return Recovery.NONE
         ways = [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN]
-        tries = self.stuck if counted else 1
-        return ways[min(ways.index(self.first) + tries - 1, 2)]
+        attempts = self.stuck if counted else 1
+        return ways[min(ways.index(self.first) + attempts - 1, len(ways) - 1)]
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next try."""
+        """Seconds to wait before the next attempt."""
         return self.backoff.seconds(self.fruitless - QUICK)

@@ -1,7 +1,7 @@
-"""The process group of one generation, made and broken without the help of the other ranks.
+"""The process group of one generation, which a rank opens and breaks without the help of the other ranks.
 
-Its store is kept by the coordinator, outside every rank. A collective that waits for a rank which stands still cannot
-be cancelled in gloo; closing the connections underneath makes it fail at once, so those are remembered.
+The coordinator hosts its store, outside every rank. gloo cannot cancel a collective that waits for a stopped rank. But
+the collective fails at once when its connections are closed, so a group remembers its connections.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 START_SECONDS = 300.0
-"""Time limit of collectives until the guards set theirs."""
+"""Time limit of collectives until the guards set their own."""
 
 
 def serve_store(host: str) -> dist.TCPStore:
-    """The store at which the ranks of all generations meet, in this process; see its `port`."""
+    """Return the store at which the ranks of all generations meet; this process serves it at its `port`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class Connections:
-    """TCP connections that this process opened while groups were being made."""
+    """TCP connections that this process opened while it made process groups."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._before: set[int] | None = None  # while a group is being made
-        self._found: dict[int, int] = {}  # descriptor: inode
+        self._before: set[int] | None = None  # descriptors open before the group that is being made
+        self._recorded: dict[int, int] = {}  # descriptor: inode
         self._broken = False
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """What is opened in the block belongs to a group. Other threads open connections too, seldom: breaking one of
-        those costs its owner a reconnect.
+        """Record the connections opened in the block as a group's.
+
+        Other threads rarely open a connection meanwhile; if it is broken later, they must reconnect.
 
         Raises:
             RuntimeError: `shut_down` was called.
@@ -61,24 +62,24 @@ class Connections:
                     self._before = None
 
     def shut_down(self) -> None:
-        """Whatever waits for one of them fails; so does making another. From any thread."""
+        """Make everything that uses one of the connections fail, and refuse to record more. Call it from any thread."""
         with self._lock:
             self._broken = True
             self._take()
             now = _sockets()
-            for descriptor, inode in self._found.items():
-                if now.get(descriptor) == inode:  # not closed since, and taken by something else
+            for descriptor, inode in self._recorded.items():
+                if now.get(descriptor) == inode:  # otherwise it was closed, and its number used again
                     _shut_down(descriptor)
 
     def _take(self) -> None:
         if self._before is not None:
-            self._found |= {fd: inode for fd, inode in _sockets().items() if fd not in self._before}
+            self._recorded |= {fd: inode for fd, inode in _sockets().items() if fd not in self._before}
 
 
 class GenerationGroup:
     """torch.distributed's default group for one generation, and every group made from it.
 
-    `break_off` may be called from any thread and at any time, also before `open`.
+    Any thread may call `break_off` at any time, even before `open`.
     """
 
     def __init__(self) -> None:
@@ -89,10 +90,17 @@ class GenerationGroup:
         self.broken = False
 
     def open(self, store: tuple[str, int], generation: int, rank: int, world_size: int, *, cuda: bool) -> None:
-        """Meet the other ranks; nothing to do for one alone.
+        """Meet the other ranks. A single rank has nothing to do.
+
+        Args:
+            store: host and port of the store.
+            generation: number of the generation.
+            rank: rank of this process.
+            world_size: number of ranks.
+            cuda: use NCCL instead of gloo.
 
         Raises:
-            RuntimeError: another rank is not there, or `break_off` was called.
+            RuntimeError: another rank does not come, or `break_off` was called.
         """
         if world_size == 1:
             return
@@ -104,13 +112,13 @@ class GenerationGroup:
                                 timeout=timedelta(seconds=START_SECONDS))
 
     def also_break(self, function: Callable[[], None]) -> None:
-        """Called when the group is broken off, for what else could wait for other ranks."""
+        """Call `function` too when the group is broken off, for other code that may wait for ranks."""
         self._also.append(function)
         if self.broken:
             function()
 
     def break_off(self) -> None:
-        """Make every collective of this rank fail, those under way and those to come."""
+        """Make every present and later collective of this rank fail."""
         self.broken = True
         if dist.is_initialized() and dist.get_backend() == "nccl":
             with contextlib.suppress(RuntimeError, ValueError):  # it is being torn down already
@@ -120,7 +128,7 @@ class GenerationGroup:
             function()
 
     def close(self) -> None:
-        """Tear down; the same process may open the next generation's."""
+        """Tear down the group. The process may open the next generation's after that."""
         if self._restore is not None:
             self._restore()
         if dist.is_initialized():
@@ -131,7 +139,7 @@ class GenerationGroup:
 
 
 def _recording(connections: Connections) -> Callable[[], None]:
-    """Record what every group made from now on opens; the function returned ends that."""
+    """Record the connections of every group made from now on; return a function that ends this."""
     module: Any = distributed_c10d
     original = module._new_process_group_helper
 
@@ -147,15 +155,15 @@ def _recording(connections: Connections) -> Callable[[], None]:
 
 
 def _sockets() -> dict[int, int]:
-    """Descriptor and inode of every socket of this process. Linux; elsewhere none is found, and time limits decide."""
-    found: dict[int, int] = {}
+    """Return descriptor and inode of every socket of this process. Without /proc there are none: time limits apply."""
+    sockets: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
-                    found[int(name)] = status.st_ino
-    return found
+                    sockets[int(name)] = status.st_ino
+    return sockets
 
 
 def _shut_down(descriptor: int) -> None:
@@ -163,6 +171,6 @@ def _shut_down(descriptor: int) -> None:
         connection = socket.socket(fileno=os.dup(descriptor))
         with connection:
             internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-            # gloo ends the process when its listening socket is taken away
+            # gloo ends the process when its listening socket is shut down
             if internet and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)

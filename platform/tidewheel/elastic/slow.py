@@ -1,4 +1,4 @@
-"""What to do about a worker that is much slower than the others: whether the run is faster without its node."""
+"""Whether a run is faster without the node of a worker that is much slower than the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.elastic.layout import largest_fit
 
 @dataclass(frozen=True)
 class SlowVerdict:
-    """Whether the slow worker's node is to be left, and why or why not."""
+    """Whether to stop using the slow worker's node, and the reason."""
 
     leave: bool
     reason: str
@@ -19,13 +19,15 @@ class SlowVerdict:
 
 def judge(policy: Literal["ignore", "report", "replace"], ratio: float, *, size: int, others: int,
           sizes: Iterable[int]) -> SlowVerdict:
-    """Judge a worker that takes `ratio` times as long for a step as the median.
+    """Decide about a worker that takes `ratio` times as long for a step as the median.
 
-    All wait for it, so with it a step takes `ratio` times as long; without it the others share its work.
+    All workers wait for it, so a step takes `ratio` times as long; without it, the others share its work.
 
     Args:
+        policy: the setting `elastic.slow_worker`.
+        ratio: its time for a step, divided by the median.
         size: workers that train.
-        others: workers that could, without those on the slow one's node, standing by or not.
+        others: available workers on other nodes, with or without a rank.
         sizes: legal numbers of workers.
     """
     if policy != "replace":

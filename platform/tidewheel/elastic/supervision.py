@@ -1,4 +1,4 @@
-"""Calls that must not end whoever makes them: their errors are told and counted, and the work goes on."""
+"""Calls whose errors must not end their thread: the errors are logged, counted and recorded, and the work goes on."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 QUIET_SECONDS = 60.0
-"""An error of the same kind at the same place is told again after this long, with how often it came."""
-Tell = Callable[[str, dict[str, Any]], None]
+"""An error of the same kind at the same place is reported at most this often, with its number of occurrences."""
+Record = Callable[[str, dict[str, Any]], None]
 
 
 class Supervisor:
-    """Of one thread's work.
+    """Supervises the calls of one thread.
 
     Args:
-        tell: records an event; may fail itself.
+        record: records an event; it may fail itself.
     """
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._told: dict[tuple[str, str], float] = {}
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._reported: dict[tuple[str, str], float] = {}
         self._since: Counter[tuple[str, str]] = Counter()
         self.errors: Counter[str] = Counter()
-        """By place, since the start."""
+        """Number of errors at each place."""
 
     def call(self, where: str, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Call `function(*arguments)`; False when that failed, which is told as an event `control_error`."""
+        """Call `function(*arguments)` and return whether it succeeded.
+
+        Args:
+            where: name of the place, for the report of an error.
+            function: what to call.
+            arguments: its arguments.
+        """
         try:
             function(*arguments)
         except Exception as error:
@@ -39,18 +45,18 @@ class Supervisor:
         return True
 
     def failed(self, where: str, error: BaseException) -> None:
-        """`error` happened at `where`."""
+        """Report an error as an event `control_error`, unless the same kind was reported here a moment ago."""
         kind = (where, type(error).__name__)
         self.errors[where] += 1
         self._since[kind] += 1
         now = time.monotonic()
-        if now - self._told.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:
+        if now - self._reported.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:
             return
-        self._told[kind] = now
+        self._reported[kind] = now
         detail = {"where": where, "error": f"{type(error).__name__}: {error}"[:300], "times": self._since.pop(kind)}
         logger.error("%s\n%s", where, "".join(traceback.format_exception(error, limit=-8)).rstrip())
         try:
-            self._tell("control_error", detail)
-        except Exception as second:  # the same cause, more likely than not; the first is in the process's log
+            self._record("control_error", detail)
+        except Exception as second:  # probably the same cause; the first error is in the process's log
             self.errors["events"] += 1
             logger.error("the event cannot be recorded: %s", second)

@@ -1,4 +1,4 @@
-"""Make a process ready to take a rank at once: what is slow the first time is done before anybody waits for it."""
+"""Prepare a process to take a rank at once: do what is slow the first time before other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ _done: list[bool] = []
 
 
 def warm_up(config: Any, *, deeply: bool) -> None:
-    """Import everything a generation needs. `deeply`: a few steps of a tiny sharded model too, half a second to a
-    second of work that the first generation of a run does by itself."""
+    """Import everything that a generation needs.
+
+    Args:
+        config: the run's configuration.
+        deeply: also do two steps of a tiny sharded model, which takes up to a second. The first generation of a run
+            does not need it: all its ranks are slow together.
+    """
     import torch
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
@@ -24,11 +29,11 @@ def warm_up(config: Any, *, deeply: bool) -> None:
         torch.set_num_threads(max(1, int(config.elastic.cpus_per_worker)))
         _steps()
     gc.collect()
-    gc.freeze()  # what is imported stays: later collections pass over it
+    gc.freeze()  # modules stay: let later collections skip them
 
 
 def _steps() -> None:
-    """Two optimizer steps of a sharded layer, in a group of this process alone."""
+    """Do two optimizer steps of a sharded model in a group of this process alone."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -158,11 +158,13 @@ def _train(run: Run, order: Join, node: str, control: RunControl,
     Only frames below `_generation` hold the model, so that they can be cleared.
     """
     from tidewheel.inference.sample import text_sample
+    from tidewheel.train.logs.line import HERE
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Preempted, Runtime
 
     config = run.config
     generation = order.generation
+    HERE.begin(generation, order.rank)  # so that the next line says so
     logger.info("joins generation %d as rank %d of %d", generation, order.rank, order.world_size)
     limit = TimeLimit(what="the generation's work")
     group.also_break(lambda: limit.end("its ranks have parted"))

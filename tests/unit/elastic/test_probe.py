@@ -25,7 +25,7 @@ def test_a_device_that_multiplies_wrongly_is_found(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", flipped)
     with pytest.raises(probe.ProbeError, match="1 of 262144 entries"):
-        probe.computes("cpu")
+        probe.check_arithmetic("cpu")
 
 
 def test_memory_that_forgets_is_found(monkeypatch):
@@ -38,7 +38,7 @@ def test_memory_that_forgets_is_found(monkeypatch):
 
     monkeypatch.setattr(torch, "full", forgetful)
     with pytest.raises(probe.ProbeError, match="add up to"):
-        probe.computes("cpu")
+        probe.check_arithmetic("cpu")
 
 
 def test_a_cache_that_cannot_be_written_to_is_found(tmp_path):
