@@ -30,7 +30,7 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer
 from tidewheel.train.parallel.mesh import Mesh
-from tidewheel.train.parallel.model import spread
+from tidewheel.train.parallel.model import parallelize
 from tidewheel.train.runtime import Runtime
 
 GB = 1e9
@@ -97,7 +97,7 @@ def measure(shape: Mapping[str, object], vocabulary: int, ranks: int, data: str)
             decoder = Decoder(config.model, vocabulary, config.objective.token_loss()).to(torch.bfloat16)
         number = sum(parameter.numel() for parameter in decoder.parameters())
         with FakeTensorMode(allow_non_fake_inputs=True) if sharded else nullcontext():
-            layout = spread(decoder, config, mesh, device, number)
+            layout = parallelize(decoder, config, mesh, device, number)
             rows = [parameter for _, parameter in layout.named_parameters()]
             optimizer, shards = build_optimizer(layout, config.optimizer), size(rows)
             tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)

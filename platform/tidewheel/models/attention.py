@@ -1,10 +1,10 @@
 """Document-masked causal attention: a token sees itself and earlier tokens of its own document, nothing else.
 
-The one place that chooses a kernel. A mask is built once per batch and shared by all layers:
+This module alone chooses the kernel. A mask is built once per batch and shared by all layers. The kernels:
 
-- `masked`: a boolean [B, 1, L, L]; exact anywhere, quadratic memory. What a CPU uses.
-- `flex`: FlexAttention with a block mask, compiled; any device with Triton, any of the forms of `document_mask`.
-- `varlen`: flash attention over the documents laid end to end; CUDA, 16-bit, whole rows.
+- `masked`: a boolean mask [B, 1, L, L]. Works anywhere; quadratic memory. CPUs use it.
+- `flex`: compiled FlexAttention with a block mask. Any device with Triton, all forms of `document_mask`.
+- `varlen`: flash attention over the documents laid end to end. CUDA, 16-bit, whole rows.
 """
 
 from __future__ import annotations
@@ -23,62 +23,74 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from tidewheel.errors import ConfigError
 
 PLAIN_LENGTH = 1024
-"""Up to this length bf16 attention on CPU is two matrix products and a softmax: its oneDNN products take a third of
-the time of the fused CPU kernel (measured: B 8, L 256, 3 heads of 64, forward and backward, 7.5 against 20.8 ms)."""
+"""Up to this length, bf16 attention on CPU is two matrix products and a softmax. oneDNN's products take a third of the
+fused CPU kernel's time (measured: B 8, L 256, 3 heads of 64, forward and backward, 7.5 against 20.8 ms)."""
 
 Keys = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(attention layer, k, v of the local positions) to the k and v that the queries may see: those of all context ranks
-in the order of `key_segments`, or a cache's with the new ones behind. Called by every layer, after RoPE."""
+"""From (attention layer, k, v of the local positions) to the k and v that queries may see. Either those of all context
+ranks in the order of `key_segments`, or those of a cache followed by the new ones. Every layer calls it, after RoPE."""
 
 Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q, k, v as for `document_attention`, offsets) to its result."""
+"""From (q, k, v, offsets) to [B, H, Q, E]; see `document_attention`."""
 
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """Who sees whom in one batch, in the form its kernel takes."""
+    """The attention mask of one batch, in the form that its kernel takes.
+
+    Args:
+        kernel: "masked", "flex" or "varlen".
+        dense: for masked, [B, 1, Q, K] bool, True where query i may see key j.
+        blocks: for flex.
+        offsets: for varlen, int32 [documents + 1], the start of each document among the B x L tokens, then B x L.
+        flash: for varlen, the kernel; resolved here because a compiler traces the caller.
+        keys: fetches keys and values of other ranks or of a cache; None: the local ones are complete.
+    """
 
     kernel: str
     dense: torch.Tensor | None = None
-    """masked: [B, 1, Q, K] bool, True where query i may see key j."""
     blocks: BlockMask | None = None
-    """flex."""
     offsets: torch.Tensor | None = None
-    """varlen: int32 [documents + 1], where each document begins among the B x L tokens, and their number."""
     flash: Flash | None = None
-    """varlen: the kernel, found before a compiler looks at its caller."""
     keys: Keys | None = None
-    """Brings keys and values from elsewhere; None: the local ones are all there are."""
 
 
-def choose_kernel(wanted: str, device: torch.device, dtype: torch.dtype, *, whole: bool = True) -> str:
-    """The kernel for `wanted` ("auto" or a name) and queries of `dtype`; `whole`: queries and keys are the same rows.
+def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, whole: bool = True) -> str:
+    """Return the name of the attention kernel.
+
+    Args:
+        requested: a kernel's name, or "auto" for the best one here.
+        device: of the queries.
+        dtype: of the queries.
+        whole: whether queries and keys are the same whole rows, not slices of rows.
 
     Raises:
-        ConfigError: `wanted` cannot be had here.
+        ConfigError: the requested kernel cannot run here.
     """
     able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and whole
-    if wanted == "auto":
+    if requested == "auto":
         return "masked" if device.type != "cuda" else "varlen" if able else "flex"
-    if wanted == "varlen" and not able:
+    if requested == "varlen" and not able:
         raise ConfigError(f"varlen attention needs CUDA, 16-bit precision and whole rows; here are {device.type}, "
                           f"{dtype} and {'whole rows' if whole else 'slices of rows'}", where="model.attention",
                           mend="set model.attention=auto")
-    return wanted
+    return requested
 
 
 def document_mask(segment_ids: torch.Tensor, kernel: str = "masked", *, places: torch.Tensor | None = None,
                   key_segments: torch.Tensor | None = None, key_places: torch.Tensor | None = None,
                   keys: Keys | None = None) -> DocumentMask:
-    """The mask of a batch. Padding sees padding, so no row of it is empty (an empty softmax is not a number).
+    """Return the mask of a batch.
+
+    Padding sees padding, so no row of the mask is empty: the softmax of an empty row is not a number.
 
     Args:
-        segment_ids: [B, Q] integers, one value per document in a row, padding its own (-1).
+        segment_ids: [B, Q] integers, a value for each document of a row; padding has -1.
         kernel: from `choose_kernel`.
-        places: [Q] where in the row each query stands; default: 0, 1, ... Needed when queries are a slice of it.
-        key_segments, key_places: [B, K] and [K], the same of the keys; default: those of the queries. Keys may come in
-            any order.
-        keys: what fetches those keys, see `Keys`.
+        places: [Q] integers, index of each query in its row; default: 0, 1, ... Needed if queries are a slice of a row.
+        key_segments: [B, K], segment ids of the keys; default: those of the queries.
+        key_places: [K], indices of the keys, in any order; default: those of the queries.
+        keys: fetches these keys, see `Keys`.
     """
     if kernel == "varlen":
         return DocumentMask(kernel, offsets=document_offsets(segment_ids), flash=_flash(), keys=keys)
@@ -93,9 +105,12 @@ def document_mask(segment_ids: torch.Tensor, kernel: str = "masked", *, places: 
 
 
 def document_offsets(segment_ids: torch.Tensor) -> torch.Tensor:
-    """int32 [documents + 1]: where documents begin among the B x L tokens of whole rows, and the number of tokens.
+    """Return where documents begin among the tokens of whole rows, and the number of tokens: int32 [documents + 1].
 
-    On a GPU the host waits here for their number, once per micro-batch.
+    On a GPU the host waits here for the number of documents, once per micro-batch.
+
+    Args:
+        segment_ids: [B, L], see `document_mask`.
     """
     begins = torch.ones_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -114,16 +129,17 @@ def _block_mask(segment_ids: torch.Tensor, places: torch.Tensor, key_segments: t
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Uncompiled, FlexAttention holds the whole score matrix."""
+    """Compile FlexAttention; uncompiled it holds the whole score matrix."""
     return torch.compile(function)
 
 
 def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentMask) -> torch.Tensor:
-    """Attention under `mask`.
+    """Compute attention under a mask.
 
     Args:
-        q: [B, H, Q, E].
-        k, v: [B, K, L, E]; head h of q uses head h // (H / K).
+        q: queries [B, H, Q, E].
+        k: keys [B, K, L, E]; head h of q uses head h // (H / K).
+        v: values [B, K, L, E].
         mask: from `document_mask`.
 
     Returns:
@@ -131,8 +147,8 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     """
     grouped = q.shape[1] != k.shape[1]
     if mask.blocks is not None:
-        alone = q.is_cuda and not torch.compiler.is_compiling()  # in a compiled block it is compiled with the rest
-        flex: Any = _compiled(flex_attention) if alone else flex_attention
+        eager = q.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the rest
+        flex: Any = _compiled(flex_attention) if eager else flex_attention
         return flex(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
     if mask.flash is not None and mask.offsets is not None:
         return mask.flash(q, k, v, mask.offsets)
@@ -146,15 +162,15 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
 
 
 def _repeated(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """k with a head for each head of q."""
+    """Return k [B, K, L, E] with its heads repeated for the heads of q: [B, H, L, E]."""
     return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
 @functools.cache
 def _flash() -> Flash:
-    """Flash attention over documents laid end to end, by torch's varlen attention.
+    """Return flash attention over documents laid end to end, torch's varlen attention.
 
-    Imported by those who use it: it brings the compiler along, 825 modules and more than a second.
+    Import it on first use: it imports the compiler, 825 modules in more than a second.
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -1,4 +1,4 @@
-"""Parts of a model's configuration. Nothing here imports torch."""
+"""Settings of RoPE scaling and of the loss. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ TOKEN_LOSS = Version("token_loss")
 
 
 class RopeScaling(Config):
-    """Llama 3.1's stretching of RoPE to longer sequences (https://arxiv.org/abs/2407.21783); see `rope.frequencies`."""
+    """Llama 3.1's scaling of RoPE for longer sequences (https://arxiv.org/abs/2407.21783); see `rope.frequencies`."""
 
     factor: float = Field(default=8.0, ge=1)
     """Slow frequencies are divided by this."""
     low_frequency_factor: float = Field(default=1.0, gt=0)
     """Frequencies with fewer turns than this in `original_length` positions are divided by `factor`."""
     high_frequency_factor: float = Field(default=4.0, gt=0)
-    """Frequencies with more turns than this in `original_length` positions stay; between the two, a blend."""
+    """Frequencies with more turns than this in `original_length` positions stay; those between are interpolated."""
     original_length: int = Field(default=8192, ge=2)
-    """Sequence length before the stretching."""
+    """Sequence length before scaling."""
 
     @pydantic.model_validator(mode="after")
     def _ordered(self) -> RopeScaling:
@@ -33,11 +33,11 @@ class RopeScaling(Config):
 
 
 class LossConfig(Config):
-    """Next-token cross entropy."""
+    """Next-token cross-entropy."""
 
     chunk_tokens: int | None = Field(default=None, ge=0)
-    """Logits exist for so many tokens at a time; 0: for a whole micro-batch at once. Default: whole while they are
-    small, else in chunks (`loss.chunk_rows`)."""
+    """Number of tokens whose logits exist at a time; 0: all of a micro-batch. Default: all while they are small, else
+    chunks (`loss.chunk_rows`)."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the square of each token's log-normaliser in what is minimised, 1e-4 in PaLM
-    (https://arxiv.org/abs/2204.02311 section 5); the loss that is reported stays the cross entropy alone."""
+    """Weight of the squared log-normaliser of each token in the training loss, 1e-4 in PaLM
+    (https://arxiv.org/abs/2204.02311 section 5). The reported loss is the cross-entropy alone."""

@@ -1,4 +1,4 @@
-"""The decoder: a stack of a model family's blocks between an embedding and an output, and what blocks are made of.
+"""The decoder, a stack of a model family's blocks between an embedding and an output, and the modules of a block.
 
 Suffixes of names give shapes: B rows, L positions, D model width, H query heads, K key heads, E head width,
 V vocabulary.
@@ -22,11 +22,11 @@ from tidewheel.models.rope import RopeTable, apply_rope, rope_table
 from tidewheel.parts import calling
 
 HeadObjective = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
-"""Normalised hidden states, and what makes logits of them, to the loss and its metrics."""
+"""From normalised hidden states [B, L, D] and the output layer to the loss and its metrics."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in fp32, in the type of x afterwards."""
+    """x / rms(x) * weight, computed in fp32 and returned in the dtype of x."""
 
     def __init__(self, dim: int, epsilon: float) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Attention(nn.Module):
     """Grouped-query attention with RoPE.
 
     Args:
-        config: the model's.
-        qk_norm: norms on queries and keys.
-        bias: biases of queries, keys and values (Qwen 2).
+        config: shape of the model.
+        qk_norm: normalise queries and keys.
+        bias: add biases to queries, keys and values, as Qwen 2 does.
     """
 
     def __init__(self, config: Model, *, qk_norm: bool = False, bias: bool = False) -> None:
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward of Llama: w2(silu(w1 x) * w3 x)."""
+    """The feed-forward of Llama, w2(silu(w1 x) * w3 x)."""
 
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """A pre-norm block: x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(self, config: Model, attention: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
@@ -98,11 +98,16 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits, or to a loss when targets are given.
+    """A decoder from tokens to logits, or to a loss if targets are given.
 
-    Parameters are left unset (the module may be built on the meta device): call `init_parameter` for each.
-    A piece of a decoder, a stage of a pipeline, has fewer blocks, and None for what it lacks: without `embedding` it
-    is given the residual stream in the place of tokens, without `norm` it returns it.
+    Parameters are uninitialised, because the module may be built on the meta device; `init_parameter` gives their
+    initial values. A pipeline stage is a decoder with fewer blocks. Without `embedding` it takes the residual stream
+    in the place of tokens; without `norm` it returns the residual stream.
+
+    Args:
+        config: the model family's settings.
+        vocabulary_size: number of rows of the embedding and the output.
+        loss: settings of the cross-entropy.
     """
 
     def __init__(self, config: Model, vocabulary_size: int, loss: LossConfig | None = None) -> None:
@@ -117,18 +122,18 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
                 targets: torch.Tensor | None = None, objective: HeadObjective | None = None) -> torch.Tensor:
-        """Logits, or the loss.
+        """Return logits, or the loss.
 
         Args:
-            tokens: [B, L] int64.
-            positions: [B, L] integers, starting again at 0 in each document.
-            segment_ids: [B, L] integers, see `document_mask`.
-            targets: [B, L] int64 from `next_tokens`.
-            objective: takes normalised hidden states and what makes logits of them.
+            tokens: int64 [B, L].
+            positions: integers [B, L], from 0 in each document.
+            segment_ids: integers [B, L], see `document_mask`.
+            targets: int64 [B, L] from `next_tokens`.
+            objective: computes the loss from normalised hidden states and the output layer.
 
         Returns:
-            [B, L, V] logits; with an objective what it returns; with targets alone the SUM over positions of the
-            cross-entropy in nats, fp32, a scalar.
+            Without targets, logits [B, L, V]. With an objective, its result. Otherwise the sum over positions of the
+            cross-entropy in nats, an fp32 scalar.
         """
         x_BLD = tokens if self.embedding is None else self.embedding(tokens)
         rope, mask = self.rope(positions), self.mask(segment_ids, x_BLD)
@@ -137,19 +142,29 @@ class Decoder(nn.Module):
         return x_BLD if self.norm is None else self.head(x_BLD, targets, objective)
 
     def rope(self, positions: torch.Tensor) -> RopeTable:
-        """Angles of `positions` [B, L], for all blocks."""
+        """Return the RoPE angles of `positions` [B, L], for all blocks."""
         return rope_table(positions, self.config.head_width, self.config.rope_theta, self.config.rope_scaling)
 
     def mask(self, segment_ids: torch.Tensor, x: torch.Tensor) -> DocumentMask:
-        """Who sees whom, for all blocks; `x` is what the first of them gets.
+        """Return the attention mask for all blocks.
 
-        Context parallelism and a cache of keys set a function of their own in its place, whose mask has `keys`.
+        Context parallelism and a cache of keys replace this method by one whose mask has `keys`.
+
+        Args:
+            segment_ids: integers [B, L].
+            x: input of the first block [B, L, D].
         """
         return document_mask(segment_ids, choose_kernel(self.config.attention, x.device, product_dtype(x)))
 
     def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None,
              objective: HeadObjective | None = None) -> torch.Tensor:
-        """What the last block made, to logits, or to the loss; see `forward`."""
+        """Return logits or the loss of the residual stream after the last block.
+
+        Args:
+            x_BLD: the residual stream.
+            targets: see `forward`.
+            objective: see `forward`.
+        """
         assert self.norm is not None
         x_BLD = self.norm(x_BLD)
         if objective is not None:
@@ -157,19 +172,26 @@ class Decoder(nn.Module):
         return self.logits(x_BLD) if targets is None else self.token_loss(x_BLD, self.logits, self.weight, targets)
 
     def logits(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        """Normalised hidden states to [B, L, V] logits."""
+        """Return the logits [B, L, V] of normalised hidden states."""
         return F.linear(x_BLD, self.weight) if self.output is None else self.output(x_BLD)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The output matrix [V, D]."""
+        """Return the output matrix [V, D]."""
         matrix = self.embedding if self.output is None else self.output
         assert matrix is not None
         return matrix.weight
 
 
 def next_tokens(tokens: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Targets [B, L] int64: the next token of the same document, else `IGNORED` (last of a document, padding)."""
+    """Return the targets, int64 [B, L]: the next token of the same document.
+
+    The last token of a document and padding have `IGNORED`.
+
+    Args:
+        tokens: int64 [B, L].
+        segment_ids: integers [B, L]; below 0 for padding.
+    """
     targets = torch.full_like(tokens, IGNORED)
     inside = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
     targets[:, :-1] = torch.where(inside, tokens[:, 1:], IGNORED)
@@ -177,10 +199,16 @@ def next_tokens(tokens: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor
 
 
 def init_parameter(name: str, shape: torch.Size, config: Model, seed: int) -> torch.Tensor:
-    """Initial value of one whole parameter, fp32 on CPU: a function of (seed, name, shape) alone.
+    """Return the initial value of one whole parameter, fp32 on CPU. It depends on seed, name and shape alone.
 
-    Norm weights are 1, biases 0. Matrices are normal with `config.weight_std`, divided by sqrt(2 num_layers) for the
-    projections that write to the residual stream (GPT-2), so that its variance does not grow with depth.
+    Norm weights are 1 and biases 0. Matrices are normal with standard deviation `config.weight_std`. As in GPT-2, that
+    of projections into the residual stream is divided by sqrt(2 num_layers), so its variance does not grow with depth.
+
+    Args:
+        name: name in the whole model, "blocks.0.attention.wq.weight".
+        shape: of the whole parameter.
+        config: the model family's settings.
+        seed: of the run.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape)

@@ -1,4 +1,4 @@
-"""What a model family is: a part that builds the blocks of a decoder and says of itself what others must know.
+"""The base of model families: a part that builds the blocks of a decoder and declares its layout and costs.
 
     class Gelu(tw.Model):
         "A decoder with biases and GELU."
@@ -11,9 +11,9 @@
         def tensor_parallel(self):
             return {**super().tensor_parallel(), "ffn.up": "columns", "ffn.down": "rows"}
 
-Embedding, attention masks, the final norm, the output and the loss are the decoder's own (`models/decoder.py`), and so
-are pipeline and context parallelism, FSDP2, checkpoints and resharding. Nothing here imports torch before a block is
-built.
+The decoder (`models/decoder.py`) has the embedding, attention masks, the final norm, the output and the loss. Pipeline
+and context parallelism, FSDP2, checkpoints and resharding work for every family. Nothing here imports torch before a
+block is built.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 Cut = Literal["gathered", "columns", "rows", "positions", "heads"]
 """How tensor parallelism treats a module of a block.
 
-gathered: it takes the residual stream of all positions. columns, rows: a linear layer, cut by its outputs or by its
-inputs; the rows' result is added up and spread over the positions. positions, heads: a norm of the residual stream, or
-of heads, that every rank has whole.
+gathered: the module takes the residual stream of all positions. columns: a linear layer, sharded by its outputs. rows:
+a linear layer, sharded by its inputs; its result is summed and sharded by positions. positions, heads: a norm of the
+residual stream, or of heads, that every rank holds whole.
 """
 
 
 @dataclass(frozen=True)
 class FeedForwardShape:
-    """What a feed-forward of inner width F computes and keeps, for FLOPs, memory and time.
+    """Costs of a feed-forward of inner width F, from which FLOPs, memory and time are estimated.
 
     Args:
-        inputs: its matrix products [D, F] that read the block's width D. One product [F, D] writes it.
-        kept: tensors of width F per token that eager autograd keeps for the backward pass.
-        kept_compiled: the same of a compiled block.
+        inputs: number of matrices [D, F] that read the residual stream. One matrix [F, D] writes to it.
+        kept: number of tensors of width F per token that eager autograd keeps for the backward pass.
+        kept_compiled: the same number for a compiled block.
     """
 
     inputs: int
@@ -67,15 +67,14 @@ class Model(Part):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Setting]]] = {}
     """Named shapes of this family, for `preset`."""
     FEED_FORWARD: ClassVar[FeedForwardShape]
-    """What its feed-forward computes and keeps."""
+    """Costs of its feed-forward."""
     RESIDUAL_OUTPUTS: ClassVar[tuple[str, ...]] = ("attention.wo.weight",)
-    """Ends of the names of matrices that write to the residual stream: their initial values are smaller."""
+    """Suffixes of the names of matrices that write to the residual stream. Their initial values are smaller."""
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ()
-    """The `model_type` of the configurations at Hugging Face that `from_hugging_face` takes."""
+    """Values of `model_type` in the config.json files that `from_hugging_face` reads."""
 
     preset: str = Field(default="", exclude=True)
-    """Start from a named shape of the family (`PRESETS`; a wrong name is told with the right ones); other keys change
-    it."""
+    """Start from a named shape of the family (`PRESETS`); other keys change it."""
     vocabulary_size: int | None = Field(default=None, ge=2)
     """Rows of the embedding; default: the padded vocabulary of the shard set."""
     dim: int = Field(default=256, ge=8)
@@ -89,26 +88,26 @@ class Model(Part):
     head_dim: int | None = Field(default=None, ge=2)
     """Width of a head, even; default: dim / num_heads."""
     ffn_dim: int | None = Field(default=None, ge=8)
-    """Inner width of the feed-forward; default: as the family says, `ffn_width`."""
+    """Inner width of the feed-forward; default: the family's `ffn_width`."""
     max_sequence_length: int = Field(default=8192, ge=2)
-    """Positions for which RoPE is tabulated; sequences may be shorter."""
+    """Longest sequence; sequences may be shorter."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the RoPE frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretch RoPE to longer sequences as Llama 3.1 does."""
+    """Scale RoPE for longer sequences as Llama 3.1 does."""
     norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
-    """One matrix for the embedding and the output."""
+    """Share one matrix between the embedding and the output."""
     init_std: float | None = Field(default=None, gt=0)
-    """Standard deviation of initial weights, default 1 / sqrt(dim); projections into the residual stream get it
-    / sqrt(2 num_layers)."""
+    """Standard deviation of initial weights; default: 1 / sqrt(dim). That of projections into the residual stream is
+    divided by sqrt(2 num_layers)."""
     init_from: str = ""
-    """Start with the weights of a checkpoint instead of random ones: the URI of a run (its newest), of RUN/checkpoints/
-    step_00000100, or of what `tidewheel checkpoint import` wrote."""
+    """Start with the weights of a checkpoint: the URI of a run (its newest checkpoint is taken), of
+    RUN/checkpoints/step_00000100, or of an imported model (`tidewheel checkpoint import`)."""
     attention: Literal["auto", "masked", "flex", "varlen"] = "auto"
     """Attention kernel: a dense mask, FlexAttention with a block mask, or flash attention over documents of varying
-    length (16-bit, CUDA); auto: the best for the device. It changes speed and rounding only."""
+    length (16-bit, CUDA). auto: the best one for the device. It changes only speed and rounding."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -134,36 +133,36 @@ class Model(Part):
             raise ValueError(f"the head width {self.head_width} is odd; RoPE turns pairs")
         return self
 
-    # -- what a family says of itself ----------------------------------------------------------
+    # -- what a family defines -----------------------------------------------------------------
     def block(self) -> nn.Module:
-        """Return one block, its parameters unset: forward(x [B, L, D], rope, mask) -> [B, L, D].
+        """Return one block with uninitialised parameters: forward(x [B, L, D], rope, mask) -> [B, L, D].
 
-        It may be built on the meta device, and is built for each layer.
+        It is called for each layer, perhaps on the meta device.
         """
         raise NotImplementedError
 
     def tensor_parallel(self) -> Mapping[str, Cut]:
-        """Return how tensor parallelism treats the modules of a block, by name; others are left alone."""
+        """Return how tensor parallelism treats the modules of a block, by name. Other modules stay whole."""
         return {"attention_norm": "positions", "attention": "gathered", "attention.wq": "columns",
                 "attention.wk": "columns", "attention.wv": "columns", "attention.wo": "rows",
                 "ffn_norm": "positions", "ffn": "gathered"}
 
     def extra_parameters(self) -> tuple[int, int]:
-        """Return how many parameters a block has beside its matrices and its two norms.
+        """Return the number of parameters of a block besides its matrices and its two norms.
 
         Returns:
-            Those that tensor parallelism cuts (biases of layers cut by columns), and those that each rank has whole
-            (biases of layers cut by rows, further norms).
+            The number that tensor parallelism shards (biases of layers sharded by columns), and the number that each
+            rank holds whole (biases of layers sharded by rows, additional norms).
         """
         return 0, 0
 
     @property
     def ffn_width(self) -> int:
-        """Inner width of the feed-forward, resolved."""
+        """Return the inner width of the feed-forward."""
         return self.ffn_dim or 4 * self.dim
 
     def hugging_face_names(self) -> dict[str, str]:
-        """Return Hugging Face's names of the modules of a block, by ours: {"attention.wq": "self_attn.q_proj", ...}.
+        """Return {name here: name at Hugging Face} of a block's modules: {"attention.wq": "self_attn.q_proj", ...}.
 
         Raises:
             ConfigError: transformers has no such model.
@@ -172,6 +171,11 @@ class Model(Part):
 
     def to_hugging_face(self, vocabulary_size: int, *, eos: int | None, dtype: str) -> dict[str, Setting]:
         """Return the content of config.json, for transformers 4 and 5.
+
+        Args:
+            vocabulary_size: rows of the embedding.
+            eos: id of the token that ends a document.
+            dtype: of the weights, "float32".
 
         Raises:
             ConfigError: transformers has no such model.
@@ -182,8 +186,12 @@ class Model(Part):
     def from_hugging_face(cls, values: Mapping[str, Setting], where: str) -> Model:
         """Return the configuration of a config.json whose `model_type` is one of `MODEL_TYPES`.
 
+        Args:
+            values: content of config.json.
+            where: its URI, for messages.
+
         Raises:
-            ConfigError: a variant of the model that is computed differently, or a setting is missing.
+            ConfigError: the variant of the model is computed differently, or a setting is missing.
         """
         raise NotImplementedError
 
@@ -192,31 +200,34 @@ class Model(Part):
                            where="model.kind", mend="export models of a family that has one, or give the family "
                            "hugging_face_names and to_hugging_face")
 
-    # -- what follows from it ------------------------------------------------------------------
+    # -- what follows from the settings --------------------------------------------------------
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, resolved."""
+        """Return the number of key and value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def head_width(self) -> int:
-        """Width of a head, resolved."""
+        """Return the width of a head."""
         return self.head_dim or self.dim // self.num_heads
 
     @property
     def weight_std(self) -> float:
-        """Standard deviation of initial weights, resolved."""
+        """Return the standard deviation of initial weights."""
         return self.init_std or self.dim**-0.5
 
     @property
     def block_matrices(self) -> int:
-        """Parameters of a block's matrices, which tensor parallelism cuts."""
+        """Return the number of parameters in a block's matrices, which tensor parallelism shards."""
         attention = 2 * self.dim * self.head_width * (self.num_heads + self.kv_heads)
         return attention + (self.FEED_FORWARD.inputs + 1) * self.dim * self.ffn_width
 
     def shape(self) -> dict[str, Setting]:
-        """Return the settings that decide what is computed, with the family's name as `kind` unless it is the default:
-        not the kernel, nor where the first weights come from."""
+        """Return the settings that decide what the model computes.
+
+        The attention kernel and the source of the initial weights do not. The family's name is under `kind` unless it
+        is the default.
+        """
         from tidewheel.models.families import DEFAULT
 
         name = name_of(type(self))
@@ -224,14 +235,18 @@ class Model(Part):
         return {**kind, **self.model_dump(mode="json", exclude={"attention", "init_from"})}
 
     def matmul_parameters(self, vocabulary_size: int) -> int:
-        """Return the parameters that multiply every token: the blocks and the output matrix, not the embedding."""
+        """Return the number of parameters that multiply every token: blocks and output matrix, not the embedding."""
         return self.num_layers * self.block_matrices + vocabulary_size * self.dim
 
     def flops_per_token(self, vocabulary_size: int, sequence_length: int) -> int:
         """Return training FLOPs per token: 6 N + 12 layers x heads x head width x L.
 
-        N is `matmul_parameters`; attention counts as full; recomputation does not count (the PaLM convention,
+        N is `matmul_parameters`. Attention counts as full and recomputation does not count (the PaLM convention,
         https://arxiv.org/abs/2204.02311 appendix B).
+
+        Args:
+            vocabulary_size: rows of the output matrix.
+            sequence_length: L.
         """
         attention = 12 * self.num_layers * self.num_heads * self.head_width * sequence_length
         return 6 * self.matmul_parameters(vocabulary_size) + attention

@@ -1,7 +1,7 @@
-"""Models in Hugging Face's form: config.json and safetensors files, both ways.
+"""Import from and export to Hugging Face's format: config.json and safetensors files.
 
-Nothing is unpickled: weights that are not safetensors are refused. RoPE turns the same pairs here and there, so that
-weights are renamed and never permuted.
+Nothing is unpickled: weights that are not safetensors are refused. RoPE rotates the same pairs as in transformers, so
+weights are renamed but never permuted.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2_000_000_000
-"""Weights of a larger model are written in several files of at most this size, and an index; one file's weights are in
-memory at a time."""
+"""Weights of a larger model are written in several files of at most this size, with an index. Only one file's weights
+are in memory at a time."""
 
 _OUTER = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
           "output.weight": "lm_head.weight"}
 
 
 def their_name(name: str, config: Model) -> str:
-    """Hugging Face's name of our parameter "blocks.3.attention.wq.weight": "model.layers.3.self_attn.q_proj.weight"."""
+    """Return the name of a parameter at Hugging Face.
+
+    "blocks.3.attention.wq.weight" is "model.layers.3.self_attn.q_proj.weight".
+    """
     if name in _OUTER:
         return _OUTER[name]
     _, layer, inner = name.split(".", 2)
@@ -43,7 +46,7 @@ def their_name(name: str, config: Model) -> str:
 
 
 def parameter_shapes(config: Model, vocabulary_size: int) -> dict[str, torch.Size]:
-    """Our parameters, in order."""
+    """Return {name: shape} of a decoder's parameters, in order."""
     with torch.device("meta"):
         model = Decoder(config, vocabulary_size)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -52,7 +55,13 @@ def parameter_shapes(config: Model, vocabulary_size: int) -> dict[str, torch.Siz
 # -- config.json -------------------------------------------------------------------------------
 def to_config(config: Model, vocabulary_size: int, *, eos: int | None = None,
               dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The content of config.json, for transformers 4 and 5.
+    """Return the content of config.json, for transformers 4 and 5.
+
+    Args:
+        config: the model.
+        vocabulary_size: rows of the embedding.
+        eos: id of the token that ends a document.
+        dtype: of the weights.
 
     Raises:
         ConfigError: transformers has no such model.
@@ -61,19 +70,23 @@ def to_config(config: Model, vocabulary_size: int, *, eos: int | None = None,
 
 
 def from_config(values: Mapping[str, Any], where: str) -> tuple[Model, int]:
-    """Our configuration and the vocabulary's size, of a config.json.
+    """Return the model and the vocabulary size of a config.json.
+
+    Args:
+        values: its content.
+        where: its URI, for messages.
 
     Raises:
-        ConfigError: another family, or a variant of it that is computed differently.
+        ConfigError: no family reads this model type, or its variant is computed differently.
     """
-    wanted = values.get("model_type")
+    model_type = values.get("model_type")
     known: dict[str, type[Model]] = {}
     for name in families.KIND.names():
         family = families.KIND.find(name)
         known |= dict.fromkeys(family.MODEL_TYPES, family)
-    if wanted not in known:
-        raise ConfigError(f"model_type is {wanted!r}", where=where, mend=f"{' and '.join(known)} can be imported")
-    config = known[wanted].from_hugging_face(values, where)
+    if model_type not in known:
+        raise ConfigError(f"model_type is {model_type!r}", where=where, mend=f"{' and '.join(known)} can be imported")
+    config = known[model_type].from_hugging_face(values, where)
     if "vocab_size" not in values:
         raise ConfigError("config.json is not complete: 'vocab_size' is missing", where=where,
                           mend="download the model anew")
@@ -86,22 +99,27 @@ def write(place: Store, config: Model, vocabulary_size: int, read: Callable[[lis
     """Write config.json and the weights to `place`, ready for `AutoModelForCausalLM.from_pretrained`.
 
     Args:
-        read: our names to whole tensors; called for one file's weights at a time.
+        place: the output folder.
+        config: the model.
+        vocabulary_size: rows of the embedding.
+        read: from parameter names to whole tensors; called once for each file.
         dtype: of the weights in the files.
+        eos: id of the token that ends a document.
+        shard_bytes: largest size of a file.
 
     Returns:
-        Bytes of weights.
+        Number of bytes of weights.
     """
     itemsize = torch.empty((), dtype=dtype).element_size()
     sizes = {name: math.prod(shape) * itemsize for name, shape in parameter_shapes(config, vocabulary_size).items()}
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
-        if files[-1] and sum(sizes[each] for each in files[-1]) + size > shard_bytes:
+        if files[-1] and sum(sizes[other] for other in files[-1]) + size > shard_bytes:
             files.append([])
         files[-1].append(name)
     where: dict[str, str] = {}
-    for number, names in enumerate(files, start=1):
-        key = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+    for index, names in enumerate(files, start=1):
+        key = WEIGHTS if len(files) == 1 else f"model-{index:05d}-of-{len(files):05d}.safetensors"
         tensors = {their_name(name, config): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
         place.write(key, safetensors.torch.save(tensors, {"format": "pt"}))
         logger.info("wrote %s with %d tensors", place.at(key), len(tensors))
@@ -114,7 +132,11 @@ def write(place: Store, config: Model, vocabulary_size: int, read: Callable[[lis
 
 
 def read_config(place: Store) -> tuple[Model, int]:
-    """The configuration and vocabulary size of the model in `place`; ConfigError when it cannot be imported."""
+    """Return the model and the vocabulary size of a folder.
+
+    Raises:
+        ConfigError: it has no config.json, or the model cannot be imported.
+    """
     try:
         values = json.loads(place.read(CONFIG))
     except FileNotFoundError:
@@ -126,7 +148,12 @@ def read_config(place: Store) -> tuple[Model, int]:
 
 
 def read_weights(place: Store, config: Model, vocabulary_size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our names and whole tensors of the model in `place`, as they are stored; each exactly once.
+    """Yield (name, whole tensor) of each parameter exactly once, in the dtype of the files.
+
+    Args:
+        place: folder of the model.
+        config: from `read_config`.
+        vocabulary_size: from `read_config`.
 
     Raises:
         CheckpointError: weights are missing, of another shape, unknown, damaged, or not safetensors.
@@ -137,7 +164,7 @@ def read_weights(place: Store, config: Model, vocabulary_size: int) -> Iterator[
         logger.info("reads weights from %s", place.at(key))
         for theirs, tensor in _tensors(place, key):
             if theirs.endswith("rotary_emb.inv_freq") or (theirs == "lm_head.weight" and config.tie_embeddings):
-                continue  # computed from the configuration; a copy of the embedding
+                continue  # the first follows from the configuration, the second is a copy of the embedding
             name = ours.pop(theirs, "")
             if not name or tensor.shape != shapes[name]:
                 what = f"{list(tensor.shape)}, config.json says {list(shapes[name])}" if name else "not a known weight"
@@ -172,10 +199,14 @@ def _tensors(place: Store, key: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def padded(rows_VD: torch.Tensor, vocabulary_size: int) -> torch.Tensor:
-    """An embedding or output matrix with rows for further tokens, each the mean of the others.
+    """Return an embedding or output matrix with additional rows, each the mean of the existing rows.
 
-    By Jensen's inequality the logit of a mean row is at most the log of the mean of the others' exponentials: together
-    the new tokens get at most their share by number of the probability.
+    By Jensen's inequality the logit of a mean row is at most the log of the mean of the other exponentials. So the
+    probability of all new tokens together is at most their share of the vocabulary.
+
+    Args:
+        rows_VD: the matrix.
+        vocabulary_size: number of rows of the result.
     """
     more = vocabulary_size - len(rows_VD)
     return torch.cat((rows_VD, rows_VD.float().mean(dim=0, keepdim=True).to(rows_VD.dtype).expand(more, -1)))

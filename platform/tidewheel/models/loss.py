@@ -1,4 +1,4 @@
-"""Next-token cross entropy: the SUM over targets in nats, fp32 softmax, without whole logits where they are large."""
+"""Next-token cross-entropy, summed over targets in nats. The softmax is fp32; large logits are computed in chunks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.utils.checkpoint import checkpoint
 from tidewheel.models.config import LossConfig
 
 IGNORED = -100
-"""Target of a position that has nothing to predict."""
+"""Target of a position without a prediction."""
 WHOLE_BYTES = 1 << 28
-"""Logits up to this size in fp32 are computed at once, the plain way, when the configuration does not say."""
+"""If the configuration does not say, logits up to this size in fp32 are computed at once."""
 CHUNK_TOKENS = 4096
-"""Otherwise so many tokens at a time. With D = 2048 each chunk adds to a [V, D] gradient; fewer tokens and that
-addition would cost more than a tenth of the chunk's matrix products on an H200."""
+"""Number of tokens in a chunk of larger logits. Each chunk adds to the [V, D] gradient. With D = 2048 and fewer tokens
+this addition costs more than a tenth of the chunk's matrix products on an H200."""
 
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""Logits [N, V], targets [N] and the weight of the z-loss to the sum of token losses."""
+"""From logits [N, V], targets [N] and the weight of the z-loss to the sum of token losses, an fp32 scalar."""
 TokenGradients = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-"""The same to the sum and its gradient by the logits."""
+"""From the same arguments to the sum and its gradient with respect to the logits [N, V]."""
 
 
 class TokenLoss(nn.Module):
-    """Hidden states to the sum of token losses. A module of its own, so that loss-parallel can take its place.
+    """The sum of token losses of hidden states. It is a module so that loss parallelism can replace it.
 
-    What it returns is the cross entropy alone; z-loss acts through the gradient only, so that losses stay comparable.
+    It returns the cross-entropy alone. The z-loss acts through the gradient only, so that losses stay comparable.
     """
 
     def __init__(self, config: LossConfig) -> None:
@@ -39,12 +39,12 @@ class TokenLoss(nn.Module):
 
     def forward(self, x_BLD: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], weight_VD: torch.Tensor,
                 targets_BL: torch.Tensor) -> torch.Tensor:
-        """The sum over targets that are not `IGNORED`, fp32, a scalar.
+        """Return the sum over targets that are not `IGNORED`, an fp32 scalar.
 
         Args:
             x_BLD: normalised hidden states.
-            output: makes [B, L, V] logits of them: x @ weight.T; called only when they may exist whole.
-            weight_VD: the output matrix.
+            output: computes logits [B, L, V], x @ weight.T; called only if all logits may exist at once.
+            weight_VD: output matrix.
             targets_BL: int64.
         """
         rows = chunk_rows(targets_BL.numel(), weight_VD.shape[0], self.config.chunk_tokens)
@@ -54,24 +54,38 @@ class TokenLoss(nn.Module):
                                     z_loss=self.config.z_loss)
 
 
-def chunk_rows(tokens: int, vocabulary_size: int, wanted: int | None) -> int:
-    """Tokens of one chunk; `tokens` itself: logits may be whole. Chunks are nearly equal, so that shapes are few."""
-    if wanted is None:
-        wanted = 0 if tokens * vocabulary_size * 4 <= WHOLE_BYTES else CHUNK_TOKENS
-    if not wanted or wanted >= tokens:
+def chunk_rows(tokens: int, vocabulary_size: int, chunk_tokens: int | None) -> int:
+    """Return the number of tokens in a chunk; `tokens` if all logits may exist at once.
+
+    Chunks are nearly equal, so that few shapes occur.
+
+    Args:
+        tokens: in the micro-batch.
+        vocabulary_size: columns of the logits on this rank.
+        chunk_tokens: setting `objective.chunk_tokens`.
+    """
+    if chunk_tokens is None:
+        chunk_tokens = 0 if tokens * vocabulary_size * 4 <= WHOLE_BYTES else CHUNK_TOKENS
+    if not chunk_tokens or chunk_tokens >= tokens:
         return tokens
-    return -(-tokens // -(-tokens // wanted))
+    return -(-tokens // -(-tokens // chunk_tokens))
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """The type in which matrix products of `x` are computed: autocast's, or its own."""
+    """Return the dtype of matrix products of `x`: autocast's if it is enabled, else that of `x`."""
     kind = x.device.type
     lowered = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if lowered else x.dtype
 
 
 def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
-    """The sum of token losses of whole logits; the softmax in fp32."""
+    """Return the sum of token losses, an fp32 scalar; the softmax is fp32.
+
+    Args:
+        logits_NV: whole logits.
+        targets_N: int64; `IGNORED` adds nothing.
+        z_loss: weight of the z-loss in the gradient.
+    """
     logits = logits_NV.float()
     loss = F.cross_entropy(logits, targets_N, ignore_index=IGNORED, reduction="sum")
     if z_loss:
@@ -84,14 +98,21 @@ def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, z_loss: floa
 def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, *, rows: int,
                          z_loss: float = 0.0, cross_entropy: CrossEntropy = cross_entropy,
                          gradients: TokenGradients | None = None) -> torch.Tensor:
-    """`cross_entropy` of x @ weight.T, the logits of `rows` tokens at a time.
+    """Return `cross_entropy` of x @ weight.T, with the logits of `rows` tokens at a time.
 
-    Loss-parallel gives a `cross_entropy` of its own, and `gradients` in the place of `token_gradients`.
+    The gradient of a chunk is computed in the forward pass, while its logits exist, so nothing is computed twice (as in
+    Liger Kernel, https://arxiv.org/abs/2410.10989). The weight's gradient occupies memory until the backward pass.
+    In fp16 the logits are computed again in the backward pass: gradients of tokens would underflow without the loss
+    scale, which is known only there.
 
-    The gradient of a chunk is taken while its logits are there, in the forward pass, so that nothing is computed twice
-    (as in Liger Kernel, https://arxiv.org/abs/2410.10989); it costs the memory of the weight's gradient until backward.
-    In fp16 the logits are computed again in the backward pass: only there is the loss scale known, without which
-    gradients of tokens are lost to underflow.
+    Args:
+        x_ND: normalised hidden states.
+        weight_VD: output matrix.
+        targets_N: int64.
+        rows: tokens of a chunk.
+        z_loss: weight of the z-loss.
+        cross_entropy: of a chunk of logits; loss parallelism has its own.
+        gradients: default: `token_gradients`; loss parallelism has its own.
     """
     dtype = product_dtype(x_ND)
     if dtype == torch.float16 and torch.is_grad_enabled():
@@ -101,20 +122,21 @@ def linear_cross_entropy(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N:
         parts = [checkpoint(of, x, targets, use_reentrant=False, preserve_rng_state=False)
                  for x, targets in zip(x_ND.split(rows), targets_N.split(rows))]
         return torch.stack(parts).sum()
-    wanted = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    needs_gradient = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     if gradients is None:
         gradients = _compiled_gradients() if x_ND.is_cuda else token_gradients
-    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, z_loss, dtype, wanted, cross_entropy, gradients)
+    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, z_loss, dtype, needs_gradient, cross_entropy,
+                                     gradients)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int,
-                z_loss: float, dtype: torch.dtype, wanted: bool, cross_entropy: CrossEntropy,
+                z_loss: float, dtype: torch.dtype, needs_gradient: bool, cross_entropy: CrossEntropy,
                 gradients: TokenGradients) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        x_gradient = torch.empty_like(x_ND) if wanted else None
-        weight_gradient = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted else None
+        x_gradient = torch.empty_like(x_ND) if needs_gradient else None
+        weight_gradient = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_gradient else None
         with torch.autocast(x_ND.device.type, enabled=False):
             weight = weight_VD.to(dtype)
             for first in range(0, len(x_ND), rows):
@@ -139,8 +161,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (scale,) = grad_outputs
         x_gradient, weight_gradient = ctx.saved_tensors
-        # In place, behind autograd's back: one such gradient is large enough. A zero-bubble pipeline comes a second
-        # time, for the weights, with the same scale.
+        # Scale in place without autograd: a second gradient of this size would be too large. A zero-bubble pipeline
+        # calls this again for the weights, with the same scale.
         if not ctx.scaled:
             x_gradient.data.mul_(scale)
             weight_gradient.data.mul_(scale)
@@ -150,9 +172,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,
                     z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of token losses, fp32, and its gradient by the logits in their dtype (with that of the z-loss).
+    """Return the sum of token losses, an fp32 scalar, and its gradient with respect to the logits, in their dtype.
 
-    d/dlogits of (lse - logits[target]) + z lse^2 is softmax (1 + 2 z lse) - onehot(target).
+    The gradient includes the z-loss: d/dlogits of (lse - logits[target]) + z lse^2 is
+    softmax (1 + 2 z lse) - onehot(target).
+
+    Args:
+        logits_NV: whole logits.
+        targets_N: int64.
+        z_loss: weight z of the z-loss.
     """
     logits, known = logits_NV.float(), targets_N != IGNORED
     safe = targets_N.clamp(min=0)[:, None]
@@ -167,5 +195,5 @@ def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,
 
 @functools.cache
 def _compiled_gradients() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Fused: the softmax and its gradient in few passes over the logits instead of ten."""
+    """Return `token_gradients` compiled, which reads the logits in a few passes instead of ten."""
     return torch.compile(token_gradients)

@@ -12,9 +12,9 @@ from tidewheel.models.config import RopeScaling
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Cosines and sines of a batch, fp32 [B, 1, L, E / 2]; computed once and shared by all layers.
+    """Cosines and sines of a batch, fp32 [B, 1, L, E / 2], computed once and shared by all layers.
 
-    No pytree, so that FSDP's mixed precision, which casts the tensors among a block's inputs, leaves it in fp32.
+    It is not a pytree: FSDP's mixed precision casts the tensors among a block's inputs, and must leave these in fp32.
     """
 
     cos: torch.Tensor
@@ -23,11 +23,17 @@ class RopeTable:
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None, *,
                 device: torch.device | str = "cpu") -> torch.Tensor:
-    """Angle per position of each pair, fp32 [head_dim / 2]: theta ** (-2 i / head_dim).
+    """Return the angle per position of each pair, fp32 [head_dim / 2]: theta ** (-2 i / head_dim).
 
-    With `scaling`, pairs that turn fewer than `low_frequency_factor` times in the original length are slowed down by
-    `factor`, those that turn more than `high_frequency_factor` times stay, and between the two the share that stays
-    rises linearly with the number of turns (Llama 3.1's reference code).
+    With `scaling`, the angle of a pair depends on its turns in the original length, as in Llama 3.1's reference code.
+    Fewer than `low_frequency_factor` turns: divided by `factor`. More than `high_frequency_factor`: unchanged. Between:
+    interpolated linearly by the number of turns.
+
+    Args:
+        head_dim: width of a head.
+        theta: base of the frequencies.
+        scaling: for sequences longer than the original length.
+        device: of the result.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     plain = theta**-exponents
@@ -40,13 +46,25 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None,
 
 
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RopeTable:
-    """The table for `positions`, integers [B, L]."""
+    """Return the table of a batch.
+
+    Args:
+        positions: integers [B, L].
+        head_dim: width of a head.
+        theta: base of the frequencies.
+        scaling: see `frequencies`.
+    """
     turning = frequencies(head_dim, theta, scaling, device=positions.device)
     angles = positions[:, None, :, None].float() * turning
     return RopeTable(angles.cos(), angles.sin())
 
 
 def apply_rope(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-    """Turn the pairs (x[i], x[i + E/2]) of each head by their angle; x is [B, H, L, E]. Computed in fp32."""
+    """Rotate the pairs (x[i], x[i + E/2]) of each head by their angle, in fp32.
+
+    Args:
+        x: queries or keys [B, H, L, E].
+        rope: angles of the positions.
+    """
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * rope.cos - right * rope.sin, right * rope.cos + left * rope.sin), dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The built-in model families, a module each, and what finds any. Configuration: no torch before a block is built."""
+"""The built-in model families, one module each, and their registry. Nothing imports torch before a block is built."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ChosenModel = Annotated[Model, Chosen(KIND, DEFAULT)]
 
 
 def of_shape(values: Mapping[str, Any]) -> Model:
-    """Return the model of what `Model.shape` gave.
+    """Return the model from the result of `Model.shape`.
 
     Raises:
-        ConfigError: there is no such family here.
-        pydantic.ValidationError: a setting does not fit.
+        ConfigError: there is no such family.
+        pydantic.ValidationError: a setting is unknown or has a wrong value.
     """
     settings = {name: value for name, value in values.items() if name != "kind"}
     return KIND.build(str(values.get("kind", DEFAULT)), settings)

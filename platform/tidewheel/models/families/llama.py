@@ -27,9 +27,9 @@ _70B = {**_LLAMA3, "dim": 8192, "num_layers": 80, "num_heads": 64, "ffn_dim": 28
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "debug": {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 192, "tie_embeddings": True},
-    # depth and width of GPT-3's smallest model (https://arxiv.org/abs/2005.14165, table 2.1), Llama 3's parts
+    # depth and width of GPT-3's smallest model (https://arxiv.org/abs/2005.14165, table 2.1), blocks of Llama 3
     "125m": _125M, "llama3_125m": _125M,
-    # Llama-3.2-1B's shape with an output matrix of its own and no long-context scaling: for training from scratch
+    # Llama-3.2-1B's shape for training from scratch: with an output matrix and without long-context scaling
     "1b": _1B,
     # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
     "llama3_1b": {**_1B, **_LLAMA32, "head_dim": 64, "tie_embeddings": True},
@@ -54,7 +54,7 @@ _NAMES = {
     "ffn.w3": "mlp.up_proj", "ffn.w2": "mlp.down_proj"}
 _PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
           "partial_rotary_factor": 1.0}
-"""Settings of theirs that have one value here, which is also their default."""
+"""Settings of config.json that must have this value, which is also their default."""
 
 
 class Llama(Model):
@@ -68,7 +68,7 @@ class Llama(Model):
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
 
     qk_norm: bool = True
-    """RMSNorm on each query and key head (Qwen 3): keeps attention logits bounded at high learning rates."""
+    """Apply RMSNorm to each query and key head, as Qwen 3 does. It bounds attention logits at high learning rates."""
 
     def block(self) -> nn.Module:
         from tidewheel.models.decoder import Attention, Block, SwiGLU
@@ -91,7 +91,16 @@ class Llama(Model):
         return _NAMES
 
     def to_hugging_face(self, vocabulary_size: int, *, eos: int | None, dtype: str) -> dict[str, Any]:
-        """Return the content of config.json: Qwen 3 with norms on queries and keys, else Llama."""
+        """Return the content of config.json: of Qwen 3 if queries and keys are normalised, else of Llama.
+
+        Args:
+            vocabulary_size: rows of the embedding.
+            eos: id of the token that ends a document.
+            dtype: of the weights.
+
+        Raises:
+            ConfigError: the widths are not possible in transformers' Llama.
+        """
         if not self.qk_norm and self.dim % self.num_heads:
             raise ConfigError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}, which transformers "
                               "demands of Llama", where="model", mend="export models with such widths or with qk_norm")
@@ -115,7 +124,15 @@ class Llama(Model):
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any], where: str) -> Llama:
-        """Return the configuration of a config.json of Llama or Qwen 3."""
+        """Return the configuration of a config.json of Llama or Qwen 3.
+
+        Args:
+            values: its content.
+            where: its URI, for messages.
+
+        Raises:
+            ConfigError: the model has biases, sliding windows or another RoPE, or a setting is missing.
+        """
         odd = [f"{name}: {values[name]!r}" for name, plain in _PLAIN.items() if values.get(name, plain) != plain]
         rope = {"rope_theta": values.get("rope_theta", 10_000.0), "rope_type": "default",
                 **(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}

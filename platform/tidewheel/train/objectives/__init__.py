@@ -1,4 +1,4 @@
-"""The built-in objectives, a module each, and what finds any. Configuration: no torch before training."""
+"""The built-in objectives, one module each, and their registry. Nothing imports torch before training."""
 
 from __future__ import annotations
 

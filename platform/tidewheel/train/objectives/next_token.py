@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, what pretraining minimises."""
+"""Next-token cross-entropy, the objective of pretraining."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class NextToken(LossConfig, Objective):
     """Next-token cross-entropy, in nats per token.
 
-    The decoder computes it itself: in chunks, and with each rank's share of the vocabulary under tensor parallelism, so
-    that whole logits need not exist.
+    The decoder computes it without whole logits: in chunks, and under tensor parallelism with each rank's shard of the
+    vocabulary.
     """
 
     VERSION = Version("objective_next_token", uses=(TOKEN_LOSS,))

@@ -1,1 +1,1 @@
-"""What optimizers and schedules are, and the optimizer of a whole model; the built-in ones are parts beside this."""
+"""The bases of optimizers and schedules, and the optimizer of a whole model."""

@@ -1,4 +1,4 @@
-"""From an optimizer's configuration to the optimizer of a whole model."""
+"""Builds the optimizer of a whole model from an optimizer's configuration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ class HasParameters(Protocol):
     """A module, or a model in pieces."""
 
     def named_parameters(self) -> Iterable[Any]:
-        """(name, parameter), names as in the whole model."""
+        """Yield (name in the whole model, parameter)."""
 
 
 def build_optimizer(model: HasParameters, config: Optimizer) -> ModelOptimizer:
-    """Return the optimizer of the parameters of `model`, its state allocated at zero.
+    """Return the optimizer of a model's parameters, with its state allocated at zero.
 
     Parameters that are not fp32 get fp32 master weights.
 
+    Args:
+        model: whose parameters are updated.
+        config: the optimizer part.
+
     Raises:
-        ConfigError: `config` leaves out a parameter, updates one twice, or its code failed.
+        ConfigError: `config` omits a parameter, updates one twice, or its code failed.
     """
     named: list[Named] = list(model.named_parameters())
     with calling(config):
@@ -35,18 +39,18 @@ def build_optimizer(model: HasParameters, config: Optimizer) -> ModelOptimizer:
             optimizer: ModelOptimizer = MasterWeights(named, config)
         else:
             optimizer = ModelOptimizer(named, config.build_all(named), config.stored)
-    _each_once(optimizer.named, optimizer.parts, config)
+    _check_complete(optimizer.named, optimizer.parts, config)
     return optimizer
 
 
 def training_state(model: HasParameters, optimizer: ModelOptimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint: {"model": {name: parameter}, "optimizer": see `ModelOptimizer.tensors`}."""
+    """Return the tensors of a checkpoint: {"model": {name: parameter}, "optimizer": `ModelOptimizer.tensors`}."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"model": weights, "optimizer": optimizer.tensors()}
 
 
-def _each_once(named: Sequence[Named], parts: Sequence[torch.optim.Optimizer], config: Optimizer) -> None:
-    """Raise ConfigError unless every parameter has exactly one of the optimizers, which has its state."""
+def _check_complete(named: Sequence[Named], parts: Sequence[torch.optim.Optimizer], config: Optimizer) -> None:
+    """Raise ConfigError unless every parameter belongs to exactly one of the optimizers."""
     kind = name_of(type(config))
     held = [id(parameter) for part in parts for group in part.param_groups for parameter in group["params"]]
     for name, parameter in named:

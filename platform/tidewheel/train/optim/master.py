@@ -1,4 +1,4 @@
-"""fp32 master weights beside parameters of less precision: 2 + 2 + 12 bytes a parameter with AdamW."""
+"""fp32 master weights of bf16 parameters: 2 + 2 + 12 bytes a parameter with AdamW."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from tidewheel.train.optim.model_optimizer import ModelOptimizer
 
 
 class MasterWeights(ModelOptimizer):
-    """An optimizer that keeps and updates fp32 copies, and rounds the parameters from them after each update.
+    """An optimizer that updates fp32 copies of the parameters, and rounds the parameters from them after each update.
 
-    Mixed precision of https://arxiv.org/abs/1710.03740 as ZeRO counts it (https://arxiv.org/abs/1910.02054, section
-    3.1). An update of less than half a unit in the last place of a parameter is not lost. While `step` runs there is
-    an fp32 copy of the gradients as well.
+    It is the mixed precision of https://arxiv.org/abs/1710.03740, as ZeRO counts it (https://arxiv.org/abs/1910.02054,
+    section 3.1). Updates smaller than half a unit in the last place of a parameter are not lost. During `step` there is
+    also an fp32 copy of the gradients.
+
+    Args:
+        named: (name, parameter) of less precision than fp32.
+        config: the optimizer part.
     """
 
     def __init__(self, named: Iterable[Named], config: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer for a whole model, whatever it is made of, and its state in a form that can be saved and resharded."""
+"""The optimizer of a whole model: one or more torch optimizers, with state that can be saved and resharded."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from tidewheel.errors import ConfigError
 from tidewheel.train.optim.base import COUNT, Named
 
 Stored = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
-"""From the name and value of a state tensor to the plain tensors that a checkpoint holds of it."""
+"""From the name and value of a state tensor to {name: plain tensor} in a checkpoint."""
 
 
-def as_it_is(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A state tensor that is plain already."""
+def unchanged(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the checkpoint's form of a state tensor that is plain already."""
     return {name: value}
 
 
 class ModelOptimizer:
-    """Torch optimizers that share out a model's parameters; all state is there before the first step.
+    """The torch optimizers of a model's parameters. All state exists before the first step.
 
     Args:
-        named: the parameters by their names in the whole model; plain tensors or DTensors.
-        parts: every parameter belongs to one of them.
-        stored: how a checkpoint holds their state.
+        named: (name in the whole model, tensor or DTensor) of each parameter.
+        parts: torch optimizers; every parameter belongs to one of them.
+        stored: converts a state tensor to the form in a checkpoint.
     """
 
     def __init__(self, named: Iterable[Named], parts: Sequence[torch.optim.Optimizer],
-                 stored: Stored = as_it_is) -> None:
+                 stored: Stored = unchanged) -> None:
         self.parts = list(parts)
         self.named = list(named)
         self._stored = stored
@@ -36,11 +36,11 @@ class ModelOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Return the learning rate of the next step."""
         return float(self.parts[0].param_groups[0]["lr"])
 
     def set_learning_rate(self, rate: float) -> None:
-        """For the next step."""
+        """Set the learning rate of the next step."""
         for part in self.parts:
             for group in part.param_groups:
                 if isinstance(group["lr"], torch.Tensor):
@@ -49,9 +49,11 @@ class ModelOptimizer:
                     group["lr"] = rate
 
     def step(self, skip: torch.Tensor | None = None) -> None:
-        """Update the parameters, unless `skip` (a scalar on their device) is not zero.
+        """Update the parameters.
 
-        A fused optimizer looks at `skip` on the device; for any other the host waits for it.
+        Args:
+            skip: scalar on the device of the parameters; if it is not zero there is no update. A fused optimizer reads
+                it on the device; for any other the host waits for it.
         """
         if skip is not None and not self.skips_on_device and bool(skip):
             return
@@ -62,48 +64,49 @@ class ModelOptimizer:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether `step` can skip an update without the host waiting for the device."""
+        """Return whether `step` can skip an update without synchronising the host with the device."""
         return all(group.get("fused") for part in self.parts for group in part.param_groups)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state for a checkpoint: {"name.exp_avg": tensor placed like the parameter, ..., "step": updates
-        done}. They share memory with the state: fill them, then call `restored`.
+        """Return the state for a checkpoint: {"name.exp_avg": tensor placed like the parameter, "step": updates, ...}.
+
+        The tensors share memory with the state. To restore a checkpoint, fill them and call `restored`.
 
         Raises:
-            ConfigError: an update has made state that was not there before the first one.
+            ConfigError: an update has created state that did not exist before the first one.
         """
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         counts = self._counts()
         if counts:
-            found[COUNT] = counts[0]
+            tensors[COUNT] = counts[0]
         for name, parameter in self.named:
             state = self._state(parameter)
-            _as_declared(name, state, self._keys[name])
+            _check_state(name, state, self._keys[name])
             for key, value in state.items():
                 if key != COUNT:
-                    found |= self._stored(f"{name}.{key}", value)
-        return found
+                    tensors |= self._stored(f"{name}.{key}", value)
+        return tensors
 
     def started(self) -> None:
-        """The parameters were given their initial values."""
+        """Handle that the parameters have been initialised."""
 
     def restored(self) -> None:
-        """The tensors of `tensors` were filled: tell all parameters how many updates there were."""
+        """Copy the restored number of updates to all parameters, after `tensors` were filled."""
         counts = self._counts()
         for count in counts[1:]:
             count.copy_(counts[0])
 
     def _counts(self) -> list[torch.Tensor]:
-        """The counter of updates of each parameter that has one; they are equal."""
-        held = [self._state(parameter) for _, parameter in self.named]
-        return [state[COUNT] for state in held if COUNT in state]
+        """Return the counters of updates of all parameters that have one; they are equal."""
+        states = [self._state(parameter) for _, parameter in self.named]
+        return [state[COUNT] for state in states if COUNT in state]
 
     def _state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return next((part.state[parameter] for part in self.parts if parameter in part.state), {})
 
 
-def _as_declared(name: str, state: dict[str, torch.Tensor], declared: set[str]) -> None:
-    """Raise ConfigError unless the state of the parameter `name` is the tensors that were there before any update."""
+def _check_state(name: str, state: dict[str, torch.Tensor], declared: set[str]) -> None:
+    """Raise ConfigError if the state of the parameter `name` has tensors that did not exist before the first update."""
     wrong = sorted(key for key, value in state.items() if key not in declared or not isinstance(value, torch.Tensor))
     if wrong:
         raise ConfigError(f"the optimizer keeps {', '.join(wrong)} of {name}, which a checkpoint would not hold",

@@ -1,4 +1,4 @@
-"""What a schedule is: a part that gives the learning rate as a function of how much of the run is done.
+"""The base of schedules: a part that computes the learning rate from the progress of the run.
 
     class Steps(tw.Schedule):
         "Halve the learning rate every `every` steps."
@@ -22,18 +22,18 @@ from tidewheel.versions import Version
 
 
 class Schedule(Part):
-    """Base of every schedule: a linear warm-up, then what `factor` says."""
+    """Base of every schedule: a linear warm-up, then `factor`."""
 
     VERSION: ClassVar[Version] = Version("schedule_warmup")
     """Version of what all schedules share: the warm-up."""
 
     unit: Literal["steps", "tokens"] = "steps"
-    """What the learning rate is a function of. Tokens count sequences x their length, padding included; the two differ
-    only while the batch grows (batch.ramp)."""
+    """Unit of progress. Tokens are sequences x their length, padding included. The two differ only while the batch
+    grows (batch.ramp)."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear warm-up; at most half of the run."""
     warmup_tokens: int = Field(default=0, ge=0)
-    """The same with unit tokens."""
+    """Tokens of linear warm-up if `unit` is tokens; at most half of the run."""
 
     @pydantic.model_validator(mode="after")
     def _one_unit(self) -> Schedule:
@@ -52,8 +52,8 @@ class Schedule(Part):
 
         Args:
             done: steps or tokens (`unit`) at the end of the step, start < done <= total.
-            total: of the whole run.
-            start: where the warm-up ended.
+            total: steps or tokens of the whole run.
+            start: end of the warm-up.
         """
         raise NotImplementedError
 
@@ -61,12 +61,12 @@ class Schedule(Part):
         """Return the learning rate of the step that ends at `done`.
 
         Args:
-            done: steps or tokens (`unit`), those of this step included; 1 <= done <= total.
-            total: of the whole run.
-            peak: reached at the end of the warm-up, which is linear and takes at most half of the run.
+            done: steps or tokens (`unit`) including this step; 1 <= done <= total.
+            total: steps or tokens of the whole run.
+            peak: learning rate at the end of the warm-up, which takes at most half of the run.
 
         Raises:
-            ConfigError: `factor` failed, or returned what is no share of the peak.
+            ConfigError: `factor` failed, or returned a negative or infinite number.
         """
         start = min(self.warmup, total // 2)
         if done <= start:
@@ -80,13 +80,13 @@ class Schedule(Part):
 
 
 class Decay(Schedule):
-    """Base of schedules that end at a stated share of the peak."""
+    """Base of schedules that end at a given share of the peak."""
 
     final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Share of the peak learning rate that is left at the last step."""
+    """Share of the peak learning rate at the last step."""
 
     def left(self, done: int, total: int, start: int) -> float:
-        """Return how much of the decay is left: 1 at `start`, 0 at `total`; see `factor`."""
+        """Return the remaining share of the decay, 1 at `start` and 0 at `total`; see `factor` for the arguments."""
         raise NotImplementedError
 
     def factor(self, done: int, total: int, start: int) -> float:

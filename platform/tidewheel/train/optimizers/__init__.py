@@ -1,4 +1,4 @@
-"""The built-in optimizers, a module each, and what finds any. Configuration: no torch before one is built."""
+"""The built-in optimizers, one module each, and their registry. Nothing imports torch before one is built."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ DEFAULT = "adamw"
 ChosenOptimizer = Annotated[Optimizer, Chosen(KIND, DEFAULT)]
 
 
-def where(holds: Callable[[type[Optimizer]], bool]) -> str:
-    """Return the names of the built-in optimizers for which `holds`, for messages."""
-    return ", ".join(name for name in KIND.built_in() if holds(KIND.find(name)))
+def where(condition: Callable[[type[Optimizer]], bool]) -> str:
+    """Return the names of the built-in optimizers that meet a condition, for messages."""
+    return ", ".join(name for name in KIND.built_in() if condition(KIND.find(name)))

@@ -1,4 +1,4 @@
-"""Adafactor: second moments of rows and columns only."""
+"""Adafactor, which keeps second moments of rows and columns only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Adafactor(Optimizer):
-    """Adafactor (https://arxiv.org/abs/1804.04235): `torch.optim.Adafactor`, with a decay schedule of its own."""
+    """Adafactor (https://arxiv.org/abs/1804.04235), `torch.optim.Adafactor`, which has its own decay schedule."""
 
     VERSION = Version("optimizer_adafactor", uses=(Optimizer.VERSION,))
     NOT_REPRODUCIBLE = "takes means over rows and columns, which it adds up over workers"
@@ -31,4 +31,4 @@ class Adafactor(Optimizer):
         return [optimizer]
 
     def state_bytes(self, parameters: int, block_matrices: int) -> float:
-        return 0.0  # a number for each row and column: less than a thousandth
+        return 0.0  # one number for each row and column, less than a thousandth of the parameters

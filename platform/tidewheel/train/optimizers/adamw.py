@@ -1,4 +1,4 @@
-"""AdamW, torch's own."""
+"""AdamW of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AdamW(Optimizer):
-    """AdamW (https://arxiv.org/abs/1711.05101): `torch.optim.AdamW`, fused on CUDA."""
+    """AdamW (https://arxiv.org/abs/1711.05101), `torch.optim.AdamW`, fused on CUDA."""
 
     VERSION = Version("optimizer_adamw", uses=(Optimizer.VERSION,))
     STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -23,16 +23,16 @@ class AdamW(Optimizer):
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """Decays of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
 
     _betas = field_validator("betas")(moment_decays)
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         import torch
 
-        # On CPU the foreach variant: the fused kernel rounds the tail of a vector differently from its body there, so
+        # CPUs use the foreach variant. Their fused kernel rounds the tail of a vector differently from its body, so
         # results would depend on how parameters are sharded.
         fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=not fused,

@@ -1,4 +1,4 @@
-"""AdamW with its two moments in 8 bits, from torchao."""
+"""AdamW with 8-bit moments, from torchao."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AdamW8bit(AdamW):
-    """AdamW with its moments in 8 bits (https://arxiv.org/abs/2110.02861)."""
+    """AdamW with 8-bit moments (https://arxiv.org/abs/2110.02861)."""
 
     VERSION = Version("optimizer_adamw8bit", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "keeps its moments in blocks, whose bounds follow the shards"
@@ -29,7 +29,7 @@ class AdamW8bit(AdamW):
         return [optimizer]
 
     def state_bytes(self, parameters: int, block_matrices: int) -> float:
-        return parameters * (2 + 8 / 256)  # two codes, and two fp32 scales for a block of 256
+        return parameters * (2 + 8 / 256)  # two codes per parameter, and two fp32 scales per block of 256
 
     def stored(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         from tidewheel.train.optimizers.rules import adamw8bit

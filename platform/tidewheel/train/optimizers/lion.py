@@ -1,4 +1,4 @@
-"""Lion, the sign of an interpolation of momentum and gradient."""
+"""Lion, whose update is the sign of an interpolation of momentum and gradient."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 class Lion(Optimizer):
-    """Lion (https://arxiv.org/abs/2302.06675). The step is the sign of the moments: a tenth of AdamW's learning rate,
-    ten times its weight decay (section 5)."""
+    """Lion (https://arxiv.org/abs/2302.06675).
+
+    The update is a sign, so the learning rate is a tenth of AdamW's and the weight decay ten times AdamW's (section 5).
+    """
 
     VERSION = Version("optimizer_lion", uses=(Optimizer.VERSION,))
     STATE = ("exp_avg",)
@@ -24,7 +26,7 @@ class Lion(Optimizer):
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.99)
-    """Share of the moment in the step, and the moment's decay."""
+    """Share of the moment in the update, and decay of the moment."""
     weight_decay: float = Field(default=1.0, ge=0)
     """Weight decay of matrices, times the learning rate."""
 

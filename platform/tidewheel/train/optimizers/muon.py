@@ -1,4 +1,4 @@
-"""Muon for the blocks' matrices, AdamW for the rest."""
+"""Muon for the matrices of blocks, AdamW for other parameters."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 class Muon(AdamW):
-    """Muon for the blocks' matrices (https://arxiv.org/abs/2502.16982), AdamW for embedding, output and norms."""
+    """Muon for the matrices of blocks (https://arxiv.org/abs/2502.16982), AdamW for embedding, output and norms."""
 
     VERSION = Version("optimizer_muon", uses=(AdamW.VERSION,))
     NOT_REPRODUCIBLE = "gathers matrices in products whose order follows the layout"
 
     learning_rate: float = Field(default=3e-3, gt=0)
-    """Peak learning rate, on AdamW's scale (`match_rms_adamw`): one serves both."""
+    """Peak learning rate of both, on AdamW's scale (`match_rms_adamw`)."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the matrices' momentum, which is Nesterov's."""
+    """Decay of the Nesterov momentum of matrices."""
 
     def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
         from tidewheel.train.optimizers.rules import muon
 
         hidden = [(name, parameter) for name, parameter in named if name.startswith("blocks.") and parameter.ndim == 2]
-        chosen = {id(parameter) for _, parameter in hidden}
-        others = [(name, parameter) for name, parameter in named if id(parameter) not in chosen]
-        found = super().build_all(others)
+        hidden_ids = {id(parameter) for _, parameter in hidden}
+        others = [(name, parameter) for name, parameter in named if id(parameter) not in hidden_ids]
+        optimizers = super().build_all(others)
         if hidden:
-            # with the step scaled so that its size is AdamW's (section 2.2 of the paper)
+            # the update is scaled to the size of AdamW's (section 2.2 of the paper)
             rule = muon.Muon(groups(hidden, self.weight_decay), lr=self.learning_rate, momentum=self.momentum,
                              adjust_lr_fn="match_rms_adamw")
-            found.insert(0, allocate(rule, ("momentum_buffer",)))
-        return found
+            optimizers.insert(0, allocate(rule, ("momentum_buffer",)))
+        return optimizers
 
     def state_bytes(self, parameters: int, block_matrices: int) -> float:
         return 4.0 * block_matrices + super().state_bytes(parameters - block_matrices, 0)

@@ -1,14 +1,14 @@
-"""What torch remembers of DeviceMeshes in a process that goes from one generation of the run to the next.
+"""Torch's caches of DeviceMeshes, in a process that takes part in several generations of a run.
 
-DTensor caches, for each operation, the layout of its result, and in it a mesh. To torch two meshes are equal when shape
-and names are, whatever the rank of the process and the groups they stand for. A cache that outlives a generation
-answers with the mesh of before: in a process that has got another rank, tensors become the other rank's shard without
-an error. Some of these caches belong to a thread, and on CUDA the backward pass runs in threads of autograd's own: they
-live as long as the process, and nobody else can clear them.
+For each operation, DTensor caches the layout of the result, which contains a mesh. Torch takes two meshes for equal if
+their shapes and names are, even if the rank of the process and the process groups differ. So a cache that outlives a
+generation returns the old mesh. If the process has another rank now, tensors silently become the other rank's shard.
+Some of these caches are thread-local, and on CUDA the backward pass runs in autograd's threads, which live as long as
+the process; no other thread can clear their caches.
 
-So every mesh of the run has names of its own (`mesh.Mesh`): what is cached for another one is never found. Here the
-caches that can be reached are emptied, which gives their memory back, and every generation checks, in the threads that
-compute, that this process takes a tensor for its own rank's.
+Therefore every mesh of a run has unique names (`mesh.Mesh`), and entries for other meshes never match. This module
+clears the caches that can be reached, to free their memory. Each generation also checks, in the threads that compute,
+that a tensor is sharded for the current rank.
 """
 
 from __future__ import annotations
@@ -23,22 +23,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 class StaleProcessError(RuntimeError):
-    """This process computes with a mesh of an earlier generation: only a new process can take part."""
+    """This process computes with a mesh of an earlier generation, so it must be replaced."""
 
 
 def forget_meshes(device: torch.device | str = "cpu") -> None:
-    """Empty torch's caches of DTensor operations, in this thread and in autograd's of `device`. Call it once the groups
-    of the meshes before are gone."""
+    """Clear torch's caches of DTensor operations, in this thread and in autograd's thread of `device`.
+
+    Call it after the process groups of earlier meshes are destroyed.
+    """
     _clear()
     in_backward(_clear, device)
 
 
 def check_threads(mesh: DeviceMesh | None, coordinate: int, device: torch.device | str = "cpu") -> None:
-    """Shard a known tensor over the one-dimensional `mesh`, in this thread and in autograd's of `device`; no
-    communication.
+    """Check that this thread and autograd's thread shard a tensor for the current rank. Nothing is communicated.
+
+    Args:
+        mesh: one-dimensional; None: nothing to check.
+        coordinate: this rank's coordinate in it.
+        device: that computes.
 
     Raises:
-        StaleProcessError: what came out are not the rows of `coordinate`, or they are on another mesh.
+        StaleProcessError: the resulting rows are not those of `coordinate`, or they are on another mesh.
     """
     if mesh is None:
         return
@@ -50,27 +56,29 @@ def check_threads(mesh: DeviceMesh | None, coordinate: int, device: torch.device
             rows = copies.redistribute(placements=[Shard(0)])
         if rows.device_mesh is not mesh or not torch.equal(rows.to_local(), whole[2 * coordinate:2 * coordinate + 2]):
             raise StaleProcessError(f"rank {dist.get_rank()} gets rows {rows.to_local()[:, 0].tolist()} of "
-                                    f"{whole[:, 0].tolist()} over {mesh}, in which it is number {coordinate}: torch "
-                                    "has kept a mesh of an earlier generation")
+                                    f"{whole[:, 0].tolist()} over {mesh}, where its coordinate is {coordinate}: torch "
+                                    "has cached a mesh of an earlier generation")
 
     check()
     in_backward(check, device)
 
 
 def check_current(tensors: Iterable[torch.Tensor], mark: str) -> None:
-    """Check that the sharded ones among `tensors` lie on parts of the mesh with this `mark`, and know this process by
-    the rank it has now.
+    """Check that sharded tensors are on the current mesh, for this process's current rank.
+
+    Args:
+        tensors: plain tensors are skipped.
+        mark: suffix of the dimension names of the current `Mesh`.
 
     Raises:
-        StaleProcessError: one is of an earlier generation of this process, or on a mesh that later generations could
-            not be told from.
+        StaleProcessError: a tensor is on a mesh of an earlier generation, or on a mesh without a unique name.
     """
     meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     for mesh in meshes.values():
-        place = (mesh.mesh == dist.get_rank()).nonzero()
-        if place.tolist() != [list(mesh.get_coordinate() or [])]:
+        coordinates = (mesh.mesh == dist.get_rank()).nonzero()
+        if coordinates.tolist() != [list(mesh.get_coordinate() or [])]:
             raise StaleProcessError(f"a tensor is sharded for another rank than {dist.get_rank()}: its mesh is "
-                                    f"{mesh.mesh.tolist()}, its place there {mesh.get_coordinate()}")
+                                    f"{mesh.mesh.tolist()}, its coordinate there {mesh.get_coordinate()}")
         names = mesh.mesh_dim_names or ("",)
         if not all(name.endswith(mark) for name in names):
             raise StaleProcessError(f"a tensor is sharded over {mesh}, whose names do not end with {mark}: it is not "
@@ -78,7 +86,7 @@ def check_current(tensors: Iterable[torch.Tensor], mark: str) -> None:
 
 
 def in_backward(function: Callable[[], Any], device: torch.device | str) -> None:
-    """Call `function` in the thread in which autograd computes gradients on `device`: on CPU that is this one."""
+    """Call `function` in the thread that computes gradients on `device`. On CPU that is this thread."""
     leaf = torch.zeros((), device=device, requires_grad=True)
     with torch.enable_grad():
         result = leaf * 1
@@ -98,7 +106,7 @@ def _clear() -> None:
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     for owner, name in ((_redistribute, "_gen_transform_infos"), (propagator, "_propagate_tensor_meta_cached"),
                         (propagator, "_propagate_tensor_meta")):
-        cached: Any = getattr(owner, name, None)  # which there are depends on torch's version
+        cached: Any = getattr(owner, name, None)  # depends on torch's version
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):

@@ -1,4 +1,4 @@
-"""How a model is spread over the workers. Nothing here imports torch, and nothing here decides the result."""
+"""Settings of the layout. They do not change the result. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from tidewheel.train.parallel.stages import ScheduleName, default_per_rank
 
 
 class ParallelConfig(Config):
-    """The layout: tensor x pipeline x context workers hold one copy of the model, data parallel takes the rest.
+    """The layout: tensor x pipeline x context workers hold one copy of the model; data parallelism uses the rest.
 
-    The sizes are of the innermost to the outermost dimension of the mesh tensor, context, shard, replicate, pipeline:
-    ranks of one tensor group are neighbours, and so on one node.
+    Dimensions of the mesh, from innermost to outermost: tensor, context, shard, replicate, pipeline. Ranks of a tensor
+    group are neighbours, and so on one node.
     """
 
     data: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
-    """What data-parallel workers share out. ddp: nothing; zero1: optimizer state; zero2: gradients too, and parameters
-    between steps (FSDP2 that keeps them from forward to backward); zero3: parameters always (FSDP2). As in ZeRO,
-    https://arxiv.org/abs/1910.02054. auto: zero2 below 100 M parameters, zero3 from there on."""
+    """What data-parallel workers shard, as in ZeRO (https://arxiv.org/abs/1910.02054). ddp: nothing; zero1: optimizer
+    state; zero2: also gradients, and parameters between steps (FSDP2 without resharding after the forward pass); zero3:
+    parameters always (FSDP2). auto: zero2 below 100 M parameters, zero3 above."""
     replicate: int = Field(default=1, ge=1)
-    """zero2 and zero3: so many copies of the model, each sharded over 1/replicate of the data-parallel workers (HSDP).
-    ddp and zero1 have a copy per worker: leave it at 1."""
+    """For zero2 and zero3: number of copies of the model, each sharded over 1/replicate of the data-parallel workers
+    (HSDP). ddp and zero1 have a copy on each worker; leave it at 1."""
     tensor: int = Field(default=1, ge=1)
     """Workers that share each layer, with sequence and loss parallel."""
     pipeline: int = Field(default=1, ge=1)
-    """Workers in a row that each hold some of the layers."""
+    """Pipeline stages' workers, each of which holds some of the layers."""
     pipeline_schedule: ScheduleName = "1f1b"
-    """Order of the micro-batches' passes through the pipeline, see docs/pipeline_parallel.md."""
+    """Order in which micro-batches pass through the pipeline, see docs/pipeline_parallel.md."""
     pipeline_stages: int | None = Field(default=None, ge=1)
-    """Stages on each pipeline worker; default: 1 for 1f1b and gpipe, which take no other number, 2 for the others."""
+    """Stages on each pipeline worker. Default: 1 for 1f1b and gpipe, which take no other number, 2 for the others."""
     context: int = Field(default=1, ge=1)
     """Workers that share each sequence."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
-    """zero2 and zero3: when gradients are summed over workers and cut. step: once, after the last micro-batch: least
-    communication, but whole gradients between micro-batches; micro_batch: after each, so that only shards are ever
-    kept; of HSDP's replicas always once. auto: step below 100 M parameters, micro_batch from there on. A pipeline
+    """For zero2 and zero3: when gradients are reduce-scattered. step: once, after the last micro-batch, which
+    communicates least but keeps whole gradients between micro-batches. micro_batch: after each, so that only shards are
+    kept; HSDP's replicas are still reduced once. auto: step below 100 M parameters, micro_batch above. A pipeline
     reduces once per step."""
     offload: bool = False
-    """zero2 and zero3: parameters, gradients and optimizer state stay in host memory (FSDP2's CPU offload)."""
+    """For zero2 and zero3: keep parameters, gradients and optimizer state in host memory (FSDP2's CPU offload)."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
@@ -64,15 +64,15 @@ class ParallelConfig(Config):
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether FSDP2 shards the parameters."""
+        """Return whether FSDP2 shards the parameters."""
         return self.data in ("auto", "zero2", "zero3")
 
     @property
     def stages_per_rank(self) -> int:
-        """`pipeline_stages`, resolved."""
+        """Return the number of stages on each pipeline worker."""
         return self.pipeline_stages or default_per_rank(self.pipeline_schedule)
 
     @property
     def unit(self) -> int:
-        """Workers that hold one copy of the model between them, before data parallelism."""
+        """Return the number of workers that hold one copy of the model, before data parallelism."""
         return self.tensor * self.pipeline * self.context

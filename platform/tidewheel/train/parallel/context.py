@@ -1,13 +1,13 @@
-"""Context parallelism: the positions of each row are spread over ranks.
+"""Context parallelism: the positions of each row are sharded over ranks.
 
-A row of L tokens is cut into 2N chunks for N ranks, and rank i keeps the chunks i and 2N-1-i: an early one, whose
-queries see few keys, and a late one, so that causal attention costs every rank the same. Keys and values of the whole
-row are gathered in every layer, and the queries of a rank see exactly what the document mask allows, wherever
-documents begin. So did Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2), for the same reason; with
-grouped-query attention keys and values are a small part of what a layer computes.
+A row of L tokens is split into 2N chunks for N ranks, and rank i keeps the chunks i and 2N-1-i. The queries of an early
+chunk see few keys and those of a late chunk see many, so causal attention costs every rank the same. Keys and values of
+the whole row are gathered in every layer, and the queries of a rank see exactly what the document mask allows, wherever
+documents begin. Llama 3 does the same for the same reason (https://arxiv.org/abs/2407.21783, section 3.3.2). With
+grouped-query attention, keys and values are a small part of a layer.
 
-Not ring attention: torch's (`torch.distributed.tensor.experimental.context_parallel`, in 2.11 as in 2.13 an
-experiment) has CUDA kernels only and takes no mask, so a token would see the documents before its own.
+Ring attention is not used. Torch's (`torch.distributed.tensor.experimental.context_parallel`, experimental in 2.11 and
+in 2.13) has CUDA kernels only and takes no mask, so a token would see the documents before its own.
 """
 
 from __future__ import annotations
@@ -32,17 +32,28 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def kept_positions(length: int, rank: int, size: int, device: torch.device | None = None) -> torch.Tensor:
-    """Which positions of a row of `length`, a multiple of 2 x `size`, rank `rank` of `size` keeps: [length / size]
-    int64, ascending."""
+    """Return the positions of a row that a rank keeps, ascending: int64 [length / size].
+
+    Args:
+        length: of the row, a multiple of 2 x `size`.
+        rank: context rank.
+        size: number of context ranks.
+        device: of the result.
+    """
     chunks = torch.arange(length, device=device).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 def share(micro: MicroBatch, rank: int, size: int) -> MicroBatch:
-    """The part of a micro-batch that rank `rank` of `size` computes.
+    """Return the part of a micro-batch that a context rank computes.
 
-    Targets were made from the whole row: the token after a chunk's last lies on another rank. Segment ids stay whole,
-    for the keys; so do the counts, which one context rank reports.
+    Targets come from the whole row, because the token after a chunk's last one is on another rank. Segment ids stay
+    whole for the keys. The counts also stay whole; one context rank reports them.
+
+    Args:
+        micro: whole rows.
+        rank: context rank.
+        size: number of context ranks.
     """
     if size == 1:
         return micro
@@ -52,24 +63,32 @@ def share(micro: MicroBatch, rank: int, size: int) -> MicroBatch:
 
 
 def apply(model: Decoder, mesh: DeviceMesh, tensor: int = 1) -> None:
-    """Let `model` understand micro-batches of which it has a `share`; whole ones it computes as before.
+    """Let a decoder compute its `share` of micro-batches. Whole micro-batches are computed as before.
 
     Args:
+        model: a decoder or a pipeline stage.
         mesh: one-dimensional, the ranks that share rows.
-        tensor: ranks of sequence parallelism, over which the positions are spread further between layers.
+        tensor: number of ranks of sequence parallelism, which shards positions further between layers.
     """
     model.mask = SharedRows(model, mesh, tensor).mask  # type: ignore[method-assign]
 
 
 class SharedRows:
-    """What attention needs to know of the positions on other ranks."""
+    """Attention over rows whose positions are on several ranks."""
 
     def __init__(self, model: Decoder, mesh: DeviceMesh, tensor: int) -> None:
-        self._model, self._mask_of_whole, self._tensor = model, model.mask, tensor
+        self._model = model
+        self._mask_of_whole = model.mask
+        self._tensor = tensor
         self._group, self._rank, self._size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     def mask(self, segment_ids: torch.Tensor, x: torch.Tensor) -> DocumentMask:
-        """In the place of `Decoder.mask`: `segment_ids` [B, L] of whole rows, x [B, L / N / T, D]."""
+        """Return the mask of this rank's queries; replaces `Decoder.mask`.
+
+        Args:
+            segment_ids: [B, L], of whole rows.
+            x: [B, L / N / T, D], this rank's positions.
+        """
         length = segment_ids.shape[1]
         if x.shape[1] * self._tensor == length:  # not cut: generation
             return self._mask_of_whole(segment_ids, x)
@@ -80,14 +99,20 @@ class SharedRows:
                              key_segments=segment_ids[:, everyone], key_places=everyone, keys=self.keys)
 
     def keys(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, K, L / N, E] of this rank to [B, K, L, E], the positions of one rank after the other's."""
+        """Gather the keys and values of all ranks, in the order of the ranks; see `models.attention.Keys`.
+
+        Args:
+            layer: not used.
+            k: [B, K, L / N, E] of this rank's positions.
+            v: [B, K, L / N, E].
+        """
         gathered = _AllGather.apply(torch.stack((k, v)), self._group, self._size)
         k, v = gathered.unflatten(0, (self._size, 2)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         return k, v
 
 
 class _AllGather(torch.autograd.Function):
-    """[n, ...] of each rank to [N n, ...]; backward a reduce-scatter in fp32."""
+    """All-gather of [n, ...] to [N n, ...]. The backward pass is a reduce-scatter in fp32."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any, size: int) -> torch.Tensor:

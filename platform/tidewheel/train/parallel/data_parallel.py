@@ -1,15 +1,15 @@
-"""Data parallelism: who sums gradients and who keeps optimizer state. Gradients are SUMMED over ranks, never averaged:
-the step divides once by the global number of targets.
+"""Data parallelism: how gradients are summed and where optimizer state is kept.
 
-Each class here is one way for one part of a model (a whole decoder or a pipeline stage):
+Gradients are summed over ranks, never averaged. The step divides once, by the global number of targets.
 
-- `Alone`: one data-parallel rank, nothing to do.
-- `Replicated` (ddp): every rank has everything; gradients are all-reduced in buckets while the backward pass goes on.
-- `ShardedOptimizer` (zero1): as above, and each rank updates its share of the rows of every parameter.
+Each class implements one kind of data parallelism for one part of a model (a whole decoder or a pipeline stage):
+
+- `SingleProcess`: one data-parallel rank, nothing to reduce.
+- `Replicated` (ddp): every rank holds all parameters; gradients are all-reduced in buckets during the backward pass.
+- `ShardedOptimizer` (zero1): as above, and each rank updates its rows of every parameter.
 - `FullyShard` (zero2, zero3, HSDP): FSDP2.
 
-In reproducible mode a `GradientOrder` is given, and gradients are added up by `reproducible.exchange` in the place of
-collectives that add.
+In reproducible mode they get a `GradientOrder`, and `reproducible.exchange` replaces collectives that add.
 """
 
 from __future__ import annotations
@@ -32,85 +32,99 @@ from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients travel in pieces of about this size, as in torch's DistributedDataParallel."""
+"""Approximate size of a bucket of gradients, as in torch's DistributedDataParallel."""
 
 Named = list[tuple[str, nn.Parameter]]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Alone:
-    """A part that no other data-parallel rank shares."""
+class SingleProcess:
+    """Data parallelism over one rank, and the interface of the other kinds.
+
+    Args:
+        part: a decoder or a pipeline stage.
+    """
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
 
     def named_parameters(self) -> Named:
-        """The parameters as the optimizer and checkpoints see them."""
+        """Return (name, parameter) as the optimizer and checkpoints use them."""
         return list(self.part.named_parameters())
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Reset all gradients to None."""
         self.part.zero_grad(set_to_none=True)
 
     def begin(self, number: int, count: int) -> None:
-        """The forward and backward pass of micro-batch `number` of `count` follows; after the last one gradients may be
-        reduced."""
+        """Prepare for the forward and backward pass of a micro-batch. Gradients may be reduced after the last one.
+
+        Args:
+            number: index of the micro-batch in the step, from 0.
+            count: micro-batches of the step.
+        """
 
     def done(self, number: int, count: int) -> None:
-        """That backward pass is over. In a pipeline `begin` is never called, `done` for each micro-batch in turn."""
+        """Handle the end of a backward pass. A pipeline calls this for each micro-batch, and never calls `begin`.
+
+        Args:
+            number: index of the micro-batch in the step, from 0.
+            count: micro-batches of the step.
+        """
 
     def finish(self) -> None:
-        """All backward passes of the step are done: gradients are summed when this returns."""
+        """Finish the reduction after all backward passes of the step; then gradients are summed over ranks."""
         complete_gradients(self.part.parameters())
 
     def refresh(self) -> None:
-        """What `named_parameters` gives has changed: the forward pass must see it."""
+        """Make new values of `named_parameters` visible to the forward pass."""
 
     def reshard(self) -> None:
-        """Give up what a forward pass without a backward pass has gathered."""
+        """Free the parameters that a forward pass without a backward pass has gathered."""
 
 
-class Replicated(Alone):
-    """Every rank holds all parameters; their gradients, in fp32, are all-reduced once per step.
+class Replicated(SingleProcess):
+    """Data parallelism with all parameters on every rank. Gradients are all-reduced once per step, in fp32.
 
     Args:
-        part: a decoder or a stage.
-        mesh: the ranks, in one dimension; None in reproducible mode on a single rank.
-        sums: reproducible mode: makes what adds up the gradients of a bucket.
-        order: reproducible mode.
+        part: a decoder or a pipeline stage.
+        mesh: one-dimensional; None in reproducible mode on a single rank.
+        order: of reproducible mode.
+        sums: of reproducible mode, creates the sum of a bucket's gradients.
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh | None, *, order: GradientOrder | None = None,
                  sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part)
         self._group = mesh.get_group() if mesh is not None else None
-        # backward comes to the last layers first
-        self._buckets = _buckets(reversed(list(part.parameters())))
-        self._order, self._sums = order, [sums() for _ in self._buckets] if sums is not None else []
-        self._armed = False
+        self._buckets = _buckets(reversed(list(part.parameters())))  # the backward pass begins with the last layers
+        self._order = order
+        self._sums = [sums() for _ in self._buckets] if sums is not None else []
+        self._is_last = False
         self._missing: list[int] = []
-        self._flying: list[tuple[torch.Tensor, Any]] = []
+        self._in_flight: list[tuple[torch.Tensor, Any]] = []
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
 
     def begin(self, number: int, count: int) -> None:
-        self._armed, self._missing = number == count - 1, [len(bucket) for bucket in self._buckets]
+        self._is_last = number == count - 1
+        self._missing = [len(bucket) for bucket in self._buckets]
 
     def _ready(self, number: int) -> None:
-        """One more gradient of bucket `number` is whole. Buckets leave in order: the same order on every rank."""
-        if self._armed and self._order is None:
+        """Count a finished gradient of bucket `number`. Buckets are sent in the same order on every rank."""
+        if self._is_last and self._order is None:
             self._missing[number] -= 1
-            while len(self._flying) < len(self._buckets) and self._missing[len(self._flying)] == 0:
+            while len(self._in_flight) < len(self._buckets) and self._missing[len(self._in_flight)] == 0:
                 self._send()
 
     def _send(self) -> None:
-        flat = self._flat(self._buckets[len(self._flying)])
-        self._flying.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+        flat = self._flat(self._buckets[len(self._in_flight)])
+        self._in_flight.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def _flat(self, bucket: list[nn.Parameter]) -> torch.Tensor:
         return torch.cat([local(_gradient(p)).reshape(-1) for p in bucket]).float()
@@ -118,7 +132,7 @@ class Replicated(Alone):
     def done(self, number: int, count: int) -> None:
         if self._order is None:
             return
-        # autograd would add the gradients of micro-batches in the order of their computation
+        # autograd would add the gradients of micro-batches in the order in which they are computed
         self._order.begin(number, count)
         complete_gradients(self.part.parameters())
         for bucket, total in zip(self._buckets, self._sums):
@@ -127,11 +141,11 @@ class Replicated(Alone):
             self.part.zero_grad(set_to_none=True)
 
     def _reduced(self) -> Iterator[torch.Tensor]:
-        """The summed gradients of each bucket, flat."""
+        """Yield the summed gradients of each bucket, flat."""
         yield from (total.whole() for total in self._sums)
-        while self._order is None and len(self._flying) < len(self._buckets):
+        while self._order is None and len(self._in_flight) < len(self._buckets):
             self._send()
-        for flat, work in self._flying:
+        for flat, work in self._in_flight:
             work.wait()
             yield flat
 
@@ -140,22 +154,29 @@ class Replicated(Alone):
             gradients = [local(_gradient(p)) for p in bucket]
             pieces = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [piece.view_as(g) for piece, g in zip(pieces, gradients)])
-        self._flying, self._armed = [], False
+        self._in_flight = []
+        self._is_last = False
         super().finish()
 
 
 class ShardedOptimizer(Replicated):
-    """ZeRO stage 1 (https://arxiv.org/abs/1910.02054): a rank's optimizer knows its rows of every parameter only.
+    """ZeRO stage 1 (https://arxiv.org/abs/1910.02054): each rank's optimizer updates its rows of every parameter.
 
-    The rows are DTensors over the memory of the whole parameters, so that an update writes into these; an all-gather
-    then brings the other ranks' rows. They are cut as FSDP2 cuts: checkpoints of one suit the other.
+    The rows are DTensors in the memory of the whole parameters, so an update writes into these. An all-gather then
+    brings the other ranks' rows. Rows are sharded as FSDP2 does, so either can load the other's checkpoints.
+
+    Args:
+        part: a decoder or a pipeline stage.
+        mesh: one-dimensional, the ranks.
+        order: of reproducible mode.
+        sums: of reproducible mode, creates the sum of a bucket's gradients.
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh, *, order: GradientOrder | None = None,
                  sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part, mesh, order=order, sums=sums)
         self.mesh = mesh
-        self._rows = [(name, nn.Parameter(_place(parameter.detach(), mesh))) for name, parameter in
+        self._rows = [(name, nn.Parameter(_shard_rows(parameter.detach(), mesh))) for name, parameter in
                       part.named_parameters()]
 
     def named_parameters(self) -> Named:
@@ -174,32 +195,32 @@ class ShardedOptimizer(Replicated):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """All-gather the rows, a bucket at a time."""
+        """All-gather the rows, one bucket at a time."""
         ranks = self.mesh.size()
         for bucket in self._buckets:
             shares = [_shares(local(parameter.detach()), ranks) for parameter in bucket]
             sizes = [sum(share[rank].numel() for share in shares) for rank in range(ranks)]
             mine = torch.cat([share[self.mesh.get_local_rank()].reshape(-1) for share in shares])
-            everyone = mine.new_empty(ranks, max(sizes)).unbind()
-            dist.all_gather(list(everyone), nn.functional.pad(mine, (0, max(sizes) - len(mine))), group=self._group)
-            for rank, row in enumerate(everyone):
+            gathered = mine.new_empty(ranks, max(sizes)).unbind()
+            dist.all_gather(list(gathered), nn.functional.pad(mine, (0, max(sizes) - len(mine))), group=self._group)
+            for rank, row in enumerate(gathered):
                 targets = [share[rank] for share in shares]
                 pieces = row[:sizes[rank]].split([target.numel() for target in targets])
                 torch._foreach_copy_(targets, [piece.view_as(t) for piece, t in zip(pieces, targets)])
 
 
-class FullyShard(Alone):
-    """FSDP2: parameters, gradients and optimizer state are sharded by rows; each block is gathered when it is used.
+class FullyShard(SingleProcess):
+    """FSDP2: parameters, gradients and optimizer state are sharded by rows. Each block is gathered when it is used.
 
     Args:
-        part: with the blocks under `part.blocks`; everything else is one unit.
-        mesh: one dimension, or (replicate, shard); in reproducible mode always that of the shards.
-        reshard_after_forward: ZeRO-3; False keeps gathered parameters from forward to backward (ZeRO-2).
-        reduce_always: gradients are reduce-scattered after every backward pass, not after the last one only.
-        offload: what is sharded lies in host memory.
-        precision: types of the blocks' gathered parameters and of the reduction; the rest is gathered as it is.
-        sums: reproducible mode: makes what adds up the gradients of a unit.
-        order: reproducible mode.
+        part: a decoder or a pipeline stage. Each of `part.blocks` is a unit; everything else is one more.
+        mesh: one-dimensional, or (replicate, shard). In reproducible mode it has only the shards.
+        reshard_after_forward: True for ZeRO-3; False keeps gathered parameters until the backward pass (ZeRO-2).
+        reduce_always: reduce-scatter gradients after every backward pass, not only after the last one.
+        offload: keep shards in host memory.
+        precision: dtypes of the blocks' gathered parameters and of the reduction; the rest is gathered unchanged.
+        order: of reproducible mode.
+        sums: of reproducible mode, creates the sum of a unit's gradients.
     """
 
     def __init__(self, part: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reduce_always: bool = False,
@@ -225,7 +246,7 @@ class FullyShard(Alone):
     def begin(self, number: int, count: int) -> None:
         if self._order is not None:
             self._order.begin(number, count)
-            self.zero_grad()  # FSDP2 hands over the gradients of each micro-batch; what it makes of them is the sum's
+            self.zero_grad()  # the `OrderedSum` holds the sum; FSDP2 must not accumulate on its own
             return
         assert isinstance(self.part, FSDPModule)
         last = number == count - 1
@@ -233,14 +254,16 @@ class FullyShard(Alone):
         self.part.set_requires_all_reduce(last)
 
     def reshard(self) -> None:
-        """Without a backward pass, after an evaluation, nothing else does, and parameters would be plain tensors that
-        neither the optimizer nor a checkpoint knows."""
+        """Shard the parameters again after a forward pass without a backward pass.
+
+        Otherwise parameters stay plain tensors, which neither the optimizer nor a checkpoint knows.
+        """
         for unit in self._units():
             unit.reshard()
 
 
 class _OrderedReduceScatter(ReduceScatter):
-    """What FSDP2 calls in the place of a reduce-scatter, after the backward pass of each micro-batch."""
+    """Replacement for FSDP2's reduce-scatter, called after the backward pass of each micro-batch."""
 
     def __init__(self, order: GradientOrder, total: OrderedSum) -> None:
         self._order, self._total = order, total
@@ -251,14 +274,14 @@ class _OrderedReduceScatter(ReduceScatter):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         self._total.add(input_tensor)
-        if self._order.last:  # before, the output becomes a gradient that `FullyShard.begin` forgets
+        if self._order.last:  # earlier outputs become gradients that `FullyShard.begin` resets
             output_tensor.copy_(self._total.shard())
 
 
 def blocks(part: nn.Module) -> list[nn.Module]:
-    """The blocks of a decoder or of a stage of one."""
-    found = part.blocks
-    return list(found.values()) if isinstance(found, nn.ModuleDict) else list(found)  # type: ignore[arg-type]
+    """Return the blocks of a decoder or of a pipeline stage."""
+    modules = part.blocks
+    return list(modules.values()) if isinstance(modules, nn.ModuleDict) else list(modules)  # type: ignore[arg-type]
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -267,28 +290,32 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters in pieces of about BUCKET_BYTES, each of one dtype."""
-    found: list[list[nn.Parameter]] = []
-    room, dtype = 0, None
+    """Group parameters into buckets of about BUCKET_BYTES, each of one dtype."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    dtype = None
     for parameter in parameters:
         size = local(parameter).nbytes
-        if not found or size > room or parameter.dtype != dtype:
-            found.append([])
-            room, dtype = BUCKET_BYTES, parameter.dtype
-        found[-1].append(parameter)
+        if not buckets or size > room or parameter.dtype != dtype:
+            buckets.append([])
+            room = BUCKET_BYTES
+            dtype = parameter.dtype
+        buckets[-1].append(parameter)
         room -= size
-    return found
+    return buckets
 
 
 def _shares(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """`tensor` cut by rows as DTensor's Shard(0) does: later ranks may get less, or nothing."""
+    """Split rows as DTensor's Shard(0) does: later ranks may get fewer rows, or none."""
     pieces = list(tensor.chunk(ranks))
     return pieces + [tensor[:0]] * (ranks - len(pieces))
 
 
-def _place(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's rows of a tensor that every rank of `mesh` has; if it is cut over tensor-parallel ranks already, then
-    as FSDP2 cuts it further."""
+def _shard_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return this rank's rows of a tensor that every rank of `mesh` has.
+
+    A tensor that is sharded by tensor parallelism is sharded further as FSDP2 does.
+    """
     if not isinstance(tensor, DTensor):
         return _rows(tensor, mesh, mesh, (Shard(0),))
     pieces = math.prod(tensor.device_mesh.size(dim) for dim, placement in enumerate(tensor.placements)
@@ -298,6 +325,6 @@ def _place(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _rows(tensor: torch.Tensor, mesh: DeviceMesh, grid: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's rows of what it has of `tensor`, sharing its memory, placed so on `grid`."""
+    """Return this rank's rows of its part of `tensor` as a DTensor on `grid` that shares the memory."""
     mine = _shares(local(tensor), mesh.size())[mesh.get_local_rank()]
     return DTensor.from_local(mine, grid, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())

@@ -1,4 +1,4 @@
-"""What cannot be, said before any process starts: the reason, and the nearest that can. No torch, no Ray."""
+"""Checks of a layout before any process starts. Each gives the reason and the nearest legal value. No torch, no Ray."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ if TYPE_CHECKING:
 
 def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | None = None, *, unit: int = 1,
                 replicate: int = 1) -> tuple[int, ...]:
-    """Worker counts from `min_workers` to `max_workers` that a run may have, ascending.
+    """Return the legal numbers of workers, ascending.
 
-    A count is `unit` (tensor x pipeline x context) times a data-parallel size that divides `virtual_ranks`: then
-    every data rank has the same number of virtual ranks, and so the same micro-batches and the same global batch
-    whatever the count. With `replicate` copies of the model the data-parallel size is a multiple of it.
+    A legal number is `unit` times a data-parallel size that divides `virtual_ranks`. Then every data rank has the same
+    number of virtual ranks and so of micro-batches, and the global batch is the same for every number of workers.
+
+    Args:
+        virtual_ranks: of the run.
+        min_workers: smallest number.
+        max_workers: largest number; None: no limit.
+        unit: workers of one copy of the model, tensor x pipeline x context.
+        replicate: number of copies that HSDP shards; the data-parallel size is a multiple of it.
     """
     most = virtual_ranks * unit if max_workers is None else min(max_workers, virtual_ranks * unit)
     data = range(replicate, most // unit + 1, replicate)
@@ -30,27 +36,27 @@ def legal_sizes(virtual_ranks: int, min_workers: int = 1, max_workers: int | Non
 
 
 def sizes(config: TrainConfig) -> tuple[int, ...]:
-    """Legal numbers of workers of a run."""
+    """Return the legal numbers of workers of a run, ascending."""
     possible = legal_sizes(config.batch.virtual_ranks, config.elastic.min_workers, config.elastic.max_workers,
                            unit=config.parallel.unit, replicate=config.parallel.replicate)
     return tuple(size for size in possible if schedule(config, size) is None)
 
 
 def schedule(config: TrainConfig, world_size: int) -> str | None:
-    """Why the pipeline's schedule cannot run the micro-batches that each of so many workers has, or None."""
+    """Return why the pipeline's schedule cannot run each worker's micro-batches, or None."""
     parallel, batch, data = config.parallel, config.batch, world_size // config.parallel.unit
-    for size, number in zip(batch.sizes, batch.micro_batches(data)):
-        if parallel.pipeline > 1 and not takes(parallel.pipeline_schedule, parallel.pipeline, number):
-            near = nearest_micro_batches(parallel.pipeline_schedule, parallel.pipeline, number)
+    for size, count in zip(batch.sizes, batch.micro_batches(data)):
+        if parallel.pipeline > 1 and not takes(parallel.pipeline_schedule, parallel.pipeline, count):
+            near = nearest_micro_batches(parallel.pipeline_schedule, parallel.pipeline, count)
             name = "batch.global_sequences" if size == batch.global_sequences else "batch.ramp"
-            return (f"parallel.pipeline_schedule {parallel.pipeline_schedule} cannot run {number} micro-batches on a "
+            return (f"parallel.pipeline_schedule {parallel.pipeline_schedule} cannot run {count} micro-batches on a "
                     f"pipeline of {parallel.pipeline}, which is what {world_size} workers have of {name} {size} in "
                     f"micro_sequences {batch.micro_sequences}; nearest number that it can: {near}")
     return None
 
 
 def reason_against(config: TrainConfig) -> str | None:
-    """Why the configuration alone cannot be, or None; what is known later has checks of its own below."""
+    """Return why a configuration is illegal, or None. `check_data` and `check_world` check what is known later."""
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
     return (objective.reason_against(config.objective, mesh) or _zero_bubble(config) or _kernels(config)
             or _workers(config) or reproducible.reason_against(config)
@@ -58,7 +64,7 @@ def reason_against(config: TrainConfig) -> str | None:
 
 
 def _zero_bubble(config: TrainConfig) -> str | None:
-    """Why the backward pass cannot be split in one for inputs and one for weights, or None."""
+    """Return why the backward pass cannot be split into one for inputs and one for weights, or None."""
     parallel = config.parallel
     if parallel.pipeline == 1 or "zero_bubble" not in parallel.pipeline_schedule:
         return None
@@ -103,15 +109,21 @@ def _workers(config: TrainConfig) -> str | None:
 
 
 def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -> str | None:
-    """Why the model cannot be cut like that, or None."""
+    """Return why the layout does not fit the model, or None.
+
+    Args:
+        parallel: the layout.
+        model: its dimensions.
+        vocabulary_size: padded; None: not known yet.
+    """
     tensor = parallel.tensor
     shared = [("key and value heads", model.kv_heads), ("query heads", model.num_heads),
               ("model.ffn_dim", model.ffn_width), ("the vocabulary", vocabulary_size or tensor)]
-    for what, number in shared:
-        if number % tensor:
-            most = divisors(*(number for _, number in shared if number != tensor))
-            return (f"parallel.tensor {tensor} does not divide {what}, {number}; nearest that does: "
-                    f"{nearest(tensor, most)}")
+    for what, size in shared:
+        if size % tensor:
+            legal = divisors(*(size for _, size in shared if size != tensor))
+            return (f"parallel.tensor {tensor} does not divide {what}, {size}; nearest that does: "
+                    f"{nearest(tensor, legal)}")
     stages, room = parallel.pipeline * parallel.stages_per_rank, model.num_layers + 2
     if parallel.pipeline > 1 and stages > room:
         return (f"parallel.pipeline {parallel.pipeline} with {parallel.stages_per_rank} stage(s) on each worker is "
@@ -121,15 +133,24 @@ def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -
 
 
 def check_data(config: TrainConfig, vocabulary_size: int, sequence_length: int) -> None:
-    """Raise ConfigError unless the mesh fits the padded vocabulary and the length of the sequences."""
+    """Check that the layout fits the data.
+
+    Args:
+        config: of the run.
+        vocabulary_size: padded.
+        sequence_length: tokens of a row.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
     reason = shape(config.parallel, config.model, vocabulary_size) or length(config.parallel, sequence_length)
     if reason is not None:
         raise ConfigError(reason, where="parallel", mend="change it, or pack the data differently")
 
 
 def length(parallel: ParallelConfig, sequence_length: int) -> str | None:
-    """Why sequences of that length cannot be cut like that, or None."""
-    halves = 2 * parallel.context  # each context rank has an early and a late piece, so that causal work is even
+    """Return why the layout cannot shard sequences of this length, or None."""
+    halves = 2 * parallel.context  # each context rank has an early and a late chunk, so causal attention is balanced
     if parallel.context > 1 and sequence_length % halves:
         legal = [d for d in range(1, sequence_length + 1) if d == 1 or sequence_length % (2 * d) == 0]
         return (f"parallel.context {parallel.context} needs sequences of a multiple of {halves} tokens, they have "
@@ -142,7 +163,11 @@ def length(parallel: ParallelConfig, sequence_length: int) -> str | None:
 
 
 def check_world(config: TrainConfig, world_size: int) -> None:
-    """Raise ConfigError unless `world_size` workers can hold the mesh and share the virtual ranks evenly."""
+    """Check that `world_size` workers can hold the mesh and share the virtual ranks evenly.
+
+    Raises:
+        ConfigError: they cannot.
+    """
     parallel, virtual = config.parallel, config.batch.virtual_ranks
     possible = legal_sizes(virtual, unit=parallel.unit, replicate=parallel.replicate)
     if world_size in possible:
@@ -165,17 +190,17 @@ def check_world(config: TrainConfig, world_size: int) -> None:
 
 
 def describe(parallel: ParallelConfig) -> str:
-    """"a mesh of tensor 2 x pipeline 2"."""
+    """Return a description for messages: "a mesh of tensor 2 x pipeline 2"."""
     parts = [f"{name} {getattr(parallel, name)}" for name in ("tensor", "pipeline", "context", "replicate")
              if getattr(parallel, name) > 1]
     return "a mesh of " + (" x ".join(parts) or "data-parallel workers")
 
 
 def divisors(*numbers: int) -> list[int]:
-    """What divides all of `numbers`, ascending."""
+    """Return the common divisors of `numbers`, ascending."""
     return [d for d in range(1, min(numbers) + 1) if all(number % d == 0 for number in numbers)]
 
 
 def nearest(value: int, legal: Iterable[int]) -> int:
-    """The one of `legal` that is closest to `value`, the smaller of two; 1 when there is none."""
+    """Return the number in `legal` that is closest to `value`, the smaller of two; 1 if `legal` is empty."""
     return min(legal, key=lambda candidate: (abs(candidate - value), candidate), default=1)

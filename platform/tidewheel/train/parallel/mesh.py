@@ -1,4 +1,4 @@
-"""The ranks of a run as a grid with named dimensions."""
+"""The mesh: the ranks of a run as a grid with named dimensions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.runtime import Runtime
 
 DIMS = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Outer to inner. Neighbouring ranks talk most: tensor parallel sends activations in every layer."""
+"""From outermost to innermost. Neighbours communicate most: tensor parallelism sends activations in each layer."""
 DATA = ("replicate", "shard")
-"""The dimensions over which the global batch is shared out."""
+"""Dimensions over which the global batch is sharded."""
 GRADIENTS = ("replicate", "shard", "context")
-"""The dimensions over which gradients are summed: context ranks see different positions of the same rows."""
+"""Dimensions over which gradients are summed. Context ranks see different positions of the same rows."""
 _builds = itertools.count()
-"""Numbers the meshes of this process."""
+"""Counts the meshes of this process."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the dimensions, this rank's place in them, and torch's DeviceMesh of those larger than 1.
+    """The ranks of a run, and this rank's coordinates among them.
 
     The names of the DeviceMesh's dimensions end with `mark`, which no other mesh of this process has. Torch compares
-    meshes by shape and names, and its caches of DTensor operations by their meshes; so what a cache of any thread holds
-    of an earlier generation's mesh, with another rank and other groups, is never found for this one.
+    meshes by shape and names, so its caches of DTensor operations never return a mesh of an earlier generation, with
+    another rank and other process groups.
+
+    Args:
+        sizes: of all `DIMS`.
+        rank: of this process.
+        device_mesh: torch's mesh of the dimensions larger than 1; None if there are none.
+        mark: suffix of the names of its dimensions.
     """
 
     sizes: dict[str, int]
@@ -40,10 +46,14 @@ class Mesh:
 
     @classmethod
     def build(cls, parallel: ParallelConfig, runtime: Runtime) -> Mesh:
-        """The mesh of `runtime.world_size` ranks; all ranks call it together.
+        """Create the mesh of `runtime.world_size` ranks. All ranks must call it together.
+
+        Args:
+            parallel: the layout.
+            runtime: this rank, the world size and the device.
 
         Raises:
-            StaleProcessError: this process still takes tensors for another rank's.
+            StaleProcessError: torch still shards tensors for the rank that this process had before.
         """
         sizes = mesh_sizes(parallel, runtime.world_size)
         wide = {name: size for name, size in sizes.items() if size > 1}
@@ -51,7 +61,7 @@ class Mesh:
             return cls(sizes, runtime.rank, None)
         device = torch.device(runtime.device)
         forget_meshes(device)
-        # the rank too: what torch.compile keeps on disk for one rank must not be found by another
+        # with the rank, so that torch.compile's cache on disk is not shared between ranks
         mark = f"@{next(_builds)}.{runtime.rank}"
         names = tuple(name + mark for name in wide)
         mesh = cls(sizes, runtime.rank, init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=names), mark)
@@ -61,44 +71,45 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Return the number of ranks."""
         return math.prod(self.sizes.values())
 
     def size(self, *dims: str) -> int:
-        """Ranks along `dims` together."""
+        """Return the product of the sizes of `dims`."""
         return math.prod(self.sizes[name] for name in dims)
 
     def coordinate(self, *dims: str) -> int:
-        """This rank's place along `dims` together, the last of them counting fastest."""
-        place = 0
+        """Return this rank's coordinate along `dims` together; the last of them varies fastest."""
+        coordinate = 0
         for name in dims:
             inner = math.prod(self.sizes[other] for other in DIMS[DIMS.index(name) + 1:])
-            place = place * self.sizes[name] + self.rank // inner % self.sizes[name]
-        return place
+            coordinate = coordinate * self.sizes[name] + self.rank // inner % self.sizes[name]
+        return coordinate
 
     def of(self, *dims: str) -> DeviceMesh | None:
-        """The one-dimensional mesh of the ranks that differ from this one along `dims` only; None when it is alone.
+        """Return the one-dimensional mesh of the ranks that differ from this one only along `dims`.
 
-        The first call for several dimensions makes a process group: all ranks must make the same calls.
+        None if there is no other rank. The first call for several dimensions creates a process group, so all ranks must
+        make the same calls.
         """
         wide = tuple(name for name in dims if self.sizes[name] > 1)
         if not wide or self.device_mesh is None:
             return None
         mesh = self.device_mesh[tuple(name + self.mark for name in wide)]
-        return mesh if len(wide) == 1 else mesh._flatten("_".join(wide) + self.mark)  # torch keeps it under that name
+        return mesh if len(wide) == 1 else mesh._flatten("_".join(wide) + self.mark)  # torch caches it by name
 
     def group(self, *dims: str) -> Any:
-        """The process group of `of`, None when this rank is alone."""
+        """Return the process group of `of`; None if there is no other rank."""
         mesh = self.of(*dims)
         return None if mesh is None else mesh.get_group()
 
     def groups(self) -> list[Any]:
-        """The process groups of this rank's dimensions, the pipeline left out."""
+        """Return the process groups of this rank's dimensions, except the pipeline's."""
         groups = [self.group(name) for name in DIMS[1:]]
         return [group for group in groups if group is not None]
 
     def shard_mesh(self) -> DeviceMesh | None:
-        """What FSDP2 shards over: shard x context in one dimension; with several replicas (HSDP) those in front."""
+        """Return the mesh for FSDP2: shard x context in one dimension, after a dimension of replicas with HSDP."""
         inner = self.of("shard", "context")
         if self.sizes["replicate"] == 1:
             return inner
@@ -109,30 +120,30 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this rank reads."""
+        """Return the index of this rank's part of the global batch."""
         return self.coordinate(*DATA)
 
     @property
     def data_size(self) -> int:
-        """Parts of the global batch."""
+        """Return the number of parts of the global batch."""
         return self.size(*DATA)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its data rank: of all that read the same rows, one counts them."""
+        """Return whether this is the first of the ranks that read the same rows; it alone counts them."""
         return self.coordinate("pipeline", "context", "tensor") == 0
 
 
-def dimensions(mesh: DeviceMesh, number: int) -> set[str]:
-    """The `DIMS` that dimension `number` of a part of a `Mesh` spans."""
+def dimensions(mesh: DeviceMesh, index: int) -> set[str]:
+    """Return the names in `DIMS` that dimension `index` of a part of a `Mesh` spans."""
     if mesh.mesh_dim_names is None:
         return set()
-    name = mesh.mesh_dim_names[number].partition("@")[0]
-    return set(name.split("_"))  # several in one are called by all their names
+    name = mesh.mesh_dim_names[index].partition("@")[0]
+    return set(name.split("_"))  # the name of a flattened dimension joins the names of its parts
 
 
 def mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Size of each of `DIMS` for so many ranks, a number that `legal.check_world` has passed."""
+    """Return the size of each of `DIMS` for a world size that `legal.check_world` accepts."""
     data = world_size // parallel.unit
     replicate = parallel.replicate if parallel.fully_sharded else data
     return {"pipeline": parallel.pipeline, "replicate": replicate, "shard": data // replicate,

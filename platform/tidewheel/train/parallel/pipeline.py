@@ -1,7 +1,7 @@
-"""Pipeline parallelism: the decoder cut into stages, run by the schedules of torch.distributed.pipelining.
+"""Pipeline parallelism: a decoder split into stages, run by the schedules of torch.distributed.pipelining.
 
-Only the residual stream travels between ranks. All ranks of a pipeline read the same rows, so positions, segments and
-targets are at hand wherever a stage needs them.
+Ranks send each other only the residual stream. All ranks of a pipeline read the same rows, so every stage has the
+positions, segments and targets that it needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from tidewheel.models.decoder import Decoder
 from tidewheel.train import objectives
 from tidewheel.train.objective import Objective
-from tidewheel.train.parallel.data_parallel import Alone, local
+from tidewheel.train.parallel.data_parallel import SingleProcess, local
 from tidewheel.train.parallel.stages import ScheduleName, Stage
 
 if TYPE_CHECKING:
@@ -31,17 +31,21 @@ TORCH_NAMES: dict[ScheduleName, str] = {
     "interleaved_zero_bubble": "InterleavedZeroBubble", "zbv_zero_bubble": "ZBVZeroBubble"}
 
 BORROWED = "output.weight"
-"""Name, in the last stage, of its copy of a tied embedding; see `TiedEmbedding`."""
+"""Name of the last stage's copy of a tied embedding; see `TiedEmbedding`."""
 
 
 def cut(model: Decoder, stage: Stage) -> Decoder:
-    """Take from a whole decoder (on the meta device) what `stage` does not hold; what is left keeps its names.
+    """Remove from a whole decoder what `stage` does not hold. Remaining modules keep their names.
 
-    With tied embeddings the last stage gets an output matrix of its own, see `TiedEmbedding`.
+    With tied embeddings the last stage gets its own output matrix, see `TiedEmbedding`.
+
+    Args:
+        model: a whole decoder on the meta device, which is changed.
+        stage: of the pipeline.
     """
     for index in range(model.config.num_layers):
         if index not in stage.blocks:
-            delattr(model.blocks, str(index))  # unlike `del blocks[index]`, which gives the others new names
+            delattr(model.blocks, str(index))  # unlike `del blocks[index]`, which renames the others
     if not stage.last:
         model.norm = model.output = None
     elif model.output is None:
@@ -53,14 +57,17 @@ def cut(model: Decoder, stage: Stage) -> Decoder:
 
 
 class Pipeline:
-    """This rank's stages, and the passes through all of them. All ranks of the pipeline call each method together.
+    """This rank's stages of a pipeline. All ranks of the pipeline must call each method together.
 
     Args:
-        parts: this rank's pieces of the decoder, see `cut`, in the order of their stages.
-        stages: the stages of the whole pipeline.
+        parts: this rank's parts of the decoder, see `cut`, in the order of their stages.
+        stages: all stages of the pipeline.
+        schedule: order of the passes.
         group: the ranks of this pipeline, in order.
-        sequence_parts: ranks over which sequence parallelism spreads the positions of the residual stream.
-        dtype: of the residual stream: that of the embedding, to which the blocks' outputs are added.
+        device: that computes.
+        sequence_parts: number of ranks over which sequence parallelism shards the positions of the residual stream.
+        dtype: of the residual stream, which is that of the embedding.
+        objective: default: next-token cross-entropy.
     """
 
     def __init__(self, parts: Sequence[Decoder], stages: Sequence[Stage], schedule: ScheduleName, *,
@@ -79,30 +86,30 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, and so the losses."""
+        """Return whether this rank has the last stage, and so the losses."""
         return self._mine[-1][0].last
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter of one of the parts is the model's, not a copy."""
+        """Return whether a parameter of a part belongs to the model and is not a copy."""
         return self._tied is None or name != BORROWED
 
     def refresh(self) -> None:
-        """Parameters have other values: the last stage's copy of a tied embedding gets them too."""
+        """Copy new values of a tied embedding to the last stage."""
         if self._tied is not None:
-            self._tied.lend()
+            self._tied.copy_values()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
-                         scale: torch.Tensor | float | None = None, data: Sequence[Alone] = ()) -> torch.Tensor:
-        """Forward and backward passes of one step in the order of the schedule. Call `finish` after it.
+                         scale: torch.Tensor | float | None = None, data: Sequence[SingleProcess] = ()) -> torch.Tensor:
+        """Run the forward and backward passes of one step in the order of the schedule. Call `finish` afterwards.
 
         Args:
-            micro_batches: as many as the schedule takes, all of one shape.
+            micro_batches: all of one shape; the schedule must be able to run their number.
             context: entered around each forward pass.
-            scale: the backward pass is of loss x scale.
-            data: the data parallelism of each stage; told of each backward pass that is over.
+            scale: factor of the loss in the backward pass.
+            data: data parallelism of each stage, which is notified of the end of each backward pass.
 
         Returns:
-            [len(micro_batches)] fp32 losses, without `scale`; of an objective with metrics
+            The losses without `scale`, fp32 [len(micro_batches)]; for an objective with metrics
             [len(micro_batches), 1 + metrics]. Zeros on ranks without the last stage. FSDP2 has summed gradients over
             data ranks.
         """
@@ -110,7 +117,7 @@ class Pipeline:
         plan.loss.begin(scale)
         for number, stage in enumerate(plan.stages):
             stage.begin(micro_batches, context, data[number] if data else None, self._objective)
-        plan.schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)  # stages have their targets
+        plan.schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)  # stages have the targets
         for stage in plan.stages:
             stage.begin((), nullcontext())
         if not self.has_last:
@@ -118,16 +125,22 @@ class Pipeline:
         return torch.stack(plan.loss.values)
 
     def finish(self) -> None:
-        """Gradients are summed over data ranks: the first stage's embedding gets those of the last stage's copy."""
+        """Add the gradient of the last stage's copy to that of a tied embedding, after the sum over data ranks."""
         if self._tied is not None:
-            self._tied.give_back()
+            self._tied.return_gradient()
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
                 targets: torch.Tensor | None = None) -> torch.Tensor | None:
-        """What the whole decoder returns, on the rank with the last stage; None on the others.
+        """Return the output of the whole decoder on the rank with the last stage, None on the others.
 
-        The others do not wait for it: in several calls in a row each stage works on another one.
+        The others do not wait for it, so the stages overlap several calls in a row.
+
+        Args:
+            tokens: see `Decoder.forward`, also for the others.
+            positions: of the tokens.
+            segment_ids: of the tokens.
+            targets: None: logits are returned.
         """
         x: torch.Tensor | None = None
         for stage, part in self._mine:
@@ -140,23 +153,29 @@ class Pipeline:
         return x if self.has_last else None
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-        """[B, L, V] logits on every rank."""
+        """Return logits [B, L, V] on every rank.
+
+        Args:
+            tokens: see `Decoder.forward`, also for the others.
+            positions: of the tokens.
+            segment_ids: of the tokens.
+        """
         last = self.forward(tokens, positions, segment_ids)
-        found = torch.empty(*tokens.shape, self._vocabulary_size, device=self._device)
+        logits = torch.empty(*tokens.shape, self._vocabulary_size, device=self._device)
         if last is not None:
-            found.copy_(last)  # autocast makes them bf16
-        dist.broadcast(found, group=self._group, group_src=self._stages[-1].rank)
-        return found
+            logits.copy_(last)  # bf16 with autocast
+        dist.broadcast(logits, group=self._group, group_src=self._stages[-1].rank)
+        return logits
 
     def _send(self, index: int, x: torch.Tensor) -> None:
         if index in self._sending:
             self._sending.pop(index)[0].wait()
         work = dist.isend(x, group=self._group, group_dst=self._stages[index + 1].rank)
-        self._sending[index] = (work, x)  # the tensor must live until it is sent
+        self._sending[index] = (work, x)  # keeps the tensor alive until it is sent
 
-    def _plan(self, number: int, tokens: torch.Tensor) -> _Prepared:
-        """The schedule for `number` micro-batches of the shape of `tokens`; kept, with its receive buffers."""
-        key = (number, *tokens.shape)
+    def _plan(self, count: int, tokens: torch.Tensor) -> _Prepared:
+        """Return the schedule for `count` micro-batches of the shape of `tokens`. It is cached with its buffers."""
+        key = (count, *tokens.shape)
         if key not in self._prepared:
             loss = _Loss()
             ends = [self._ends(stage, tokens) for stage, _ in self._mine]
@@ -164,40 +183,48 @@ class Pipeline:
                                 group=self._group) for (stage, part), (given, returned) in zip(self._mine, ends)]
             kind = get_schedule_class(TORCH_NAMES[self._schedule])
             held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-            plan = _Prepared(kind(held, number, loss_fn=loss, scale_grads=False), stages, loss)
-            self._prepared = {key: plan}  # a batch-size ramp never comes back to fewer
+            plan = _Prepared(kind(held, count, loss_fn=loss, scale_grads=False), stages, loss)
+            self._prepared = {key: plan}  # a batch-size ramp never returns to fewer
         return self._prepared[key]
 
     def _shape(self, tokens: torch.Tensor) -> tuple[int, ...]:
-        """Of this rank's part of the residual stream for `tokens` [B, L]."""
+        """Return the shape of this rank's part of the residual stream for `tokens` [B, L]."""
         rows, length = tokens.shape
         return rows, length // self._sequence_parts, self._mine[0][1].config.dim
 
     def _ends(self, stage: Stage, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a stage is given and returns, on the meta device: torch need not run the model to find out."""
+        """Return a stage's input and output on the meta device, so that torch need not run the model to infer them."""
         stream = torch.empty(self._shape(tokens), dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty(self._width, device="meta", requires_grad=True)
         return torch.empty_like(tokens, device="meta") if stage.first else stream, loss if stage.last else stream
 
 
 class _RowStage(PipelineStage):
-    """A stage that takes the rows of a micro-batch from this rank's memory, not through the pipe."""
+    """A stage that takes the rows of a micro-batch from this rank's memory, not from the stage before."""
 
     _micro_batches: Sequence[MicroBatch] = ()
     _context: AbstractContextManager[None] = nullcontext()
-    _data: Alone | None = None
+    _data: SingleProcess | None = None
     _objective: Objective | None = None
 
     def begin(self, micro_batches: Sequence[MicroBatch], context: AbstractContextManager[None],
-              data: Alone | None = None, objective: Objective | None = None) -> None:
-        """The rows of the next run of the schedule, what each forward pass runs in, who is told of each backward pass,
-        and what the last stage computes."""
-        self._micro_batches, self._context, self._data = micro_batches, context, data
+              data: SingleProcess | None = None, objective: Objective | None = None) -> None:
+        """Set the inputs of the next run of the schedule.
+
+        Args:
+            micro_batches: its rows.
+            context: entered around each forward pass.
+            data: notified of the end of each backward pass.
+            objective: computed by the last stage.
+        """
+        self._micro_batches = micro_batches
+        self._context = context
+        self._data = data
         self._objective = objective
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        if self._data is not None:  # reproducible mode refuses schedules whose gradients come in two passes
+        if self._data is not None:  # reproducible mode refuses schedules with two backward passes
             self._data.done(bwd_chunk_id, len(self._micro_batches))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +241,7 @@ class _RowStage(PipelineStage):
 
 
 class _Loss:
-    """The loss function of a schedule: the last stage returns the loss already."""
+    """The loss function of a schedule. The last stage has already computed the loss."""
 
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
@@ -225,7 +252,7 @@ class _Loss:
 
     def __call__(self, sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.values.append(sums.detach())
-        loss = sums if sums.ndim == 0 else sums[0].clone()  # a zero-bubble schedule detaches it, as it cannot a view
+        loss = sums if sums.ndim == 0 else sums[0].clone()  # a zero-bubble schedule cannot detach a view
         return loss if self._scale is None else loss * self._scale
 
 
@@ -238,14 +265,16 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class TiedEmbedding:
-    """The embedding matrix, which the first stage lends to the last one as its output matrix.
+    """An embedding matrix of the first stage, copied to the last stage as its output matrix.
 
-    It stays one parameter: the copy has no optimizer state and is in no checkpoint. Both ranks hold the same shards of
-    it, so that a shard is what travels. ZBV has both stages on one rank.
+    It remains one parameter: the copy has no optimizer state and is in no checkpoint. Both ranks hold the same shards
+    of it, so only shards are sent. ZBV has both stages on one rank.
 
     Args:
         parts: this rank's stages.
         stages: all stages of the pipeline.
+        group: the ranks of the pipeline.
+        device: that communicates.
     """
 
     parts: Sequence[tuple[Stage, Decoder]]
@@ -254,15 +283,15 @@ class TiedEmbedding:
     device: torch.device
 
     @torch.no_grad()
-    def lend(self) -> None:
-        """Give the copy the embedding's values."""
+    def copy_values(self) -> None:
+        """Copy the embedding's values to the last stage."""
         mine, copy = self._embedding(), self._copy()
         values = self._pass(mine, copy, self.stages[0].rank, self.stages[-1].rank)
         if copy is not None and values is not None:
             local(copy).copy_(values)
 
     @torch.no_grad()
-    def give_back(self) -> None:
+    def return_gradient(self) -> None:
         """Add the copy's gradient to the embedding's."""
         mine, copy = self._embedding(), self._copy()
         gradient = self._pass(None if copy is None else copy.grad, None if mine is None else mine.grad,
@@ -275,7 +304,10 @@ class TiedEmbedding:
 
     def _pass(self, source: torch.Tensor | None, target: torch.Tensor | None, sender: int,
               receiver: int) -> torch.Tensor | None:
-        """The local part of `source` on the receiving rank, where `target` has its shape and type; None elsewhere."""
+        """Return the local part of `source` on the receiving rank, None elsewhere.
+
+        `target` has the shape and dtype of the source on the receiving rank.
+        """
         rank = dist.get_rank(self.group)
         if sender == receiver:
             return None if source is None else local(source)

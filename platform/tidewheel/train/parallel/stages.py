@@ -1,6 +1,6 @@
-"""Which blocks each pipeline stage holds, which rank runs it, and how many micro-batches a schedule takes.
+"""Pipeline stages: the blocks and rank of each, and the numbers of micro-batches that a schedule can run.
 
-Plain arithmetic, so that an impossible pipeline is refused before any process starts. Nothing here imports torch.
+It is plain arithmetic, so that an impossible pipeline is refused before any process starts. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the pipeline: the embedding (the first), some blocks, the final norm and the output (the last)."""
+    """One stage of the pipeline. The first has the embedding, the last the final norm and the output.
+
+    Args:
+        index: of the stage.
+        count: number of stages of the whole pipeline.
+        blocks: indices of its blocks.
+        rank: pipeline rank that runs it.
+    """
 
     index: int
     count: int
-    """Stages of the whole pipeline."""
     blocks: range
     rank: int
-    """Pipeline rank that runs it."""
 
     @property
     def first(self) -> bool:
@@ -33,10 +38,16 @@ class Stage:
 
 
 def stages(num_layers: int, pipeline: int, schedule: ScheduleName, per_rank: int) -> list[Stage]:
-    """The stages of a decoder of `num_layers` blocks on `pipeline` ranks, `per_rank` on each.
+    """Return the stages of a decoder.
 
-    Embedding and output count like a block each; what does not divide goes to the earlier stages, whose embedding is a
-    look-up and costs least. Stages lie on the ranks in a loop (0, 1, 0, 1); for ZBV in a V (0, 1, 1, 0).
+    Embedding and output count as a block each. A remainder goes to the earlier stages: the embedding is a look-up and
+    costs least. Stages are assigned to ranks in a loop (0, 1, 0, 1), or in a V for ZBV (0, 1, 1, 0).
+
+    Args:
+        num_layers: number of blocks.
+        pipeline: number of pipeline ranks.
+        schedule: of the pipeline.
+        per_rank: stages on each rank.
     """
     count = pipeline * per_rank
     base, longer = divmod(num_layers + 2, count)
@@ -51,14 +62,19 @@ def _turn(turn: int, pipeline: int, schedule: ScheduleName) -> range:
 
 
 def default_per_rank(schedule: ScheduleName) -> int:
-    """Stages on each rank: two where the schedule is made for several."""
+    """Return the default number of stages on each rank: 2 for schedules with several."""
     return 1 if schedule in ("1f1b", "gpipe") else 2
 
 
 def takes(schedule: ScheduleName, pipeline: int, micro_batches: int) -> bool:
-    """Whether the schedule of torch.distributed.pipelining can run so many micro-batches per step.
+    """Return whether a schedule of torch.distributed.pipelining can run so many micro-batches per step.
 
-    1F1B needs one for every stage, the interleaved schedules rounds of equal length.
+    1F1B needs one for each stage; the interleaved schedules need rounds of equal length.
+
+    Args:
+        schedule: of the pipeline.
+        pipeline: number of pipeline ranks.
+        micro_batches: per step.
     """
     if schedule == "1f1b":
         return micro_batches >= pipeline
@@ -68,7 +84,13 @@ def takes(schedule: ScheduleName, pipeline: int, micro_batches: int) -> bool:
 
 
 def nearest_micro_batches(schedule: ScheduleName, pipeline: int, micro_batches: int) -> int:
-    """The number of micro-batches nearest to `micro_batches` (above it when two are) that the schedule takes."""
+    """Return the nearest number of micro-batches that a schedule can run; the larger of two.
+
+    Args:
+        schedule: of the pipeline.
+        pipeline: number of pipeline ranks.
+        micro_batches: per step.
+    """
     for distance in range(micro_batches + pipeline + 1):
         for candidate in (micro_batches + distance, micro_batches - distance):
             if candidate >= 1 and takes(schedule, pipeline, candidate):

@@ -1,9 +1,9 @@
 """Tensor parallelism with sequence parallelism, by torch's parallel styles.
 
-Queries, keys, values and the matrices that feed a feed-forward are cut by columns, those that write to the residual
-stream by rows, as the model family says (Megatron-LM, https://arxiv.org/abs/1909.08053). Between them, the residual
-stream and the norms are spread over the positions (sequence parallelism, https://arxiv.org/abs/2205.05198): an
-all-gather before and a reduce-scatter after each half of a block, in the place of an all-reduce. The vocabulary:
+Queries, keys, values and the input matrices of a feed-forward are sharded by columns, matrices that write to the
+residual stream by rows, as the model family declares (Megatron-LM, https://arxiv.org/abs/1909.08053). Between them, the
+residual stream and the norms are sharded by positions (sequence parallelism, https://arxiv.org/abs/2205.05198): an
+all-gather before and a reduce-scatter after each half of a block replace an all-reduce. The vocabulary is sharded in
 `vocabulary.py`.
 """
 
@@ -29,14 +29,21 @@ from torch.distributed.tensor.parallel import (
 from tidewheel.errors import ConfigError
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.family import Cut
-from tidewheel.train.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss, spread_rows, whole_logits
+from tidewheel.train.parallel.vocabulary import VocabularyEmbedding, VocabularyLoss, shard_rows, whole_logits
 
 
 def apply(model: Decoder, mesh: DeviceMesh) -> None:
-    """Spread the parameters of `model`, on the meta device, over the one-dimensional `mesh`.
+    """Shard the parameters of a decoder on the meta device.
 
-    All become DTensors on it, those of norms replicated. A stage of a pipeline, which lacks an embedding or an
-    output, takes and gives the residual stream as [B, L/T, D], spread over the positions.
+    All become DTensors on the mesh; those of norms are replicated. A pipeline stage without embedding or output takes
+    and returns the residual stream sharded by positions, [B, L/T, D].
+
+    Args:
+        model: a decoder or a pipeline stage.
+        mesh: one-dimensional, the T ranks of the tensor-parallel group.
+
+    Raises:
+        ConfigError: the model family names a module that its block does not have.
     """
     for block in model.blocks:
         parallelize_module(block, mesh, _block_plan(block, model.config.tensor_parallel()))
@@ -47,15 +54,11 @@ def apply(model: Decoder, mesh: DeviceMesh) -> None:
         model.register_module("token_loss", VocabularyLoss(model.token_loss.config, mesh))
         model.logits = functools.partial(_logits, model, mesh)  # type: ignore[method-assign]
     if model.output is not None:
-        model.output.weight = spread_rows(model.output.weight, mesh)
+        model.output.weight = shard_rows(model.output.weight, mesh)
 
 
 def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, ParallelStyle]:
-    """Style by name of module; x [B, L/T, D] between modules is this rank's part of the positions.
-
-    Raises:
-        ConfigError: the family names a module that its block does not have.
-    """
+    """Return {module: style}. Between modules, x [B, L/T, D] has this rank's positions."""
     plan: dict[str, ParallelStyle] = {}
     for name, cut in cuts.items():
         try:
@@ -73,15 +76,16 @@ def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Parallel
             plan[name] = RowwiseParallel(output_layouts=Shard(1))
         elif cut == "positions":
             plan[name] = SequenceParallel()
-        else:  # on [B, H/T, L, E]: spread over the heads, but to the norm that is as good as over positions
+        else:  # [B, H/T, L, E] is sharded by heads, which a norm treats like positions
             plan[name] = SequenceParallel(use_local_output=True)
     return plan
 
 
 def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Sum over the group the gradients of replicated parameters, of which each rank computed a part.
+    """Sum over the group the gradients of replicated parameters.
 
-    Norms see the positions or heads of one rank only. FSDP2 does the same by itself before it reduces.
+    Each rank has a part of them, because norms see the positions or heads of one rank only. FSDP2 does this by itself
+    before it reduces.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -91,5 +95,5 @@ def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _logits(model: Decoder, mesh: DeviceMesh, x_BLD: torch.Tensor) -> torch.Tensor:
-    """In the place of `Decoder.logits`."""
+    """Return whole logits; replaces `Decoder.logits`."""
     return whole_logits(x_BLD, model.weight, mesh)

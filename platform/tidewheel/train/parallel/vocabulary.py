@@ -1,10 +1,10 @@
-"""Embedding, logits and loss over a vocabulary that is spread over the ranks of a tensor-parallel group.
+"""Embedding, logits and loss of a vocabulary that is sharded over a tensor-parallel group.
 
-Rank t of T holds rows [t V/T, (t+1) V/T) of the embedding and of the output matrix (one matrix when they are tied).
-The loss needs of the other ranks' logits only three numbers per token, the maximum, the sum of exponentials and the
-target's logit, so no rank ever holds whole logits (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
+Rank t of T holds rows [t V/T, (t+1) V/T) of the embedding and of the output matrix (one matrix if they are tied). From
+the other ranks' logits the loss needs three numbers per token: the maximum, the sum of exponentials and the target's
+logit. So no rank ever holds whole logits (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 
-Suffixes of names give shapes: B rows, L positions, N = B L, D model width, V vocabulary, S = V/T this rank's share.
+Suffixes of names give shapes: B rows, L positions, N = B L, D model width, V vocabulary, S = V/T this rank's shard.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tidewheel.models.config import LossConfig
 from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy
 
 
-def spread_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """[V, D] to a DTensor of which each rank holds [V/T, D]."""
+def shard_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Return [V, D] as a DTensor parameter of which each rank holds [V/T, D]."""
     return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
 
 
 class VocabularyEmbedding(nn.Module):
-    """Takes the place of `nn.Embedding`; the output is spread over the positions.
+    """An embedding with sharded rows and an output sharded by positions; replaces `nn.Embedding`.
 
-    torch's `RowwiseParallel` of an embedding computes the gradient of all V rows on every rank; here each rank
-    computes that of its own.
+    With torch's `RowwiseParallel`, every rank computes the gradient of all V rows of an embedding. Here each rank
+    computes that of its own rows.
     """
 
     def __init__(self, weight: torch.Tensor, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight, self.mesh = spread_rows(weight, mesh), mesh
+        self.weight, self.mesh = shard_rows(weight, mesh), mesh
 
     def forward(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """[B, L] int64 to [B, L/T, D]; L must be a multiple of T."""
+        """Return the embeddings [B, L/T, D] of int64 [B, L]; L must be a multiple of T."""
         weight_SD = _local(self.weight)
         row_BL, here_BL = _own_rows(tokens_BL, weight_SD.shape[0], self.mesh)
         part_BLD = F.embedding(row_BL, weight_SD) * here_BL[..., None]
@@ -49,13 +49,19 @@ class VocabularyEmbedding(nn.Module):
 
 
 def whole_logits(x_BLD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Hidden states that are spread over the positions to whole logits [B, L, V] on every rank, for generation."""
+    """Return whole logits [B, L, V] on every rank, for text generation.
+
+    Args:
+        x_BLD: hidden states, sharded by positions.
+        weight_VD: output matrix, sharded by rows.
+        mesh: the tensor-parallel group.
+    """
     logits_BLS = F.linear(all_positions(x_BLD, mesh), _local(weight_VD))
     return DTensor.from_local(logits_BLS, mesh, [Shard(2)], run_check=False).full_tensor()
 
 
 class VocabularyLoss(nn.Module):
-    """Takes the place of `models.loss.TokenLoss`: the same sum, the same on every rank of the group."""
+    """The loss over sharded logits, equal on every rank of the group; replaces `models.loss.TokenLoss`."""
 
     def __init__(self, config: LossConfig, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -63,7 +69,14 @@ class VocabularyLoss(nn.Module):
 
     def forward(self, x_BLD: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], weight_VD: torch.Tensor,
                 targets_BL: torch.Tensor) -> torch.Tensor:
-        """As `TokenLoss.forward`, but `x_BLD` is spread over the positions and `output` is never called."""
+        """Return the same sum as `TokenLoss.forward`.
+
+        Args:
+            x_BLD: normalised hidden states, sharded by positions.
+            output: not used.
+            weight_VD: output matrix, sharded by rows.
+            targets_BL: int64, of all positions.
+        """
         x_ND, weight_SD = all_positions(x_BLD, self.mesh).flatten(0, 1), _local(weight_VD)
         targets_N, z_loss = targets_BL.flatten(), self.config.z_loss
         rows = chunk_rows(len(targets_N), weight_SD.shape[0], self.config.chunk_tokens)
@@ -73,13 +86,25 @@ class VocabularyLoss(nn.Module):
                                     cross_entropy=self.cross_entropy, gradients=self.token_gradients)
 
     def cross_entropy(self, logits_NS: torch.Tensor, targets_N: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
-        """As `models.loss.cross_entropy`, of this rank's share of the logits."""
+        """Return `models.loss.cross_entropy` of all logits.
+
+        Args:
+            logits_NS: this rank's shard.
+            targets_N: int64, ids in the whole vocabulary.
+            z_loss: weight of the z-loss.
+        """
         loss: torch.Tensor = _CrossEntropy.apply(logits_NS, targets_N, z_loss, self)
         return loss
 
     def token_gradients(self, logits_NS: torch.Tensor, targets_N: torch.Tensor,
                         z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `models.loss.token_gradients`, of and by this rank's share of the logits."""
+        """Return `models.loss.token_gradients` of all logits; the gradient is that of this rank's shard.
+
+        Args:
+            logits_NS: this rank's shard.
+            targets_N: int64, ids in the whole vocabulary.
+            z_loss: weight of the z-loss.
+        """
         loss, gradient = self._loss_and_gradient(logits_NS.float(), targets_N, z_loss)
         return loss, gradient.to(logits_NS.dtype)
 
@@ -119,14 +144,17 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def all_positions(x_BLD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """[B, L/T, D] to [B, L, D]. Of its gradient each rank has the part of its share of the vocabulary: they are summed
-    on the way back."""
-    spread = x_BLD if isinstance(x_BLD, DTensor) else DTensor.from_local(x_BLD, mesh, [Shard(1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    """Gather [B, L/T, D] to [B, L, D].
+
+    Each rank computes the part of the gradient that comes from its shard of the vocabulary. The backward pass sums
+    these parts.
+    """
+    sharded = x_BLD if isinstance(x_BLD, DTensor) else DTensor.from_local(x_BLD, mesh, [Shard(1)], run_check=False)
+    return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _own_rows(ids: torch.Tensor, share: int, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row within this rank's share, whether the id is in it); ids of others get row 0."""
+    """Return (row in this rank's shard, whether the id is in it). The row of any other id is 0."""
     row = ids - mesh.get_local_rank() * share
     here = (row >= 0) & (row < share)
     return torch.where(here, row, 0), here

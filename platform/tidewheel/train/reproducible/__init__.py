@@ -1,5 +1,5 @@
-"""Reproducible mode: sums over ranks and micro-batches in one fixed order, whatever the number of ranks.
+"""Reproducible mode: sums over ranks and micro-batches in one fixed order for any number of ranks.
 
-`tree` is the order itself, `order` says who has which of its leaves, `exchange` brings them together, `norm` is the
-gradient norm; `legal` refuses what cannot be had. See docs/reproducible.md.
+`tree` defines the order, `gradient_order` assigns its leaves to ranks, `exchange` moves and adds the tensors, `norm` is
+the gradient norm. `legal` refuses configurations that cannot be reproducible. See docs/reproducible.md.
 """

@@ -1,8 +1,8 @@
-"""Gradients of all ranks and micro-batches added up in the canonical order: reduce-scatter and all-reduce.
+"""Reduce-scatter and all-reduce of gradients in the canonical order.
 
-Collectives that add (reduce-scatter, all-reduce) choose their order by the number of ranks. Here tensors are only
-moved, by all-to-all and all-gather, and added where they arrive. An all-to-all sends as many bytes as a ring's
-reduce-scatter; its receive buffer is as large as what was sent.
+Collectives that add (reduce-scatter, all-reduce) choose an order that depends on the number of ranks. Here tensors are
+only moved, by all-to-all and all-gather, and the receiver adds them. An all-to-all sends as many bytes as a ring's
+reduce-scatter; its receive buffer is as large as the tensor that is sent.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange, and what each brings."""
+    """Ranks that exchange gradients.
+
+    Args:
+        group: process group; None: this rank alone.
+        members: for each rank of the group, in order, the members whose gradients it holds: itself, or those it has
+            summed over before.
+    """
 
     group: Any
-    """The process group; None: this rank alone."""
     members: tuple[tuple[Member, ...], ...]
-    """For each rank of the group, in order, those whose gradients it has: itself, or a group that it has summed over
-    before."""
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         return len(self.members)
 
     @classmethod
     def replicas(cls, mesh: Mesh) -> Group:
-        """All ranks that have whole gradients of the same parameters."""
+        """Return the group of all ranks with whole gradients of the same parameters."""
         return cls(mesh.group(*GRADIENTS), tuple((member,) for member in _members(mesh, range(mesh.data_size))))
 
     @classmethod
     def shards(cls, mesh: Mesh) -> Group:
-        """The ranks between which FSDP2 shards the parameters."""
+        """Return the group of ranks over which FSDP2 shards the parameters."""
         first = mesh.coordinate("replicate") * mesh.size("shard")
         ranks = range(first, first + mesh.size("shard"))
         return cls(mesh.group("shard", "context"), tuple((member,) for member in _members(mesh, ranks)))
 
     @classmethod
     def copies(cls, mesh: Mesh) -> Group:
-        """HSDP: the ranks that have the same shard."""
+        """Return the group of ranks with the same shard (HSDP)."""
         shards = mesh.size("shard")
         return cls(mesh.group("replicate"), tuple(_members(mesh, range(first, first + shards))
                                                   for first in range(0, mesh.data_size, shards)))
@@ -67,9 +70,9 @@ class OrderedSum:
     Every rank calls `add` once for each micro-batch, then `shard` or `whole` once.
 
     Args:
-        order: of the model; tells which micro-batch is under way.
-        near: the ranks that get a shard each.
-        far: replicas: the ranks that have the same shard, whose sums are added last (HSDP).
+        order: of the model; it knows the current micro-batch.
+        near: ranks that get a shard each.
+        far: ranks with the same shard, whose sums are added last (HSDP).
     """
 
     def __init__(self, order: GradientOrder, near: Group, far: Group | None = None) -> None:
@@ -78,33 +81,37 @@ class OrderedSum:
         self._open: dict[int, tuple[int, torch.Tensor]] = {}
 
     def add(self, flat: torch.Tensor) -> None:
-        """This rank's gradient of the micro-batch under way, [n]; n must be a multiple of the ranks of `near`. The
-        tensor is used up."""
-        if self._order.number == 0:  # a step that failed may have left something
-            self._tree, self._open = TreeSum(), {}
+        """Add this rank's gradient of the current micro-batch.
+
+        Args:
+            flat: [n], overwritten; n must be a multiple of the number of ranks of `near`.
+        """
+        if self._order.number == 0:  # a failed step may have left partial sums
+            self._tree = TreeSum()
+            self._open = {}
         if self._order.streams:
             received = self._swap(flat)
             for members, part in zip(self._near.members, received.unbind()):
                 self._put(members[0], part)
-            self._leave(received)
+            self._release(received)
             return
-        if flat.is_cuda:  # allocated on another stream, and kept on this one
+        if flat.is_cuda:  # allocated on another stream but kept on this one
             flat.record_stream(torch.cuda.current_stream())
         self._put(self._order.member, flat)
 
     def shard(self) -> torch.Tensor:
-        """[n / ranks of `near`], this rank's part of the sum."""
+        """Return this rank's part of the sum, [n / ranks of `near`]."""
         tree = self._tree if self._order.streams else _exchange(self._order, self._tree, self._near)
         self._tree = TreeSum()
         return tree.total() if self._far is None else _all_reduce(self._order, tree, self._far)
 
     def whole(self) -> torch.Tensor:
-        """[n], the sum, on every rank of `near`."""
+        """Return the sum [n] on every rank of `near`."""
         tree, self._tree = self._tree, TreeSum()
         return _all_reduce(self._order, tree, self._near)
 
     def _put(self, member: Member, value: torch.Tensor) -> None:
-        """The gradient of one micro-batch, or a part of it: behind the others of its virtual rank."""
+        """Add the gradient of one micro-batch, or a part of it, after the others of its virtual rank."""
         leaf = self._order.leaf(member)
         count, held = self._open.pop(leaf, (0, value))
         if count:
@@ -117,27 +124,29 @@ class OrderedSum:
     def _swap(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(1, -1) if self._near.size == 1 else _all_to_all(flat, self._near)
 
-    def _leave(self, received: torch.Tensor) -> None:
-        """Copy what is kept out of a receive buffer, so that the buffer is freed."""
-        place = received.untyped_storage().data_ptr()
+    def _release(self, received: torch.Tensor) -> None:
+        """Copy partial sums out of a receive buffer, so that the buffer is freed."""
+        buffer = received.untyped_storage().data_ptr()
         for node, value in self._tree.nodes():
-            if value.untyped_storage().data_ptr() == place:
+            if value.untyped_storage().data_ptr() == buffer:
                 self._tree.replace(node, value.clone())
         for leaf, (count, value) in self._open.items():
-            if value.untyped_storage().data_ptr() == place:
+            if value.untyped_storage().data_ptr() == buffer:
                 self._open[leaf] = count, value.clone()
 
 
 def _all_to_all(flat: torch.Tensor, group: Group) -> torch.Tensor:
-    """[ranks, n / ranks]: this rank's piece of every rank's `flat`."""
+    """Return this rank's piece of every rank's `flat`, [ranks, n / ranks]."""
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group.group)
     return received.view(group.size, -1)
 
 
 def _exchange(order: GradientOrder, tree: TreeSum, group: Group) -> TreeSum:
-    """Reduce-scatter: pieces of every rank's nodes, merged. Each rank knows which nodes the others have; where virtual
-    ranks per data rank are a power of two, each has a single one."""
+    """Reduce-scatter: return this rank's pieces of every rank's nodes, merged.
+
+    Each rank knows which nodes the others have: a single one if the virtual ranks per data rank are a power of two.
+    """
     if group.size == 1:
         return tree
     covers: Sequence[list[Node]] = [order.cover(members) for members in group.members]
@@ -151,7 +160,7 @@ def _exchange(order: GradientOrder, tree: TreeSum, group: Group) -> TreeSum:
 
 
 def _all_reduce(order: GradientOrder, tree: TreeSum, group: Group) -> torch.Tensor:
-    """The sum of all ranks' nodes, on every rank: each adds up a piece, and the pieces are gathered."""
+    """Return the sum of all ranks' nodes on every rank. Each rank sums a piece, and the pieces are gathered."""
     if group.size == 1:
         return tree.total()
     padded, length = TreeSum(), 0

@@ -1,7 +1,7 @@
-"""Who computes which part of a step's gradient, and its place in the canonical sum.
+"""The order of a step's gradients: which rank computes which leaf of the canonical sum.
 
-The gradient of virtual rank v is the sum of its micro-batches, one after the other, as in ordinary accumulation; the V
-of them are the leaves of one tree (`tree.py`). With context parallelism each of C ranks has a part of every gradient:
+The gradient of virtual rank v is the sum over its micro-batches in order, as in ordinary accumulation. These V
+gradients are the leaves of one tree (`tree.py`). With context parallelism each of C ranks has a part of every gradient;
 context rank c's part of v is leaf c V + v.
 """
 
@@ -20,69 +20,81 @@ Member = tuple[int, int]
 
 @dataclass
 class GradientOrder:
-    """The order of a run's gradients, and which micro-batch is being computed; the same object for all of a model.
+    """The order of a run's gradients, and the current micro-batch. All parts of a model share one object.
 
-    Two ways give the same bits. Usually a data rank has virtual ranks that are neighbours, adds up whole gradients and
-    sends what came of it once a step: at most log2(V / N) + 1 of them are kept. When it `streams`, gradients are
-    exchanged after every micro-batch, and the ranks that share parameters go through the micro-batches side by side:
-    then they arrive in the order of the leaves, and only shards are ever kept, at most log2(V) + 2.
+    There are two modes with the same bits. By default a data rank has neighbouring virtual ranks, adds whole gradients
+    and sends the sums once a step; it keeps at most log2(V / N) + 1 of them. If it streams, gradients are exchanged
+    after every micro-batch, and ranks that shard the same parameters compute neighbouring micro-batches at the same
+    time. Then gradients arrive in the order of the leaves, and at most log2(V) + 2 shards are kept.
+
+    Args:
+        virtual_ranks: of the run, V.
+        share: the micro-batches of this data rank; if it streams, its stride is the number of ranks that shard the
+            same parameters.
+        streams: exchange gradients after every micro-batch.
+        contexts: number of context ranks, C.
+        context: this context rank.
+        number: index of the current micro-batch on this rank.
+        count: number of micro-batches of this step on each data rank.
     """
 
     virtual_ranks: int
     share: MicroBatchShare
     streams: bool = False
-    """Gradients are exchanged after every micro-batch; the share's stride is the number of ranks that share
-    parameters."""
     contexts: int = 1
     context: int = 0
     number: int = 0
-    """Of the micro-batch under way, from 0, on this rank."""
     count: int = 1
-    """Micro-batches of this step on each data rank."""
 
     @classmethod
     def of(cls, mesh: Mesh, virtual_ranks: int, *, streams: bool = False) -> GradientOrder:
-        """That of this rank of `mesh`."""
+        """Return the order for this rank.
+
+        Args:
+            mesh: the ranks.
+            virtual_ranks: of the run.
+            streams: see the class.
+        """
         stride = mesh.size("shard") if streams else 1
         return cls(
             virtual_ranks, MicroBatchShare(mesh.data_rank, mesh.data_size, stride), streams, mesh.size("context"),
                    mesh.coordinate("context"))
 
     def begin(self, number: int, count: int) -> None:
-        """Micro-batch `number` of `count` follows; every rank is at the same one."""
+        """Begin micro-batch `number` of `count`; all ranks begin the same number."""
         self.number, self.count = number, count
 
     @property
     def last(self) -> bool:
-        """Whether the step's gradients are complete after this micro-batch."""
+        """Return whether the step's gradients are complete after this micro-batch."""
         return self.number == self.count - 1
 
     @property
     def member(self) -> Member:
-        """This rank."""
+        """Return (data rank, context rank) of this process."""
         return self.share.rank, self.context
 
     @property
     def parts(self) -> int:
-        """Micro-batches of each virtual rank in this step."""
+        """Return the number of micro-batches of each virtual rank in this step."""
         return self.count * self.share.size // self.virtual_ranks
 
     def leaf(self, member: Member) -> int:
-        """The leaf that the micro-batch under way on `member` belongs to."""
+        """Return the leaf of the current micro-batch of `member`."""
         rank, context = member
         micro = replace(self.share, rank=rank).of(self.count * self.share.size)[self.number]
         return context * self.virtual_ranks + micro // self.parts
 
     def entry(self, number: int, count: int) -> int:
-        """The place of this rank's micro-batch `number` of `count` among `entries`."""
+        """Return the index of this rank's micro-batch `number` of `count` among `entries`."""
         total = count * self.share.size
         return self.context * total + self.share.of(total)[number]
 
     def entries(self, count: int) -> int:
-        """Micro-batches of all data and context ranks, `count` on each."""
+        """Return the number of micro-batches of all data and context ranks, `count` on each."""
         return count * self.share.size * self.contexts
 
     def cover(self, members: Iterable[Member]) -> list[Node]:
-        """What is left of the leaves of `members` at the end of a step, when these have added up theirs."""
+        """Return the nodes that remain at the end of a step when `members` have added their leaves."""
         return cover(context * self.virtual_ranks + leaf for rank, context in members
                      for leaf in replace(self.share, rank=rank).of(self.virtual_ranks))

@@ -1,4 +1,4 @@
-"""Kernels that give the same bits every time."""
+"""Deterministic kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch.utils.deterministic
 
 @contextlib.contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Let torch choose deterministic kernels, or raise RuntimeError where it has none; before CUDA is first used.
+    """Use deterministic kernels inside the block. Enter it before CUDA is first used.
 
-    With one of many kernels that add with atomics, such as the backward pass of flash attention or of an embedding, a
-    run on GPUs would differ from itself. cuBLAS needs a fixed workspace for it
-    (https://docs.nvidia.com/cuda/cublas/#results-reproducibility), and autotuning must not pick another convolution.
+    Many GPU kernels add with atomics, for example the backward pass of flash attention or of an embedding. With them
+    two runs differ. cuBLAS also needs a fixed workspace (https://docs.nvidia.com/cuda/cublas/#results-reproducibility),
+    and autotuning must not select another convolution. Torch raises RuntimeError for an operation without a
+    deterministic kernel.
     """
     memory: Any = torch.utils.deterministic
     before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),

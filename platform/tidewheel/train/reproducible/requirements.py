@@ -1,4 +1,4 @@
-"""What reproducible mode cannot have, said before any process starts. No torch."""
+"""Configurations that reproducible mode refuses before any process starts. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def reason_against(config: TrainConfig) -> str | None:
-    """Why this configuration's result would depend on the number of workers, or None."""
+    """Return why a configuration's result would depend on the number of workers, or None."""
     if not config.reproducible:
         return None
     if config.optimizer.NOT_REPRODUCIBLE:
-        others = optimizers.where(lambda each: not each.NOT_REPRODUCIBLE)
+        others = optimizers.where(lambda optimizer: not optimizer.NOT_REPRODUCIBLE)
         return (f"reproducible, but optimizer.kind {name_of(type(config.optimizer))} "
                 f"{config.optimizer.NOT_REPRODUCIBLE}; nearest that is legal: {others}")
     if config.precision == "fp8":
-        return "reproducible, but nobody has shown it of torchao's fp8 layers; nearest that is legal: precision bf16"
+        return "reproducible, but torchao's fp8 layers have not been shown to be; nearest that is legal: precision bf16"
     return _pipeline(config.parallel)
 
 

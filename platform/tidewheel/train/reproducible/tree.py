@@ -1,10 +1,10 @@
-"""A sum of tensors whose rounding does not depend on who added which of them first.
+"""A sum of tensors whose rounding does not depend on the order in which ranks add them.
 
-The terms are the leaves of one binary tree, and a node is the sum of its two halves: node (level, index) covers leaves
-[index 2^level, (index + 1) 2^level). Whoever has two sibling nodes adds them, at any time and on any rank; as
-floating-point addition commutes, the bits of every node follow from the leaves alone. When their number is no power of
-two, what is left at the end is added from the last node to the first. This is a binary counter: of k leaves that came
-in order at most log2(k) + 1 partial sums are kept.
+The terms are the leaves of one binary tree, and a node is the sum of its two halves. Node (level, index) covers leaves
+[index 2^level, (index + 1) 2^level). Two sibling nodes may be added at any time and on any rank. Floating-point
+addition commutes, so the bits of every node depend on the leaves alone. If the number of leaves is not a power of two,
+the remaining nodes are added from the last to the first. This is a binary counter: after k leaves in order, it holds at
+most log2(k) + 1 partial sums.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Node = tuple[int, int]
 
 
 def sibling(node: Node) -> Node:
-    """The other half of the same parent."""
+    """Return the other half of the same parent."""
     return node[0], node[1] ^ 1
 
 
 def parent(node: Node) -> Node:
-    """The node that `node` is a half of."""
+    """Return the node of which `node` is a half."""
     return node[0] + 1, node[1] >> 1
 
 
 def first_leaf(node: Node) -> int:
-    """The first leaf that `node` covers."""
+    """Return the first leaf that `node` covers."""
     return node[1] << node[0]
 
 
 def cover(leaves: Iterable[int]) -> list[Node]:
-    """The fewest nodes that cover exactly `leaves`, in the order of the leaves: what is left when they are added."""
+    """Return the fewest nodes that cover exactly `leaves`, in their order: what remains when they are added."""
     held: set[Node] = set()
     for leaf in leaves:
         node = (0, leaf)
@@ -45,28 +45,28 @@ def cover(leaves: Iterable[int]) -> list[Node]:
 
 
 class TreeSum:
-    """A sum under way. Tensors that are given to it are its own from then on: it adds in place."""
+    """A partial sum. It adds in place and owns the tensors that it is given."""
 
     def __init__(self) -> None:
         self._held: dict[Node, torch.Tensor] = {}
 
     def add(self, node: Node, value: torch.Tensor) -> None:
-        """One more node, each leaf once; merged with its sibling, and that with its own, as far as they are here."""
+        """Add a node and merge it with its sibling, the result with its sibling, and so on, as long as there is one."""
         while (other := sibling(node)) in self._held:
             value = self._held.pop(other).add_(value)
             node = parent(node)
         self._held[node] = value
 
     def nodes(self) -> list[tuple[Node, torch.Tensor]]:
-        """What is here, merged, in the order of the leaves; for the leaves that were added it is their `cover`."""
+        """Return the merged nodes with their sums, in the order of the leaves: the `cover` of the leaves added."""
         return sorted(self._held.items(), key=lambda item: first_leaf(item[0]))
 
     def replace(self, node: Node, value: torch.Tensor) -> None:
-        """Keep the sum of `node` in other memory."""
+        """Replace the memory of the sum of `node`."""
         self._held[node] = value
 
     def total(self) -> torch.Tensor:
-        """The sum of everything, which is empty afterwards; at least one node must be here."""
+        """Return the sum of all nodes, of which there must be at least one, and forget them."""
         *others, (_, total) = self.nodes()
         self._held = {}
         for _, value in reversed(others):

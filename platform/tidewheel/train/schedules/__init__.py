@@ -1,4 +1,4 @@
-"""The built-in schedules of the learning rate, a module each, and what finds any."""
+"""The built-in schedules of the learning rate, one module each, and their registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peak learning rate to the end."""
+"""A constant learning rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tidewheel.versions import Version
 
 
 class Constant(Schedule):
-    """Stay at the peak after the warm-up."""
+    """The peak learning rate after the warm-up."""
 
     VERSION = Version("schedule_constant", uses=(Schedule.VERSION,))
 

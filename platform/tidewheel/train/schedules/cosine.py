@@ -1,4 +1,4 @@
-"""Half a cosine from the peak to the end."""
+"""Cosine decay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidewheel.versions import Version
 
 
 class Cosine(Decay):
-    """Fall along half a cosine (https://arxiv.org/abs/1608.03983) over the rest of the run."""
+    """Half a cosine (https://arxiv.org/abs/1608.03983) from the warm-up to the end of the run."""
 
     VERSION = Version("schedule_cosine", uses=(Decay.VERSION,))
 

@@ -1,4 +1,4 @@
-"""A straight line from the peak to the end."""
+"""Linear decay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tidewheel.versions import Version
 
 
 class Linear(Decay):
-    """Fall linearly over the rest of the run."""
+    """A linear decay from the warm-up to the end of the run."""
 
     VERSION = Version("schedule_linear", uses=(Decay.VERSION,))
 

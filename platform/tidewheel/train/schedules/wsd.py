@@ -1,4 +1,4 @@
-"""Warm-up, stable, decay."""
+"""Warm-up, stable, decay (WSD)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tidewheel.versions import Version
 
 
 class WSD(Decay):
-    """Stay at the peak until the last part of the run, then decay (https://arxiv.org/abs/2404.06395)."""
+    """A constant learning rate until the last part of the run, then a decay (https://arxiv.org/abs/2404.06395)."""
 
     VERSION = Version("schedule_wsd", uses=(Decay.VERSION,))
 
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of the run in which it decays; 0.1 to 0.2 is usual (https://arxiv.org/abs/2405.18392)."""
+    """Share of the run that is the decay; 0.1 to 0.2 is usual (https://arxiv.org/abs/2405.18392)."""
     decay_form: Literal["linear", "1-sqrt"] = "1-sqrt"
-    """How it decays; 1-sqrt does best in https://arxiv.org/abs/2405.18392."""
+    """Form of the decay; 1-sqrt is best in https://arxiv.org/abs/2405.18392."""
 
     def left(self, done: int, total: int, start: int) -> float:
         decays_from = max(start, total - self.decay_fraction * total)

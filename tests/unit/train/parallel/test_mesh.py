@@ -16,7 +16,7 @@ from tests.ranks import on_ranks
 from tidewheel.models.families import Llama
 from tidewheel.train.parallel.caches import StaleProcessError, check_current, check_threads
 from tidewheel.train.parallel.config import ParallelConfig
-from tidewheel.train.parallel.data_parallel import _place, _shares
+from tidewheel.train.parallel.data_parallel import _shard_rows, _shares
 from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh
 from tidewheel.train.parallel.model import ParallelModel
 from tidewheel.train.runtime import Runtime
@@ -86,7 +86,7 @@ def rows_of_what_is_cut_already() -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         whole = torch.arange(48.0).view(12, 4)
         cut = distribute_tensor(whole, tensor, [placement])
-        rows = _place(cut, data)
+        rows = _shard_rows(cut, data)
         assert rows.to_local().untyped_storage().data_ptr() == cut.to_local().untyped_storage().data_ptr()
         assert torch.equal(rows.full_tensor(), whole), placement
 
@@ -124,7 +124,7 @@ def _stale_caches() -> None:
     """Two meshes that torch cannot tell apart: the second one gets what is cached for the first."""
     rank = dist.get_rank()
     check_threads(init_device_mesh("cpu", (2,)), rank)
-    with pytest.raises(StaleProcessError, match="kept a mesh of an earlier generation"):
+    with pytest.raises(StaleProcessError, match="cached a mesh of an earlier generation"):
         check_threads(init_device_mesh("cpu", (2,)), rank)
     for _ in range(2):
         Mesh.build(ParallelConfig(), Runtime(rank, 2))

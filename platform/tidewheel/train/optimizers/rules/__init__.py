@@ -1,1 +1,1 @@
-"""The built-in optimizers' update rules in torch, where torch's own does not know parameters that are cut."""
+"""Update rules of the built-in optimizers, where torch's rule does not handle sharded parameters."""

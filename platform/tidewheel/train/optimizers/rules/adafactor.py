@@ -1,4 +1,4 @@
-"""Adafactor for matrices that are spread over ranks: its row and column means are those of the whole matrix."""
+"""Adafactor for sharded matrices, with row and column means of the whole matrix."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 class Adafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor` (https://arxiv.org/abs/1804.04235) whose parameters may be DTensors.
 
-    Each rank keeps the row means of its rows and the column means of its columns; a mean across the cut is summed over
-    ranks. The same formula as torch's, which is used when nothing is cut.
+    Each rank keeps the row means of its rows and the column means of its columns. A mean across shards is summed over
+    ranks. The formula is torch's, whose code runs if nothing is sharded.
     """
 
     def prepare(self) -> None:
@@ -24,7 +24,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         if not any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"]):
             super().step(closure)
             return
@@ -35,7 +35,7 @@ class Adafactor(torch.optim.Adafactor):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """The lines of torch.optim.Adafactor's `_single_tensor_adafactor`, each reduction made whole."""
+        """Update one parameter as torch's `_single_tensor_adafactor` does, with reductions over all ranks."""
         state = self.state[parameter]
         least = torch.finfo(parameter.dtype).eps if group["eps"][0] is None else group["eps"][0]
         state["step"] += 1
@@ -57,7 +57,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state's tensors: a mean for each row and column of a matrix, placed like the parameter's; else one each."""
+    """Return the initial state: a mean per row and per column of a matrix, else one value per element."""
     zeros = torch.zeros_like(parameter)
     if parameter.dim() < 2:
         return {"variance": zeros}
@@ -65,7 +65,7 @@ def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """With the sums over ranks done that are still to do."""
+    """Return a tensor after its pending sums over ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.redistribute(placements=[Replicate() if placement.is_partial() else placement
@@ -73,7 +73,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    """Root of the mean square of all elements, on all ranks."""
+    """Return the root of the mean square of all elements on all ranks."""
     total = tensor.square().sum()
     if isinstance(total, DTensor):
         total = total.full_tensor()

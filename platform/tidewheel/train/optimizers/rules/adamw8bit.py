@@ -1,4 +1,4 @@
-"""AdamW with its two moments in 8 bits, from torchao, for any layout."""
+"""torchao's AdamW with 8-bit moments, for any layout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from tidewheel.errors import ConfigError
 
 BLOCK = 256
-"""Elements that share a scale, as in https://arxiv.org/abs/2110.02861."""
+"""Number of elements that share a scale, as in https://arxiv.org/abs/2110.02861."""
 
 
 class AdamW8bit(TorchaoAdamW8bit):
     """`torchao.optim.AdamW8bit` whose state does not depend on the layout.
 
-    torchao keeps in fp32 what has too few elements on this rank, and lets a block of elements that share a scale run
-    over the end of a row. Here a matrix is quantised when its rows are whole blocks, however it is cut: the same codes
-    on any number of ranks.
+    torchao keeps tensors with few elements on a rank in fp32, and its blocks of elements that share a scale cross rows.
+    Here a matrix is quantised if its rows are whole blocks, however it is sharded, so codes are the same on any number
+    of ranks.
     """
 
     def prepare(self) -> None:
@@ -40,7 +40,7 @@ class AdamW8bit(TorchaoAdamW8bit):
             raise ConfigError(f"a weight {list(p.shape)} is cut into columns of {part.shape[-1]}, no multiple of "
                               f"{self.block_size}", where="optimizer.kind adamw8bit",
                               mend="lower parallel.tensor, or use adamw")
-        if part.numel() == 0:  # a rank without rows: nothing to quantise
+        if part.numel() == 0:  # a rank without rows has nothing to quantise
             moment = torch.zeros_like(part)
         else:
             moment = OptimState8bit.zeros(part.shape, signed, self.block_size, part.device, dtype=part.dtype)
@@ -50,16 +50,16 @@ class AdamW8bit(TorchaoAdamW8bit):
                                   stride=p.stride()).to(p.device)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of the parameters that have a gradient; compiled on CUDA, too slow to compile on CPU."""
+        """Update the parameters that have a gradient; compiled on CUDA only, because compiling on CPU is too slow."""
         cuda = any(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
         with contextlib.nullcontext() if cuda else torch.compiler.set_stance("force_eager"):
             super().step(closure)
 
 
 def stored(name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a moment [R, C]: codes [R, C] uint8 and scales [R, C / 256] fp32, or itself.
+    """Return the checkpoint's form of a moment [R, C]: codes uint8 [R, C] and scales fp32 [R, C / 256].
 
-    They share its memory, so that loading into them sets it.
+    They share the moment's memory, so loading into them restores it. A moment in fp32 is returned unchanged.
     """
     if moment.dim() < 2 or moment.shape[-1] % BLOCK:
         return {name: moment}
@@ -73,7 +73,7 @@ def stored(name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _placed(like: torch.Tensor, part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """`part` as this rank's share of a tensor of `shape`, cut as `like` is."""
+    """Return `part` as this rank's shard of a tensor of `shape`, sharded like `like`."""
     if not isinstance(like, DTensor):
         return part
     stride = tuple(math.prod(shape[dimension + 1:]) for dimension in range(len(shape)))

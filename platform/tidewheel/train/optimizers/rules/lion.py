@@ -1,4 +1,4 @@
-"""Lion: the step is the sign of an interpolation of momentum and gradient."""
+"""Lion: the update is the sign of an interpolation of momentum and gradient."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from torch.distributed.tensor import DTensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of https://arxiv.org/abs/2302.06675, with one list operation for all parameters of a group.
+    """Algorithm 2 of https://arxiv.org/abs/2302.06675, with foreach operations over the parameters of a group.
 
         p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p);   m <- b2 m + (1 - b2) g
 
-    Element-wise, so it works on each rank's part of a sharded parameter.
+    It is element-wise, so each rank updates its part of a sharded parameter.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: (b1, b2).
+        weight_decay: times the learning rate.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99),
@@ -23,7 +29,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""Muon for matrices that are spread over ranks: one rank puts each together, orthogonalises it and cuts it again."""
+"""Muon for sharded matrices: one rank gathers each matrix, orthogonalises it and shards it again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` whose parameters may be DTensors; the update is that of the whole matrix.
 
-    The momentum is element-wise and stays where the shards are. The orthogonalisation needs whole matrices. When a
-    single mesh dimension cuts them by rows, N matrices of one shape are exchanged at a time, so that each of its N
-    ranks works on one: two all-to-alls of a matrix's size. Otherwise (tensor parallel) every rank gathers every
-    matrix.
+    The momentum is element-wise and stays sharded. The orthogonalisation needs whole matrices. If a single mesh
+    dimension shards them by rows, N matrices of one shape are exchanged at a time, so that each of the N ranks works on
+    one; this costs two all-to-alls of a matrix's size. Otherwise (tensor parallelism) every rank gathers every matrix.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         if not any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"]):
             super().step(closure)
             return
@@ -42,7 +41,7 @@ class Muon(torch.optim.Muon):
                 weight.add_(update, alpha=-rate)
 
     def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The update before orthogonalisation, placed like the parameter."""
+        """Return the update before orthogonalisation, sharded like the parameter."""
         if "momentum_buffer" not in self.state[parameter]:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         gradient, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
@@ -55,7 +54,7 @@ Orthogonalise = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) -> list[torch.Tensor]:
-    """This rank's part of function(whole matrix) for each update."""
+    """Return this rank's part of function(whole matrix) for each update."""
     results: dict[int, torch.Tensor] = {}
     exchanged: dict[tuple[DeviceMesh, int, torch.Size], list[int]] = defaultdict(list)
     for number, update in enumerate(updates):
@@ -78,7 +77,7 @@ def _orthogonalised(updates: Sequence[torch.Tensor], function: Orthogonalise) ->
 
 
 def _rows_over(update: torch.Tensor) -> int | None:
-    """The one mesh dimension that cuts the matrix, if it does so by rows."""
+    """Return the mesh dimension that shards the matrix, if it is the only one and shards by rows."""
     if not isinstance(update, DTensor):
         return None
     cuts = [number for number, placement in enumerate(update.placements) if not placement.is_replicate()]
@@ -88,7 +87,7 @@ def _rows_over(update: torch.Tensor) -> int | None:
 
 def _exchange(updates: Sequence[torch.Tensor], mesh: DeviceMesh, dimension: int, function: Orthogonalise,
               ) -> list[torch.Tensor]:
-    """At most as many matrices of one shape as there are ranks: rank i computes function(matrix i).
+    """Compute function(matrix i) on rank i; there are at most as many matrices, of one shape, as ranks.
 
     Rows are padded to the same number on every rank, because an all-to-all moves equal parts.
     """
@@ -102,7 +101,7 @@ def _exchange(updates: Sequence[torch.Tensor], mesh: DeviceMesh, dimension: int,
     received = torch.empty_like(send)
     dist.all_to_all_single(received, send, group=group)
     back = torch.zeros_like(send)
-    if rank < len(updates):  # torch cuts like chunk(): all padding is at the end
+    if rank < len(updates):  # torch shards like chunk(), so all padding is at the end
         back.view(-1, columns)[:rows].copy_(function(received.view(-1, columns)[:rows]))
     dist.all_to_all_single(received, back, group=group)
     return [received[number, :len(part)].to(part.device) for number, part in enumerate(mine)]
