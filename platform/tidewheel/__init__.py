@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tidewheel.errors import TidewheelError
     from tidewheel.models import families as models
     from tidewheel.models.family import Cut, FeedForwardShape, Model
+    from tidewheel.storage import Store
+    from tidewheel.stores import Storage
     from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
     from tidewheel.train.callback import Callback, Step, Worker
     from tidewheel.train.metrics.sinks import Record
@@ -57,6 +59,8 @@ _HOMES = {
     "FeedForwardShape": "tidewheel.models.family",
     "Model": "tidewheel.models.family",
     "Reader": "tidewheel.data.reader",
+    "Storage": "tidewheel.stores",
+    "Store": "tidewheel.storage",
     "Call": "tidewheel.workflow.steps",
     "Evaluate": "tidewheel.workflow.steps",
     "Export": "tidewheel.workflow.steps",
@@ -89,10 +93,10 @@ _MODULES = {
 }
 
 __all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "FeedForwardShape", "Filter",
-           "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader",
-           "Record", "Schedule", "SimilarityIndex", "Step", "Sums", "TidewheelError", "Tokenizer",
-           "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
-           "models", "objectives", "optimizers", "schedules", "trackers"]
+           "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record",
+           "Schedule", "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError", "Tokenizer",
+           "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models",
+           "objectives", "optimizers", "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -12,7 +12,7 @@ from tidewheel.errors import StorageAwayError, StorageError
 from tidewheel.storage import Store
 
 _answers: dict[tuple[type[Store], str], bool] = {}
-"""What this process found out, by kind of store and URI."""
+"""Answers of this process, by kind of store and identity: one probe serves all prefixes of a bucket."""
 
 
 def creates_are_conditional(store: Store) -> bool:
@@ -21,7 +21,7 @@ def creates_are_conditional(store: Store) -> bool:
     Raises:
         StorageAwayError: the store does not answer.
     """
-    key = (type(store), store.uri)
+    key = (type(store), store.identity())
     if key not in _answers:
         _answers[key] = _try(store)
     return _answers[key]

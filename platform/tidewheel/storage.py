@@ -11,13 +11,13 @@ import contextlib
 import fnmatch
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
-from urllib.parse import unquote
 
 from blake3 import blake3
 
@@ -27,6 +27,9 @@ from tidewheel.errors import StorageAwayError, StorageError
 
 CHUNK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".tmp-"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)://")
+"""The scheme of a URI: a name, or `module:Class`."""
+_ONE_SLASH = re.compile(r"(s3|gs|az|hf):/", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,9 @@ def content_hash(data: bytes | memoryview) -> str:
 
 
 def is_remote(uri: str) -> bool:
-    """True for URIs of object stores and of the Hugging Face hub, False for local paths and file:// URIs."""
-    return str(uri).lower().startswith(("s3://", "hf://"))
+    """Return True for URIs of storage schemes such as s3://, and False for local paths and file:// URIs."""
+    match = _SCHEME.match(str(uri))
+    return match is not None and match[1].lower() != "file"
 
 
 def join(uri: str, *parts: str) -> str:
@@ -80,34 +84,19 @@ def absolute(uri: str | Path) -> str:
 
 
 def store(uri: str | Path) -> Store:
-    """The store rooted at `uri`: a local path, file:///path, s3://bucket/prefix, or to read from hf://datasets/a/b.
+    """Return the store rooted at `uri`: a local path, or a URI of a storage scheme such as s3://bucket/prefix.
 
     Raises:
-        StorageError: the scheme is unknown or the URI has no bucket.
+        StorageError: the scheme is unknown, its package is missing, or the URI is incomplete.
     """
     text = str(uri)
-    scheme, sep, rest = text.partition("://")
-    if scheme.lower() == "s3" and sep:
-        if not rest.strip("/") or rest.startswith("/"):
-            raise StorageError("no bucket in the URI", where=text, mend="write s3://bucket/prefix")
-        if "@" in rest.partition("/")[0]:
-            raise StorageError("a user or password in the URI", where=text,
-                               mend="write s3://bucket/prefix; credentials are read from AWS_ACCESS_KEY_ID and "
-                                    "AWS_SECRET_ACCESS_KEY, or are the machine's role")
-        from tidewheel.s3 import S3Store  # the S3 client is imported by those who use it
+    if match := _SCHEME.match(text):
+        from tidewheel.stores import open_uri  # schemes are parts, which rest on this module
 
-        return S3Store("s3://" + rest.rstrip("/"))
-    if scheme.lower() == "hf" and sep:
-        from tidewheel.hub import HubStore
-
-        return HubStore("hf://" + rest.rstrip("/"))
-    if scheme.lower() == "file" and sep:
-        host, _, path = rest.partition("/")
-        if host not in ("", "localhost"):
-            raise StorageError(f"{host!r} is in the place of a host", where=text, mend="write file:///absolute/path")
-        return LocalStore("/" + unquote(path))
-    if text.lower().startswith("s3:/") or (sep and scheme.isalnum()):
-        raise StorageError("not a URI that can be stored to", where=text,
+        scheme = match[1]
+        return open_uri(scheme if ":" in scheme else scheme.lower(), text[match.end():])
+    if _ONE_SLASH.match(text):
+        raise StorageError("this URI has one slash behind its scheme", where=text,
                            mend="use a local path, file:///path or s3://bucket/prefix")
     return LocalStore(text)
 
@@ -115,7 +104,7 @@ def store(uri: str | Path) -> Store:
 def split(uri: str | Path) -> tuple[Store, str]:
     """The store of a file's folder, and the file's name."""
     folder, _, name = str(uri).rpartition("/")
-    if name in ("", ".", "..") or folder.lower() == "s3:/":
+    if name in ("", ".", "..") or folder.endswith(":/"):
         raise StorageError("this names a folder, not a file", where=str(uri), mend="give the path of a file")
     return store(folder or ("/" if str(uri).startswith("/") else ".")), name
 
@@ -195,6 +184,11 @@ class Store:
     def written_at(self, key: str) -> float:
         """Unix time at which an object was written, by the store's clock; FileNotFoundError when there is none."""
         raise NotImplementedError
+
+    def identity(self) -> str:
+        """Return what tells this store's server and credentials from others': for an object store the bucket with a
+        hash of endpoint and credentials, for a folder its path."""
+        return self.uri
 
     # -- built on the above --------------------------------------------------------------------
     def child(self, *parts: str) -> Store:

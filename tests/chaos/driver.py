@@ -24,7 +24,7 @@ from typing import Any
 from tidewheel.errors import StorageAwayError, StorageError
 
 REQUEST_SECONDS = 30.0
-"""What a request to an object store may take in all, see `tidewheel.s3`."""
+"""What a request to an object store may take with all its retries, see `tidewheel.retry`."""
 
 
 def worker(settings: dict[str, Any]) -> Any:

@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ClientError
 
-from tidewheel import s3, s3_problems, s3_requests
+from tidewheel import retry
 from tidewheel.cluster.s3_faults import ELSEWHERE, KINDS, Faults
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.errors import StorageAwayError, StorageError
-from tidewheel.s3 import S3Store
-from tidewheel.s3_requests import RetryPolicy
+from tidewheel.retry import RetryPolicy
 from tidewheel.storage import Store, content_hash, store
+from tidewheel.stores.objects import requests, s3_errors, streams
+from tidewheel.stores.objects import store as object_store
+from tidewheel.stores.objects.service import SilentError
+from tidewheel.stores.s3 import S3Service, S3Store
 from tidewheel.time_limit import TimeLimit, bounded
 
 pytestmark = pytest.mark.timeout(180)
@@ -94,8 +97,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def pause(self: TimeLimit, seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(s3_requests, "time", Clock)
-    monkeypatch.setattr(s3_requests.time_limit.TimeLimit, "pause", pause)
+    monkeypatch.setattr(retry, "time", Clock)
+    monkeypatch.setattr(retry.time_limit.TimeLimit, "pause", pause)
     return now
 
 
@@ -103,8 +106,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)  # a multipart upload of three parts
-    monkeypatch.setattr(s3, "READ_BYTES", 4 << 20)  # and as many requests to read it
+    monkeypatch.setattr(streams, "PART_BYTES", 5 << 20)  # a multipart upload of three parts
+    monkeypatch.setattr(object_store, "READ_BYTES", 4 << 20)  # and as many requests to read it
     generator = random.Random(0)
     with S3Server(faults=Faults(0.2, 1)) as server:
         place = store(server.create_bucket("faulty") + "/data")
@@ -142,17 +145,17 @@ def test_a_few_silent_requests_are_outlasted() -> None:
 
 def test_an_upload_completed_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to the completion is lost: the second try finds no upload, but the object."""
-    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(streams, "PART_BYTES", 5 << 20)
     with S3Server() as server:
         place = store(server.create_bucket("twice"))
-        original = s3.S3Store.call
+        original = S3Store.ask
 
-        def twice(self, method, key, **arguments):
-            if method == "complete_multipart_upload":
-                original(self, method, key, **arguments)
-            return original(self, method, key, **arguments)
+        def twice(self, operation, *arguments, **options):
+            if operation == "complete":
+                original(self, operation, *arguments, **options)
+            return original(self, operation, *arguments, **options)
 
-        monkeypatch.setattr(s3.S3Store, "call", twice)
+        monkeypatch.setattr(S3Store, "ask", twice)
         data = bytes(11 << 20)
         assert place.verify(place.write("long", data)) == ""
 
@@ -173,13 +176,13 @@ def test_a_server_that_was_reached_before_is_waited_for(clock: list[float], monk
     with S3Server() as server:
         place = S3Store(server.create_bucket("restart"), RetryPolicy(request_seconds=60.0))
         place.check()
-        identity = {name: os.environ[name] for name in s3_requests.IDENTITY if name in os.environ}
+        identity = {name: os.environ[name] for name in S3Service.environment if name in os.environ}
     for name, value in {**identity, "NO_PROXY": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StorageAwayError, match=r"does not answer .*[0-9]+ tries in"):
         place.check()
     assert 20 < clock[0] <= 30
-    s3_requests._reached.clear()  # as in a process that begins now
+    requests._reached.clear()  # as in a process that begins now
     with pytest.raises(StorageAwayError, match="does not answer") as error:
         place.check()
     assert "tries" not in error.value.what
@@ -208,12 +211,12 @@ def test_with_the_default_policy_silence_takes_about_half_a_minute(name: str, cl
     """As docs/checkpoints.md says. The clock is simulated: each try takes as long as it may."""
     began: list[float] = []
 
-    def silence(transfer: object, work: object, seconds: float) -> None:
+    def silence(transfer: object, service: object, work: object, seconds: float) -> None:
         began.append(clock[0])
         clock[0] += seconds
-        raise s3_problems.SilentError(f"no answer within {seconds:g} s")
+        raise SilentError(f"no answer within {seconds:g} s")
 
-    monkeypatch.setattr(s3_requests, "_wait", silence)
+    monkeypatch.setattr(requests, "_wait", silence)
     for _ in range(20):
         clock[0] = 0.0
         began.clear()
@@ -233,7 +236,7 @@ def test_minutes_of_503_end_after_the_budget(clock: list[float], monkeypatch: py
         clock[0] += 0.05
         raise ClientError({"Error": {"Code": "503"}}, "PutObject")
 
-    monkeypatch.setattr(s3_requests, "_wait", answer)
+    monkeypatch.setattr(requests, "_wait", answer)
     for _ in range(50):
         clock[0] = 0.0
         tries.clear()
@@ -330,7 +333,7 @@ def test_credentials_that_expire_are_told_and_renewed(source: str, name: str, se
 def test_a_wrong_clock_is_told() -> None:
     refused = PermissionError("The difference between the request time and the current time is too large.")
     refused.__cause__ = ClientError({"Error": {"Code": "RequestTimeTooSkewed"}}, "PutObject")
-    told = s3_problems.explained(refused, "s3://bucket/key", "bucket")
+    told = s3_errors.explained(refused, "s3://bucket/key", "bucket")
     assert "clock" in told.what
     assert "doctor" in told.mend
 
@@ -363,7 +366,7 @@ def test_a_time_limit_comes_before_the_budget(silent: list[socket.socket]) -> No
 def test_an_endpoint_with_a_password_is_refused_before_any_request(monkeypatch: pytest.MonkeyPatch, name: str,
                                                                    endpoint: str) -> None:
     monkeypatch.setenv(name, endpoint)
-    monkeypatch.setattr(s3_requests, "_wait", lambda *_: pytest.fail("a request was sent"))
+    monkeypatch.setattr(requests, "_wait", lambda *_: pytest.fail("a request was sent"))
     for use in (lambda: store("s3://bucket").read("key"), lambda: store("s3://bucket").check(),
                 lambda: list(store("s3://bucket").list())):
         with pytest.raises(StorageError, match=f"holds a user or a password.*\\n.*remove.*{name}") as refused:

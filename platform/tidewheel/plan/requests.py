@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tidewheel import jsonlog, s3
+from tidewheel import jsonlog
 from tidewheel.ownership import REMOTE
 from tidewheel.parts import name_of
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
+from tidewheel.stores.objects import streams
 from tidewheel.train import history, node_log
 from tidewheel.train.logs import worker_log
 
@@ -72,7 +73,7 @@ def save_requests(ranks: int, checkpoint_bytes: float, kept: int) -> int:
         ranks: that write it.
         kept: newest checkpoints that stay.
     """
-    parts = math.ceil(checkpoint_bytes / ranks / s3.PART_BYTES)
+    parts = math.ceil(checkpoint_bytes / ranks / streams.PART_BYTES)
     files = ranks * (1 if parts <= 1 else parts + 2)  # a long upload is begun and completed, too
     manifest, commit = 1, 3 + 1  # list the commits, read the newest, take the next; the removal is a commit as well
     pages = math.ceil((kept + 2) * (ranks + 1) / LISTED)

@@ -24,7 +24,7 @@ KEPT, NOT_REACHED = "kept", "not reached"
 def output_of(set_uri: str) -> Store | None:
     """What the pipeline that wrote the set at `set_uri` wrote beside it; None when the set stands alone."""
     parent, _, name = store(set_uri).uri.rstrip("/").rpartition("/")
-    if not parent or parent.lower() in ("s3:", "s3:/") or not name:
+    if not parent or parent.endswith((":", ":/")) or not name:
         return None
     place = store(parent)
     return place if place.exists("summary.json") else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.helpers import manager
-from tidewheel import jsonlog, s3, storage
+from tidewheel import jsonlog, storage
 from tidewheel.cli import run_command
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.config import load
@@ -17,8 +17,9 @@ from tidewheel.jsonlog import JsonLog
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
 from tidewheel.plan.requests import DAY, Requests, requests, save_requests
-from tidewheel.s3 import S3Store
 from tidewheel.storage import LocalStore
+from tidewheel.stores.objects import streams
+from tidewheel.stores.s3 import S3Store
 from tidewheel.train import history, node_log
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.history import HistoryWriter, RunHistory
@@ -109,26 +110,20 @@ def test_the_state_is_put_no_more_often_than_planned(tmp_path: Path):
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests to the bucket "saves"; other threads of this process may be using stores of their own."""
     requests: list[str] = []
-    ask, read = S3Store._ask, S3Store._range
+    ask = S3Store.ask
 
-    def counted_ask(store: S3Store, method: str, extra_seconds: float = 0.0, **arguments: Any) -> Any:
+    def counted(store: S3Store, operation: str, *arguments: Any, **options: Any) -> Any:
         if store.bucket == "saves":
-            requests.append(f"{method} {arguments.get('Key') or arguments.get('Prefix') or ''}")
-        return ask(store, method, extra_seconds, **arguments)
+            requests.append(f"{operation} {[argument for argument in arguments if isinstance(argument, str)]}")
+        return ask(store, operation, *arguments, **options)
 
-    def counted_read(store: S3Store, key: str, start: int, length: int | None) -> bytes:
-        if store.bucket == "saves":
-            requests.append(f"get_object {key}")
-        return read(store, key, start, length)
-
-    monkeypatch.setattr(S3Store, "_ask", counted_ask)
-    monkeypatch.setattr(S3Store, "_range", counted_read)
+    monkeypatch.setattr(S3Store, "ask", counted)
     return requests
 
 
 @pytest.mark.parametrize("megabytes", [0.1, 13])
 def test_a_save(megabytes: float, sent: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(streams, "PART_BYTES", 5 << 20)
     with S3Server() as server:
         place = storage.store(server.create_bucket("saves") + "/run/checkpoints")
         values = {"model": {"weight": torch.zeros(int(megabytes * 250_000))}, "optimizer": {}}

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.train.helpers import config, write_shards
-from tidewheel import jsonlog, s3_requests, storage
+from tidewheel import jsonlog, retry, storage
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
 from tidewheel.cluster.s3_faults import Faults
 from tidewheel.cluster.s3_server import S3Server
 from tidewheel.elastic.trainer import LocalControl
 from tidewheel.jsonlog import JsonLog
-from tidewheel.s3_requests import RetryPolicy
+from tidewheel.retry import RetryPolicy
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.loop import train
 from tidewheel.train.runtime import Runtime
@@ -105,7 +105,7 @@ def server() -> Iterator[S3Server]:
 def test_an_object_store_misbehaves(faults: Faults, told: str, server: S3Server, shards: Path,
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = 0.7 if "in time" in told else 60.0  # a busy machine is no silent store
-    monkeypatch.setattr(s3_requests, "POLICY", RetryPolicy(request_seconds=seconds, budget_seconds=2.0))
+    monkeypatch.setattr(retry, "POLICY", RetryPolicy(request_seconds=seconds, budget_seconds=2.0))
     bucket = server.create_bucket(f"run{time.time_ns()}")
 
     def mend_it() -> None:
@@ -123,7 +123,7 @@ def test_an_object_store_misbehaves(faults: Faults, told: str, server: S3Server,
 
 def test_an_object_store_is_frozen(server: S3Server, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel goes on taking connections for the server's process, in which nothing moves any more."""
-    monkeypatch.setattr(s3_requests, "POLICY", RetryPolicy(request_seconds=0.7, budget_seconds=2.0))
+    monkeypatch.setattr(retry, "POLICY", RetryPolicy(request_seconds=0.7, budget_seconds=2.0))
     bucket, pid = server.create_bucket(f"run{time.time_ns()}"), server.pid
     assert pid is not None
     control = trained(settings_of(shards, bucket), lambda: os.kill(pid, signal.SIGSTOP),

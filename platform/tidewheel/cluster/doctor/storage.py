@@ -17,7 +17,7 @@ from tidewheel.storage import CHUNK_BYTES, Store, is_remote, store
 
 SMALL_BYTES = 4 << 10
 LARGE_BYTES = 40 << 20
-"""More than two parts of a multipart upload (`s3.PART_BYTES`): enough to measure the bandwidth in a short time."""
+"""More than two parts of an upload (`streams.PART_BYTES`): enough to measure the bandwidth in a short time."""
 SKEW_WARNING, SKEW_FAILURE = 60.0, 840.0
 """Seconds. Stores refuse requests whose signature is 15 minutes off (RequestTimeTooSkewed)."""
 MEND = "check the URI, the AWS_* variables and the store's own health"

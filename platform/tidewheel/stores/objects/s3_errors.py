@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 from tidewheel.errors import StorageAwayError, StorageError
+from tidewheel.stores.objects.service import Problem, SilentError
 
 TRANSIENT_CODES = frozenset({"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling",
                              "ThrottlingException", "RequestLimitExceeded", "OperationAborted",
@@ -15,45 +15,41 @@ REGION_CODES = frozenset({"PermanentRedirect", "301", "IllegalLocationConstraint
 SKEW_CODE = "RequestTimeTooSkewed"
 MUTE_CODES = frozenset({"301", "400", "403"})
 """The answer to a HEAD has no body, so it does not say what these statuses mean."""
+_BY_CODE = {"PreconditionFailed": Problem.EXISTS, "412": Problem.EXISTS, "InvalidRange": Problem.BEYOND,
+            "NoSuchUpload": Problem.NO_UPLOAD}
 
 
-class Kind(Enum):
-    """What an error calls for."""
+def classes() -> tuple[type[BaseException], ...]:
+    """Return the classes of errors that requests raise."""
+    import aiohttp
+    import botocore.exceptions as bx
 
-    UNREACHABLE = "nothing listens there"
-    TRANSIENT = "try again"
-    EXPIRED = "try again with renewed credentials"
-    FINAL = "tell it"
-
-
-class SilentError(TimeoutError):
-    """The store took a request and did not answer, or answered too slowly."""
+    return OSError, ValueError, bx.BotoCoreError, bx.ClientError, aiohttp.ClientError
 
 
-def kind(error: BaseException) -> Kind:
-    """What `error` calls for."""
+def problem(error: BaseException) -> Problem:
+    """Return what an error of a request calls for."""
     import aiohttp
     import botocore.exceptions as bx
     from botocore.parsers import ResponseParserError
 
+    if (named := _BY_CODE.get(code(error))) is not None:
+        return named
+    if isinstance(error, FileNotFoundError):
+        return Problem.MISSING
     if isinstance(error, bx.EndpointConnectionError) and not isinstance(_inner(error), aiohttp.ClientConnectorError):
-        return Kind.TRANSIENT  # the client calls it so, too, when a connection breaks off later
+        return Problem.TRANSIENT  # the client calls it so, too, when a connection breaks off later
     if isinstance(error, bx.EndpointConnectionError | bx.ConnectTimeoutError | bx.ProxyConnectionError):
-        return Kind.UNREACHABLE
+        return Problem.UNREACHABLE
     expired = (bx.CredentialRetrievalError, bx.UnauthorizedSSOTokenError, bx.SSOTokenLoadError, bx.TokenRetrievalError)
     if isinstance(error, expired) or code(error) in EXPIRED_CODES:
-        return Kind.EXPIRED
+        return Problem.EXPIRED
     lost = (SilentError, bx.HTTPClientError, bx.IncompleteReadError, bx.ResponseStreamingError, ResponseParserError,
             aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError, ConnectionAbortedError,
             BrokenPipeError)
     if isinstance(error, lost) or isinstance(error.__cause__, lost) or code(error) in TRANSIENT_CODES:
-        return Kind.TRANSIENT
-    return Kind.FINAL
-
-
-def answered(error: BaseException) -> bool:
-    """The store itself sent this error."""
-    return bool(response(error))
+        return Problem.TRANSIENT
+    return Problem.FINAL
 
 
 def code(error: BaseException) -> str:
@@ -82,12 +78,12 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
         return StorageError(f"this machine's clock is wrong, so the store refuses its signatures ({reason})",
                             where=where, mend="set the clock (chrony, ntp); `tidewheel doctor --storage URI` tells by "
                             "how much it is off")
-    match kind(error):
-        case Kind.EXPIRED:
+    match problem(error):
+        case Problem.EXPIRED:
             return StorageAwayError(f"the credentials have expired ({reason})", where=where,
                                     mend="renew them where they came from (`aws sso login`, the credentials file): "
                                     "each try reads them anew")
-        case Kind.UNREACHABLE:
+        case Problem.UNREACHABLE:
             return StorageAwayError(f"the object store does not answer ({reason})", where=where,
                                     mend="check AWS_ENDPOINT_URL and that the server is up")
     if isinstance(error, PermissionError | bx.NoCredentialsError | bx.PartialCredentialsError | bx.ProfileNotFound):
@@ -107,7 +103,7 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
 
 def short(error: BaseException) -> str:
     """One line about `error`, with the number of tries where there were several."""
-    told = _inner(error) if kind(error) is Kind.TRANSIENT and _inner(error) is not None else error
+    told = _inner(error) if problem(error) is Problem.TRANSIENT and _inner(error) is not None else error
     text = str(told).splitlines()[0][:200] if str(told) else type(told).__name__
     named = code(error)
     if named and not named.isdigit() and named not in text:
