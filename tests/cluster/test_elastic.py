@@ -193,6 +193,7 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     ranks = {generation: {line.rank for line in joins if line.generation == generation} for generation in generations}
     assert ranks == {event["detail"]["generation"]: set(range(event["detail"]["world_size"]))
                      for event in (before[-1], lost, grown, left)}
+    assert {line.role for line in said} == {"", "coordinator", "agent"}
     copies = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("tidewheel-elastic-*.log")
     assert any("rank=1" in path.read_text() for path in copies)
 

@@ -19,7 +19,7 @@ POLL_SECONDS = 1.0
 def logs(
     run: Annotated[str, Parameter(help="URI of a run.")],
     *,
-    rank: Annotated[int | None, Parameter(help="Lines of this rank only.")] = None,
+    rank: Annotated[int | None, Parameter(help="Lines of this rank only, without those of other processes.")] = None,
     since: Annotated[str, Parameter(help="Lines from this time on: 10m (ten minutes ago; s, h, d), 14:30, "
                                          "2026-11-23T14:30, with a Z for UTC.")] = "",
     level: Annotated[Literal["debug", "info", "warning", "error", "critical"],
@@ -29,7 +29,7 @@ def logs(
         False),
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON lines.")] = False,
 ) -> int:
-    """Show the logs of a run's workers, merged in the order of time.
+    """Show the logs of a run's workers, coordinator, memory agents and evaluator, merged by time.
 
     They are in the run's folder: this works while the run goes on, and when all of its machines are gone.
     """

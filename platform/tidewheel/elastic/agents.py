@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -12,32 +13,46 @@ from typing import Any
 
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.elastic.nodes import NAMESPACE
+from tidewheel.elastic.process_log import LogTarget, ProcessLog
 
-START_SECONDS, LEAVE_SECONDS = 30.0, 2.0
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 30.0
+LEAVE_SECONDS = 2.0
+LOG_SECONDS = 5.0
+"""Time for all agents to write the last lines of their logs."""
 
 
 class AgentActor:
     """A `checkpoint.memory_tier.agent.Agent` in a process of its own. Ray reserves no CPU for it."""
 
-    def __init__(self, run: str, token: str) -> None:
+    def __init__(self, run: str, token: str, log: LogTarget | None = None, node: str = "") -> None:
         import ray
 
         from tidewheel.checkpoint.memory_tier.agent import NICENESS, Agent
 
         self._token = token
+        self._log = ProcessLog(log, "agent", node)
         os.nice(NICENESS)
         # it ends by itself when it is no longer needed; Ray frees the actor's name when the process ends
-        self._agent = Agent(ray.util.get_node_ip_address(), token, run, on_stop=_leave)
+        self._agent = Agent(ray.util.get_node_ip_address(), token, run, on_stop=self._leave)
+        logger.info("the memory agent of node %s listens at %s:%d", node, *self._agent.address)
 
     def where(self) -> tuple[tuple[str, int], str]:
         """Return the agent's address and the run's token."""
         return tuple(self._agent.address), self._token  # type: ignore[return-value]
 
 
-def _leave() -> None:
-    """End the process, unless the driver that stopped the agent ends it before, which Ray counts as an orderly end."""
-    time.sleep(LEAVE_SECONDS)
-    os._exit(0)
+    def close_log(self) -> None:
+        """Write the last lines of the agent's log."""
+        self._log.close()
+
+    def _leave(self) -> None:
+        """End the process, unless the driver that stopped the agent ends it before, which Ray counts as orderly."""
+        logger.info("the memory agent ends")
+        self._log.close()
+        time.sleep(LEAVE_SECONDS)
+        os._exit(0)
 
 
 class Agents:
@@ -45,9 +60,11 @@ class Agents:
 
     Args:
         run_uri: the run's folder.
+        log: run whose logs/ gets the logs of the agents; None to keep none.
     """
 
-    def __init__(self, run_uri: str) -> None:
+    def __init__(self, run_uri: str, log: LogTarget | None = None) -> None:
+        self._log = log
         self._run = hashlib.sha256(run_uri.encode()).hexdigest()[:16]
         self._actors: dict[str, Any] = {}
         self._addresses: dict[str, Address] = {}
@@ -85,12 +102,16 @@ class Agents:
         from tidewheel.checkpoint.memory_tier.protocol import connect
         from tidewheel.checkpoint.memory_tier.slots import sweep
 
-        for node_id, actor in self._actors.items():
+        for node_id in self._actors:
             if node_id in self._addresses:
                 with contextlib.suppress(OSError):  # it is gone already, or is ending
                     connection = connect(self._addresses[node_id], self._token)
                     connection.ask({"op": "stop"})
                     connection.receive()  # returns when the agent has deleted everything and closes
+        closing = [actor.close_log.remote() for actor in self._actors.values()]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=LOG_SECONDS)
+        for actor in self._actors.values():
             ray.kill(actor)
         self._actors, self._addresses = {}, {}
         sweep()  # snapshots of killed nodes, where one machine has several nodes
@@ -113,7 +134,7 @@ class Agents:
         return remote.options(
             name=self._name(node_id), namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0,
             max_concurrency=4, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        ).remote(self._run, self._token)
+        ).remote(self._run, self._token, self._log, node_id)
 
     def _adopt(self, node_ids: list[str], seconds: float) -> None:
         """Find the agents that an earlier driver of the run started."""

@@ -7,6 +7,8 @@ meet, watches the nodes, keeps the newest progress for the driver and writes eve
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import secrets
 import threading
 import time
@@ -37,6 +39,7 @@ from tidewheel.elastic.messages import (
 )
 from tidewheel.elastic.nodes import Node
 from tidewheel.elastic.policy import Backoff, FailureBudget, Recovery, Resizer
+from tidewheel.elastic.process_log import LogTarget, ProcessLog
 from tidewheel.elastic.run_events import Pace, RunEvents, Snapshot
 from tidewheel.elastic.server import Server
 from tidewheel.elastic.slow import judge
@@ -46,8 +49,10 @@ from tidewheel.ownership import Renewal
 from tidewheel.placement import failure_domain
 from tidewheel.train.config import ElasticConfig
 from tidewheel.train.history import HistoryWriter, RunHistory, read_history
+from tidewheel.train.logs.line import HERE
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
 AGENT_SECONDS = 10.0
@@ -63,10 +68,13 @@ class Coordinator:
         sizes: legal numbers of workers.
         epoch: epoch in which the driver owns the run; it determines the numbers of generations.
         memory_tier: keep a memory agent on every node that has workers; needs a Ray cluster.
+        log: run whose logs/ gets the log of this process, and of the agents; None to keep none.
+        node: id of this process's node, for the log.
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
-                 epoch: int = 0, memory_tier: bool = False) -> None:
+                 epoch: int = 0, memory_tier: bool = False, log: LogTarget | None = None, node: str = "") -> None:
+        self._log = ProcessLog(log, "coordinator", node)
         elastic = elastic or ElasticConfig()
         first = first_generation(epoch)
         self._elastic = elastic
@@ -101,7 +109,7 @@ class Coordinator:
         self._token = secrets.token_hex(16)
         self._needs_store = max(sizes) > 1
         self._store: Any = None
-        self._agents = AgentSupervisor(Agents(run_uri)) if memory_tier else None
+        self._agents = AgentSupervisor(Agents(run_uri, log)) if memory_tier else None
         self._waiting: dict[str, tuple[Hello, float]] = {}  # workers on nodes without an agent, and since when
         self._up = threading.Event()
         self._problem = ""
@@ -240,16 +248,24 @@ class Coordinator:
         return str(recovery)
 
     def end(self) -> None:
-        """Write what is collected and stop; the driver's last call."""
+        """Write what is collected and stop; the driver's last call.
+
+        Raises:
+            StorageError: the store fails; some events are lost.
+        """
         self._ended.set()
         if self._renewal is not None:
             self._renewal.close()
         if self._server is not None:
             self._server.stop()
         self._past_writer.end()
-        self._events.flush()
-        if self._agents is not None:
-            self._agents.end(over=self._membership.phase is Phase.OVER)
+        try:
+            self._events.flush()
+            if self._agents is not None:
+                self._agents.end(over=self._membership.phase is Phase.OVER)
+        finally:
+            logger.info("the coordinator ends: the run is %s", self._membership.phase)
+            self._log.close()
 
     def _decide(self, function: Callable[[], T]) -> T:
         """Return `function()`, called in the thread in which the membership decides."""
@@ -266,6 +282,7 @@ class Coordinator:
 
     def fence(self, worker: str) -> None:
         """Cut off a worker."""
+        logger.info("worker %s is cut off", worker)
         self._cut.add(worker)
         self._note_loss(worker)
         workers = self._membership.workers
@@ -282,6 +299,7 @@ class Coordinator:
         unix = time.time() if at is None else time.time() - (time.monotonic() - at)
         if kind == "worker_left_out":
             detail = {**detail, "until": unix + detail["seconds"]}
+        logger.info("event %s %s", kind, json.dumps(detail, default=str))
         self._record(kind, detail, unix)
         if kind == "failure":
             self._failed = int(detail["generation"])
@@ -290,6 +308,8 @@ class Coordinator:
         """Note that a generation begins."""
         state = "starting" if self._snapshot.generation < 0 else "restarting"
         self._pace = Pace()
+        HERE.begin(generation, 0)
+        logger.info("generation %d begins with %d workers", generation, size)
         self._snapshot = replace(self._snapshot, generation=generation, size=size, state=state)
 
     def _record(self, kind: str, detail: dict[str, Any], unix: float) -> None:
@@ -300,6 +320,7 @@ class Coordinator:
     # -- the server's handler ----------------------------------------------------------------------
     def opened(self, hello: Hello) -> None:
         """Admit a worker, once the agent of its node is known."""
+        logger.info("worker %s on node %s is connected", hello.name, hello.node)
         self._known.add(hello.name)
         if self._agents is None or self._agents.has(hello.node):
             self._hello(hello)
@@ -349,6 +370,7 @@ class Coordinator:
 
     def returned(self, name: str, seconds: float) -> None:
         """Record that a worker has reconnected."""
+        logger.info("worker %s has reconnected after %.3f s", name, seconds)
         self._membership.beat(name, -1, 0, time.monotonic())
         worker = self._membership.workers.get(name)
         self._record("worker_reconnected", {"worker": name, "node": worker.node if worker else "",
@@ -356,6 +378,7 @@ class Coordinator:
 
     def closed(self, name: str) -> None:
         """Treat a worker whose session is over as lost."""
+        logger.info("the connection of worker %s is closed", name)
         self._waiting.pop(name, None)
         self._note_loss(name)
         self._membership.lost(name, "its process has ended, or is cut off", time.monotonic())
@@ -390,6 +413,7 @@ class Coordinator:
 
     def _step(self, done: StepDone) -> None:
         if done.generation == self._snapshot.generation:
+            HERE.step = done.step
             progress = {"step": done.step, "steps": done.steps, **done.metrics}
             self._snapshot = replace(self._snapshot, progress=progress, state="running")
             self._membership.remaining_seconds = self._pace.remaining(done.step, done.steps)
@@ -405,8 +429,10 @@ class Coordinator:
                 self._store = serve_store(host)
                 self._rendezvous = (host, self._store.port)
             self._server = server
+            logger.info("the coordinator listens at %s:%d", *server.address)
         except Exception as error:  # `endpoint` raises it
             self._problem = f"{type(error).__name__}: {error}"
+            logger.exception("the coordinator cannot listen")
         self._up.set()
 
     def _watch(self) -> None:

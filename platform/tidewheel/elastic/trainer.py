@@ -20,6 +20,7 @@ from tidewheel import storage
 from tidewheel.autoscaler import START_SECONDS, can_grow
 from tidewheel.commit_log import Record, first_generation
 from tidewheel.elastic import layout
+from tidewheel.elastic.process_log import LogTarget
 from tidewheel.errors import ClusterError, OwnershipError, TidewheelError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.ownership import CHECKPOINTS, Renewal, owning
@@ -174,7 +175,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     """
     from tidewheel.checkpoint.manager import CheckpointManager
     from tidewheel.inference.sample import text_sample
-    from tidewheel.train.logs.worker_log import logging_worker
+    from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
     from tidewheel.train.runtime import Runtime
 
@@ -196,7 +197,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         manager = CheckpointManager.of(run.checkpoints, config.checkpoint,
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)
         try:
-            with logging_worker(config.logs, run.store, run=config.run.id, node=socket.gethostname(), capture=False):
+            with logging_process(config.logs, run.store, run=config.run.id, node=socket.gethostname(), capture=False):
                 return train(run, Runtime(checkpoints=manager, control=control, generation=generation,
                                           sampler=text_sample))
         finally:
@@ -287,7 +288,8 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
             actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
                                    scheduling_strategy=here).remote(
                                           run_uri, config.elastic, sizes, epoch=epoch,
-                                          memory_tier=bool(config.checkpoint.memory_tier.every_steps))
+                                          memory_tier=bool(config.checkpoint.memory_tier.every_steps),
+                                          log=LogTarget.of(config), node=here.node_id)
         except ValueError:  # the name is taken
             if time.monotonic() > until:
                 raise ClusterError("another driver is training this run on this cluster", where=run_uri,

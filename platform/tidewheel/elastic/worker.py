@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from tidewheel.elastic.faults import Report, report
 from tidewheel.elastic.member import Member, RunControl, end_process, members, notice
 from tidewheel.elastic.messages import ExitReason, Join, MemoryPlacement, Over, Probe, Probed, Raise
 from tidewheel.elastic.nodes import NAMESPACE
+from tidewheel.elastic.process_log import ray_log_folder
 from tidewheel.errors import clear_frames
 from tidewheel.placement import is_spot
 from tidewheel.time_limit import TimeLimit
@@ -67,14 +66,6 @@ def run_worker(settings: dict[str, Any]) -> Any:
                      spot=is_spot(context.get_node_labels()), device=",".join(map(str, gpus)), beside=ray_log_folder())
 
 
-def ray_log_folder() -> Path | None:
-    """Return the folder in which Ray keeps the output of this process; None if the output goes elsewhere."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISREG(os.fstat(2).st_mode):
-            return Path(os.readlink("/proc/self/fd/2")).parent
-    return None
-
-
 def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, spot: bool = False, device: str = "",
               beside: Path | None = None) -> TrainResult | None:
     """Be one of the run's workers until the run is over; return its result.
@@ -92,11 +83,11 @@ def take_part(config: TrainConfig, endpoint: Endpoint, *, name: str, node: str, 
         RestartNeeded: Ray Train must restart its group of workers.
         Exception: an error of this worker that ends the run.
     """
-    from tidewheel.train.logs.worker_log import logging_worker
+    from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.run import Run
 
     run = Run.open(config)
-    with logging_worker(config.logs, run.store, run=config.run.id, node=node[:12], capture=True, beside=beside):
+    with logging_process(config.logs, run.store, run=config.run.id, node=node[:12], capture=True, beside=beside):
         return _take_part(run, endpoint, name=name, node=node, spot=spot, device=device)
 
 

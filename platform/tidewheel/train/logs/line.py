@@ -30,6 +30,8 @@ class Position:
     generation: int = 0
     rank: int = 0
     step: int = 0
+    role: str = ""
+    """"coordinator", "agent" or "evaluator"; "" for a worker, which has a rank."""
 
     def begin(self, generation: int, rank: int) -> None:
         """A generation begins, in which this process has a rank."""
@@ -58,6 +60,8 @@ class LogLine:
     """Name of the worker process in the run's logs/."""
     at: int
     """Offset of the line in the process's output; (process, at) is unique."""
+    role: str = ""
+    """See `Position`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the line as JSON values."""
@@ -65,8 +69,9 @@ class LogLine:
 
     def as_text(self) -> str:
         """Return the line as text, each of its parts behind time, level, run, generation, rank and step."""
+        who = f"role={self.role}" if self.role else f"rank={self.rank}"
         head = (f"{shown_time(self.time)} {self.level.upper():<8} {self.run} generation={self.generation} "
-                f"rank={self.rank} step={self.step} {self.logger}: ")
+                f"{who} step={self.step} {self.logger}: ")
         return "\n".join(head + part for part in self.text.split("\n"))
 
     def shown(self, style: str) -> str:
@@ -82,7 +87,7 @@ class LogLine:
         """
         return cls(float(values["time"]), str(values["level"]), str(values["run"]), int(values["generation"]),
                    int(values["rank"]), int(values["step"]), str(values["logger"]), str(values["text"]),
-                   str(values["process"]), int(values["at"]))
+                   str(values["process"]), int(values["at"]), str(values.get("role", "")))
 
 
 def shown_time(seconds: float) -> str:

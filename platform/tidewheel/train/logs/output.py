@@ -198,7 +198,7 @@ class Reader:
                           at=at)
         if values is not None:
             record = LogLine.of_json({**values, "process": self._state.process, "at": at + len(printed)})
-            self._position = Position(record.run, record.generation, record.rank, record.step)
+            self._position = Position(record.run, record.generation, record.rank, record.step, record.role)
             yield replace(record, text=self._redact(record.text))
 
 

@@ -1,4 +1,4 @@
-"""The logs of a run's workers, read and merged by time."""
+"""The logs of a run's processes, read and merged by time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.storage import Stamp, Store
 from tidewheel.train.logs.config import LEVELS
 from tidewheel.train.logs.line import LogLine
-from tidewheel.train.logs.worker_log import WORKERS
+from tidewheel.train.logs.worker_log import CONTROL, WORKERS
 
 _READS_AT_ONCE = 8
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -27,7 +27,7 @@ class LineFilter:
     """Which lines to show.
 
     Args:
-        rank: only lines of this rank; None: of all.
+        rank: only lines of this rank; None: of all ranks, and of processes with a role.
         generation: only lines of this generation of workers; None: of all.
         since: only lines from this Unix time on.
         level: only lines of this level or above.
@@ -40,7 +40,8 @@ class LineFilter:
 
     def matches(self, line: LogLine) -> bool:
         """Return whether to show a line."""
-        return (self.rank in (None, line.rank) and self.generation in (None, line.generation)
+        has_rank = self.rank is None or (self.rank == line.rank and not line.role)
+        return (has_rank and self.generation in (None, line.generation)
                 and line.time >= self.since and _importance(line.level) >= _importance(self.level))
 
 
@@ -64,7 +65,8 @@ class RunLogs:
         Raises:
             StorageError: the logs cannot be read.
         """
-        grown = [entry for entry in self._store.list(WORKERS) if entry.bytes != self._sizes.get(entry.key)]
+        entries = [*self._store.list(WORKERS), *self._store.list(CONTROL)]
+        grown = [entry for entry in entries if entry.bytes != self._sizes.get(entry.key)]
         lines: list[LogLine] = []
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:  # each read is a request or more: latency dominates
             for entry, content in zip(grown, pool.map(self._read, grown)):
@@ -74,7 +76,7 @@ class RunLogs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker has a log so far."""
+        """Whether no process has a log so far."""
         return not self._sizes
 
     def _read(self, entry: Stamp) -> bytes:
@@ -98,8 +100,9 @@ class RunLogs:
                 except (KeyError, TypeError, ValueError):  # damaged, or of a later version
                     continue
                 self._last[process] = line
-            self.ranks.add(line.rank)
-            self.generations.add(line.generation)
+            if not line.role:
+                self.ranks.add(line.rank)
+                self.generations.add(line.generation)
             if (line.process, line.at) not in self._shown:  # two processes may have passed on the same line
                 self._shown.add((line.process, line.at))
                 yield line
@@ -126,8 +129,8 @@ def parse_since(text: str, now: float | None = None) -> float:
 
 
 def _process(key: str) -> str:
-    """Return the process that a file or object below `WORKERS` belongs to."""
-    return key.removeprefix(f"{WORKERS}/").partition("/")[0].removesuffix(".jsonl")
+    """Return the process that a file or object below `WORKERS` or `CONTROL` belongs to."""
+    return key.removeprefix(f"{WORKERS}/").removeprefix(f"{CONTROL}/").partition("/")[0].removesuffix(".jsonl")
 
 
 def _records(content: bytes) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A worker's log: from the file of its process to the run's logs/ and to Ray's log folder.
 
-`logging_worker` leads log records, and on a cluster all that the process prints, into a file on the node (`output`).
+`logging_process` leads log records, and on a cluster all that the process prints, into a file on the node (`output`).
 A thread reads its lines, adds what is missing, removes secrets, and writes them to the run's logs/workers/ and to a
 file in Ray's log folder. Training waits for neither: when the store is away, lines wait in memory and on the node,
 `jsonlog.MOST_WAITING_BYTES` of them, and the log says how many were dropped.
@@ -44,6 +44,8 @@ from tidewheel.train.node_log import OLD_SECONDS, node_folder
 
 WORKERS = "logs/workers"
 """Folder of a run with a log of each worker process."""
+CONTROL = "logs/control"
+"""Folder of a run with a log of each process that has a role instead of a rank: coordinator, agents, evaluator."""
 SECONDS = 15.0
 """Between two writes of a process's log to an object store; on a folder, lines are written at once."""
 POLL_SECONDS = 0.1
@@ -62,7 +64,7 @@ _running: list[WorkerLog] = []
 
 
 class WorkerLog:
-    """The log of this process; see `logging_worker`."""
+    """The log of this process; see `logging_process`."""
 
     def __init__(self, store: Store, folder: Path, state: State, *, capture: bool) -> None:
         self._store, self._folder = store, folder
@@ -134,8 +136,8 @@ class WorkerLog:
 
 
 @contextlib.contextmanager
-def logging_worker(config: LogsConfig, store: Store, *, run: str, node: str, capture: bool,
-                   beside: Path | None = None) -> Iterator[None]:
+def logging_process(config: LogsConfig, store: Store, *, run: str, node: str, capture: bool,
+                    beside: Path | None = None, role: str = "") -> Iterator[None]:
     """Keep the log of this process in the run's folder while the block runs.
 
     A second call in the same process adds nothing, and so does a node without a private folder for the process's file:
@@ -148,23 +150,29 @@ def logging_worker(config: LogsConfig, store: Store, *, run: str, node: str, cap
         node: name of the machine.
         capture: also keep what the process prints.
         beside: Ray's log folder, for a file with the same lines; None: there is none.
+        role: "coordinator", "agent" or "evaluator"; "" for a worker, which has a rank.
     """
     folder = node_folder(store, WORKERS)
     if _running or not (make_private(folder.parent, secret=True) and make_private(folder, secret=True)):
         yield
         return
     process = f"{int(time.time())}-{re.sub(r'[^A-Za-z0-9.-]+', '_', node)}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    if role:
+        process = f"{role}-{process}"
     file = "" if beside is None else str(beside / f"tidewheel-{run}-{process}.log")
     HERE.run = run
-    state = State(f"{WORKERS}/{process}.jsonl", process, config.format, file, position=replace(HERE))
+    HERE.role = role
+    key = f"{CONTROL if role else WORKERS}/{process}.jsonl"
+    state = State(key, process, config.format, file, position=replace(HERE))
     log = WorkerLog(store, folder, state, capture=capture)
     _running.append(log)
     try:
-        with _handling(log.handler, config.level):
+        with _handling(log.handler, config.level, capture=capture):
             yield
     finally:
         _running.remove(log)
         log.close()
+        HERE.role = ""
 
 
 def last_words() -> None:
@@ -185,10 +193,16 @@ def pass_on_abandoned(store: Store) -> int:
 
 
 @contextlib.contextmanager
-def _handling(handler: logging.Handler, level: str) -> Iterator[None]:
-    """Hand all records from `level` on to a handler during the block."""
+def _handling(handler: logging.Handler, level: str, *, capture: bool) -> Iterator[None]:
+    """Hand all records from `level` on to a handler during the block.
+
+    With `capture`, remove handlers that print records meanwhile: a printed record would be logged twice.
+    """
     root, quiet = logging.getLogger(), [logging.getLogger(name) for name in QUIET]
     before = [(each, each.level) for each in (root, *quiet)]
+    printing = [other for other in root.handlers if _prints(other)] if capture else []
+    for other in printing:
+        root.removeHandler(other)
     handler.setLevel(level.upper())  # some libraries' loggers have a level of their own
     root.addHandler(handler)
     root.setLevel(level.upper())
@@ -198,8 +212,19 @@ def _handling(handler: logging.Handler, level: str) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
+        for other in printing:
+            root.addHandler(other)
         for each, old in before:
             each.setLevel(old)
+
+
+def _prints(handler: logging.Handler) -> bool:
+    """Return whether a handler writes to standard output or standard error, as Ray's do in its workers."""
+    if type(handler) is not logging.StreamHandler:
+        return False
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream without a descriptor
+        return handler.stream.fileno() in (1, 2)
+    return False
 
 
 def _pass_on_abandoned(store: Store, folder: Path) -> int:

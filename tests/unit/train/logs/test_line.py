@@ -1,6 +1,7 @@
 """Lines of workers' logs: their form, and that no secret is in them."""
 
 import json
+from dataclasses import replace
 
 from tidewheel.train.logs.line import HIDDEN, LogLine, Redactor
 
@@ -11,6 +12,18 @@ def test_each_part_of_a_text_has_time_level_run_generation_rank_and_step():
     head = "2026-09-21T14:13:20.500Z WARNING  demo generation=3 rank=7 step=120 tidewheel.train.loop: "
     assert LINE.as_text() == f"{head}slow\n{head}very slow"
     assert LINE.shown("text") == LINE.as_text()
+
+
+def test_a_process_with_a_role_has_it_in_place_of_a_rank():
+    line = replace(LINE, role="agent")
+    assert line.as_text().startswith("2026-09-21T14:13:20.500Z WARNING  demo generation=3 role=agent step=120 ")
+    assert LogLine.of_json(json.loads(line.shown("json"))) == line
+
+
+def test_lines_of_an_earlier_release_have_no_role():
+    values = LINE.as_json()
+    del values["role"]
+    assert LogLine.of_json(values) == LINE
 
 
 def test_json_goes_both_ways():

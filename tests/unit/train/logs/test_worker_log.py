@@ -23,7 +23,7 @@ from tidewheel.train.logs import worker_log
 from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.logs.line import HERE, PRINTED, LogLine
 from tidewheel.train.logs.read import LineFilter, RunLogs
-from tidewheel.train.logs.worker_log import logging_worker, pass_on_abandoned
+from tidewheel.train.logs.worker_log import logging_process, pass_on_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def left_on_the_node(tmp_path: Path) -> list[str]:
 
 def test_records_carry_where_the_worker_was(place: storage.Store, tmp_path: Path):
     logging.getLogger("chatty").setLevel(logging.DEBUG)
-    with logging_worker(LogsConfig(), place, run="run", node="a b", capture=False):
+    with logging_process(LogsConfig(), place, run="run", node="a b", capture=False):
         HERE.begin(2, 5)
         HERE.step = 17
         logger.info("read %d rows", 3)
@@ -83,7 +83,7 @@ def test_printed_and_native_output_is_kept_and_still_goes_where_it_went(place: s
     monkeypatch.setenv("WANDB_API_KEY", "opensesame")
     beside = tmp_path / "ray"
     beside.mkdir()
-    with logging_worker(LogsConfig(format="json"), place, run="run", node="a", capture=True, beside=beside):
+    with logging_process(LogsConfig(format="json"), place, run="run", node="a", capture=True, beside=beside):
         HERE.begin(0, 1)
         os.write(1, b"from Python, with opensesame\n")  # pytest's sys.stdout is another file
         libc = ctypes.CDLL(None)
@@ -108,11 +108,25 @@ def test_printed_and_native_output_is_kept_and_still_goes_where_it_went(place: s
     assert "not ours any more" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_record_that_is_printed_too_is_kept_once(place: storage.Store, capture: bool):
+    """Ray's workers have a handler that prints all records."""
+    root = logging.getLogger()
+    with open(2, "w", closefd=False) as stream:
+        printing = logging.StreamHandler(stream)
+        root.addHandler(printing)
+        with logging_process(LogsConfig(), place, run="run", node="a", capture=capture):
+            logger.info("a record")
+        assert printing in root.handlers
+        root.removeHandler(printing)
+    assert [(line.logger, line.text) for line in lines(place)] == [(__name__, "a record")]
+
+
 def _killed(uri: str, node: str) -> None:
     """Say things, and end by SIGKILL before the thread looks again."""
     worker_log.POLL_SECONDS = 3600.0  # type: ignore[assignment]
     node_log.tempfile.tempdir = node
-    with logging_worker(LogsConfig(), storage.store(uri), run="run", node="a", capture=True):
+    with logging_process(LogsConfig(), storage.store(uri), run="run", node="a", capture=True):
         HERE.begin(4, 1)
         HERE.step = 9
         logger.warning("the last record")
@@ -146,7 +160,7 @@ def test_the_next_worker_of_the_node_passes_it_on(place: storage.Store, tmp_path
                                                   monkeypatch: pytest.MonkeyPatch):
     kill_one(place, tmp_path)
     monkeypatch.setattr(worker_log, "ABANDONED_SECONDS", 0.0)
-    with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
+    with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
         wait(lambda: len(lines(place)) == 2)
     check_killed(lines(place))
 
@@ -155,10 +169,10 @@ def test_on_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with S3Server() as server:
         place = storage.store(server.create_bucket("runs") + "/run")
         HERE.begin(0, 0)
-        with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
+        with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
             logger.info("one")
         kill_one(place, tmp_path)
-        with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
+        with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
             logger.info("two")
         found = lines(place)
         assert [line.text for line in found if line.rank != 1] == ["one", "two"]
@@ -171,7 +185,7 @@ def test_a_store_that_is_away_holds_up_nobody_and_its_lines_come_later(place: st
     monkeypatch.setattr(worker_log, "CLOSE_SECONDS", 0.3)
     with monkeypatch.context() as broken:
         broken.setattr(jsonlog._File, "write", lambda *_: (_ for _ in ()).throw(StorageAwayError("away")))
-        with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
+        with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
             for number in range(1000):
                 logger.info("line %d", number)
     assert lines(place) == []
@@ -192,7 +206,7 @@ def test_a_buffer_that_is_full_drops_the_oldest_and_the_log_says_so(place: stora
         write(self, data)
 
     monkeypatch.setattr(jsonlog._File, "write", fragile)
-    with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
+    with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
         for number in range(1000):
             logger.info("line %d", number)
         log = worker_log._running[0]
@@ -208,15 +222,15 @@ def test_a_buffer_that_is_full_drops_the_oldest_and_the_log_says_so(place: stora
 
 
 def test_a_second_log_in_one_process_adds_nothing(place: storage.Store):
-    with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
-        with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
+    with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
+        with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
             logger.info("once")
         logger.info("and again")
     assert [line.text for line in lines(place)] == ["once", "and again"]
 
 
 def test_space_on_the_node_is_given_back(place: storage.Store):
-    with logging_worker(LogsConfig(), place, run="run", node="a", capture=False):
+    with logging_process(LogsConfig(), place, run="run", node="a", capture=False):
         for _ in range(1000):
             logger.info("x" * 9000)
         log = worker_log._running[0]
