@@ -1,4 +1,4 @@
-"""The validation loss of a checkpoint, afterwards and beside the training, is the one the training itself finds."""
+"""Tests that the evaluation of a checkpoint equals the training's own, afterwards and beside the training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scores(run: TrainConfig) -> dict[int, dict]:
             if "validation_loss" in line}
 
 
-def test_it_is_the_score_of_the_training(run: TrainConfig):
+def test_an_evaluation_equals_the_validation_loss_of_the_training(run: TrainConfig):
     told = scores(run)
     assert sorted(told) == [3, 6]
     evaluator = Evaluator(run.run_uri, device="cpu")
@@ -46,7 +46,7 @@ def test_it_is_the_score_of_the_training(run: TrainConfig):
         assert found.scores[""].tokens == told[step]["tokens"]
 
 
-def test_the_command_takes_other_sets(run: TrainConfig, capsys: pytest.CaptureFixture[str]):
+def test_the_command_evaluates_the_given_sets(run: TrainConfig, capsys: pytest.CaptureFixture[str]):
     assert run_command(["evaluate", run.run_uri, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(scores(run)[6]["loss"], rel=1e-6)
     sets = ["--data", f"one={run.data.uri}", "--data", f"two={run.data.uri}", "--sequences", "3"]
@@ -58,8 +58,8 @@ def test_the_command_takes_other_sets(run: TrainConfig, capsys: pytest.CaptureFi
     assert run_command(["evaluate", run.run_uri + "-not"]) == 2
 
 
-def test_checkpoints_are_evaluated_as_they_come(run: TrainConfig, tmp_path: Path):
-    """A damaged one is passed over, one that was evaluated is not evaluated again."""
+def test_checkpoints_are_evaluated_as_they_are_committed(run: TrainConfig, tmp_path: Path):
+    """A damaged checkpoint is skipped, and none is evaluated twice."""
     uri, ended, events = run.run_uri, threading.Event(), list[tuple[str, dict]]()
     copy = store(tmp_path / "run")
     for key in ("run.json", *(entry.key for entry in store(uri).list("checkpoints/step_00000003"))):
@@ -98,7 +98,7 @@ def test_checkpoints_are_evaluated_as_they_come(run: TrainConfig, tmp_path: Path
         assert line["validation_loss"] == pytest.approx(scores(run)[step]["loss"], rel=1e-6)
 
 
-def test_what_cannot_be_evaluated(run: TrainConfig, tmp_path: Path):
+def test_an_evaluation_without_a_usable_set_or_checkpoint_is_refused(run: TrainConfig, tmp_path: Path):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         Evaluator(str(tmp_path))
     settings = config(tmp_path, "bare", f"data.uri={run.data.uri}", "data.validation=''", "steps=1")

@@ -1,4 +1,4 @@
-"""Generation with a cache against generation without one, and against transformers."""
+"""Tests of generation with and without a cache, and against transformers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def decoder(**changes) -> Decoder:
 
 
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "tie_embeddings": False, "num_kv_heads": 4}])
-def test_cached_logits_are_those_of_the_whole_sequence(changes):
-    """In pieces of any size."""
+def test_cached_logits_equal_those_of_the_whole_sequence(changes):
+    """The sequence is given in pieces of several sizes."""
     model, tokens = decoder(**changes), torch.randint(0, VOCABULARY, (1, 24))
     positions = torch.arange(24)[None]
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(changes):
 @pytest.mark.parametrize("drawing", [{"temperature": 0}, {"top_k": 5}, {"top_k": 0, "top_p": 0.7, "temperature": 1.3}])
 @pytest.mark.parametrize("context", [64, 12])
 def test_text_is_the_same_with_and_without_cache(drawing: dict, context: int):
-    """Also where the context is too short for all."""
+    """One context is too short for the whole text."""
     model, prompt = decoder(), [5, 17, 3, 80]
     one, other = (generate(model, prompt, tokens=30, context=context, seed=4, cache=cache, **drawing)
                   for cache in (True, False))
@@ -52,8 +52,8 @@ def test_text_is_the_same_with_and_without_cache(drawing: dict, context: int):
     assert stopped == one[:one.index(one[6]) + 1]
 
 
-def test_greedy_text_is_that_of_transformers():
-    """The same weights in transformers' LlamaForCausalLM."""
+def test_greedy_text_equals_that_of_transformers():
+    """Load the same weights into transformers' LlamaForCausalLM."""
     transformers = pytest.importorskip("transformers")
     model = decoder(qk_norm=False)
     c = model.config
@@ -78,8 +78,8 @@ def test_greedy_text_is_that_of_transformers():
 @given(st.lists(st.floats(-4, 4), min_size=2, max_size=12), st.integers(0, 12), st.floats(0.05, 1.0),
        st.integers(0, 1000))
 @settings(max_examples=100, deadline=None)
-def test_what_may_be_drawn(logits: list[float], top_k: int, top_p: float, seed: int):
-    """Never a token outside the k likeliest, nor outside the fewest that reach p."""
+def test_draws_stay_inside_top_k_and_top_p(logits: list[float], top_k: int, top_p: float, seed: int):
+    """No draw is outside the k most likely tokens or the fewest that reach p."""
     chosen = draw(torch.tensor(logits), torch.Generator().manual_seed(seed), top_k=top_k, top_p=top_p)
     probabilities = torch.softmax(torch.tensor(logits), 0)
     likelier = [p for p in probabilities.tolist() if p > float(probabilities[chosen])]

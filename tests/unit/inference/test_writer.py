@@ -1,4 +1,4 @@
-"""Text from a run's checkpoint, by the command."""
+"""Tests of text from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return settings.run_uri
 
 
-def test_the_run_s_own_sample_is_written_again(run: str, capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_the_sample_of_the_run(run: str, capsys: pytest.CaptureFixture[str]):
     from tidewheel.storage import store
     from tidewheel.train.record import read_result
 
@@ -32,7 +32,7 @@ def test_the_run_s_own_sample_is_written_again(run: str, capsys: pytest.CaptureF
     assert capsys.readouterr().out == result.sample + "\n"
 
 
-def test_a_seed_draws_one_text_with_and_without_cache(run: str):
+def test_a_seed_determines_the_text_with_and_without_cache(run: str):
     writer = Writer.open(run + "/checkpoints/step_00000003", device="cpu")
     assert writer.checkpoint.endswith("step_00000003")
     options = {"tokens": 40, "temperature": 1.0, "top_k": 0, "top_p": 0.9}
@@ -41,7 +41,7 @@ def test_a_seed_draws_one_text_with_and_without_cache(run: str):
     assert len({writer.write("abc", seed=seed, **options) for seed in range(4)}) > 1
 
 
-def test_what_cannot_be_continued(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_checkpoint_or_tokenizer_is_refused(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         Writer.open(str(tmp_path))
     with pytest.raises(ConfigError, match="no such file"):

@@ -1,4 +1,4 @@
-"""Every kernel against attention computed document by document, and the slices that context parallelism asks for."""
+"""Tests of every attention kernel against attention computed document by document."""
 
 import contextlib
 import dataclasses
@@ -21,14 +21,14 @@ from tidewheel.models.rope import rope_table
 
 
 def segments_of(*rows: list[int], padding: int = 0) -> torch.Tensor:
-    """[B, L] of document lengths per row; `padding` positions at the end of the first row."""
+    """Return segment ids [B, L] for document lengths per row, with padding at the end of the first row."""
     ids = [[number for number, length in enumerate(row) for _ in range(length)] for row in rows]
     ids[0][len(ids[0]) - padding:] = [-1] * padding
     return torch.tensor(ids)
 
 
 def brute_force(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Attention one query at a time: over the keys of its document up to its own."""
+    """Compute attention one query at a time, over the earlier keys of its document."""
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for row in range(q.shape[0]):
@@ -46,7 +46,7 @@ def tensors(rows: int, length: int, heads: int, kv_heads: int, seed: int) -> lis
 
 
 def flash_by_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
-    """What varlen_attn promises, on any device: causal attention inside each stretch of [T, H, E]."""
+    """Compute what varlen_attn does on any device: causal attention inside each document of [T, H, E]."""
     assert window_size == (-1, 0)
     assert cu_q.dtype == torch.int32
     assert int(cu_q.diff().max()) <= max_q
@@ -58,7 +58,7 @@ def flash_by_documents(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable
 
 @contextlib.contextmanager
 def fresh_flash():
-    """The kernel is looked up anew, inside and afterwards."""
+    """Clear the cached kernel before and after the test."""
     attention._flash.cache_clear()
     yield
     attention._flash.cache_clear()
@@ -77,7 +77,7 @@ def packed_rows(draw):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @settings(max_examples=10, deadline=None)
 @given(segments=packed_rows(), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]), seed=st.integers(0, 99))
-def test_every_kernel_is_attention_by_documents(segments: torch.Tensor, heads: tuple[int, int], seed: int):
+def test_every_kernel_equals_attention_computed_per_document(segments: torch.Tensor, heads: tuple[int, int], seed: int):
     q, k, v = tensors(*segments.shape, *heads, seed)
     expected = brute_force(q, k, v, segments)
     for kernel in ("masked", "flex", "varlen"):
@@ -90,8 +90,8 @@ def test_every_kernel_is_attention_by_documents(segments: torch.Tensor, heads: t
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kernel", ["masked", "flex"])
 @torch.no_grad()
-def test_a_slice_of_the_queries_with_keys_in_any_order(kernel: str):
-    """As under context parallelism: positions 1, 6 of chunks of two on this rank, keys in the order of ranks."""
+def test_a_slice_of_the_queries_attends_to_keys_in_any_order(kernel: str):
+    """Queries are chunks of this context rank; keys come in the order of ranks."""
     segments = segments_of([5, 7, 4], [16], padding=2)
     q, k, v = tensors(2, 16, 4, 2, 0)
     expected = brute_force(q, k, v, segments)
@@ -104,7 +104,7 @@ def test_a_slice_of_the_queries_with_keys_in_any_order(kernel: str):
 
 
 @torch.no_grad()
-def test_bf16_on_a_cpu():
+def test_bf16_attention_on_cpu_is_close_to_fp32():
     segments = segments_of([5, 11], [9, 7], padding=3)
     q, k, v = (x.bfloat16() for x in tensors(2, 16, 4, 2, 1))
     out = document_attention(q, k, v, document_mask(segments))
@@ -134,12 +134,12 @@ def test_a_block_compiles_in_one_piece_with_every_kernel(kernel: str, device: st
         torch.testing.assert_close(compiled(x, rope, mask), block(x, rope, mask))
 
 
-def test_offsets_of_documents():
+def test_document_offsets_are_the_starts_of_documents():
     segments = segments_of([3, 2, 3], [8], padding=1)
     assert document_offsets(segments).tolist() == [0, 3, 5, 7, 8, 16]
 
 
-def test_the_kernel_fits_device_and_precision():
+def test_the_chosen_kernel_fits_device_and_precision():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_kernel("auto", cpu, torch.bfloat16) == "masked"
     assert choose_kernel("auto", cuda, torch.bfloat16) == "varlen"
@@ -154,7 +154,7 @@ def test_the_kernel_fits_device_and_precision():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("kernel", "dtype"), [("flex", torch.bfloat16), ("flex", torch.float32),
                                                ("varlen", torch.bfloat16)])
-def test_kernels_on_a_gpu_agree_with_the_mask(kernel: str, dtype: torch.dtype):
+def test_gpu_kernels_equal_the_masked_kernel(kernel: str, dtype: torch.dtype):
     segments = segments_of([100, 200, 84], [384], padding=20).cuda()
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(2, heads, 384, 64, generator=generator).cuda().to(dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""The decoder against its definition: who sees whom, positions, grouped heads, initial values."""
+"""Tests of the decoder: masking, positions, grouped heads, initial values."""
 
 import math
 
@@ -23,7 +23,7 @@ def build(config: Llama = CONFIG, seed: int = 0) -> Decoder:
 
 
 def packed(*lengths: int, padding: int = 0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One row of documents of these lengths."""
+    """Return tokens, positions and segment ids of one row of documents."""
     tokens = torch.randint(0, VOCABULARY, (1, sum(lengths) + padding), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(padding, dtype=torch.int64)])[None]
     segments = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)])[None]
@@ -59,7 +59,7 @@ def test_a_packed_document_gets_the_logits_it_gets_alone():
 
 
 @torch.no_grad()
-def test_positions_matter():
+def test_logits_depend_on_positions():
     model, (tokens, positions, segments) = build(), packed(9)
     tokens[0, 0] = tokens[0, 1] + 1
     shuffled = positions * 2
@@ -120,20 +120,20 @@ def test_the_count_of_parameters_matches_the_model():
     ("8b", 128_256, 8_030_261_248), ("llama3_70b", 128_256, 70_553_706_496),
     ("qwen3_0.6b", 151_936, 596_049_920), ("qwen3_1.7b", 151_936, 1_720_574_976), ("qwen3_8b", 151_936, 8_190_735_360)])
 def test_presets_have_the_published_number_of_parameters(preset: str, vocabulary: int, parameters: int):
-    """As counted on the model cards; without the shared matrix where embeddings are tied."""
+    """Compare with the model cards, which count a tied matrix once."""
     with torch.device("meta"):
         model = Decoder(Llama.model_validate({"preset": preset}), vocabulary)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-def test_flops_follow_the_published_anchor():
+def test_flops_equal_those_of_the_published_shape():
     """Llama-3.2-1B at 4096 with a vocabulary of 128,256: 9.0255e9 FLOPs a token, from its published shape:
     6 x 1,235,814,400 + 12 x 16 layers x 2048 x 4096."""
     config = Llama.model_validate({"preset": "llama3_1b"})
     assert config.flops_per_token(128_256, 4096) == pytest.approx(9.0255e9, rel=1e-4)
 
 
-def test_generation_is_seeded_and_stops():
+def test_generation_depends_on_the_seed_and_ends_at_the_stop_token():
     model = build()
     first = generate(model, [3, 4], tokens=12, context=8, seed=5)
     assert first == generate(model, [3, 4], tokens=12, context=8, seed=5)

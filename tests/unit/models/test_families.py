@@ -1,4 +1,4 @@
-"""A model family of the user's own: found, counted, planned and cut as it says of itself."""
+"""Tests of a user's model family: loading, planning, layouts, export."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{write_parts(tmp_path)}:Gelu"
 
 
-def test_settings_without_a_kind_are_of_the_default_and_are_saved_as_before():
+def test_settings_without_a_kind_belong_to_the_default_family_and_are_saved_without_one():
     made = build(TrainConfig, {"model": {"preset": "debug"}})
     assert isinstance(made.model, Llama)
     assert "kind" not in made.model.shape()
     assert families.of_shape(made.model.shape()).shape() == made.model.shape()
 
 
-def test_one_of_the_users_own_is_found_by_its_name(family: str):
+def test_a_users_family_is_loaded_by_its_name(family: str):
     made = build(TrainConfig, {"model": {"kind": family, "preset": "tiny", "num_layers": 3}})
     assert (made.model.dim, made.model.num_layers, made.model.ffn_width) == (32, 3, 128)
     assert made.model.shape()["kind"] == family
@@ -56,13 +56,13 @@ def test_one_of_the_users_own_is_found_by_its_name(family: str):
 @pytest.mark.parametrize(("values", "said"), [
     ({"kind": "lama"}, "did you mean 'llama'"), ({"kind": "llama", "qk_nrm": False}, "did you mean 'qk_norm'"),
     ({"preset": "125"}, "did you mean '125m'"), ({"num_heads": 3, "dim": 64}, "not a multiple")])
-def test_mistakes_are_told(values: dict[str, Any], said: str):
+def test_wrong_settings_are_refused_with_a_reason(values: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         build(TrainConfig, {"model": values})
 
 
 @pytest.mark.parametrize("missing", ["FEED_FORWARD", "block"])
-def test_a_family_that_is_not_whole_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str):
+def test_an_incomplete_family_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str):
     monkeypatch.chdir(tmp_path)
     module = f"half_{missing}"
     said = {"FEED_FORWARD": "FEED_FORWARD = tw.FeedForwardShape(inputs=1, kept=2, kept_compiled=1)",
@@ -73,7 +73,7 @@ def test_a_family_that_is_not_whole_is_told(tmp_path: Path, monkeypatch: pytest.
         build(TrainConfig, {"model": {"kind": f"{module}:Half"}})
 
 
-def test_a_mistake_in_a_block_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_a_block_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong_block.py").write_text(
         "import tidewheel as tw\n\n\nclass Wrong(tw.Model):\n"
@@ -94,7 +94,7 @@ def decoder(family: str, **settings: Any) -> tuple[Decoder, TrainConfig]:
     return model, made
 
 
-def test_initial_biases_are_zero_and_what_writes_to_the_residual_stream_is_small(family: str):
+def test_initial_biases_are_zero_and_projections_into_the_residual_stream_are_small(family: str):
     model, made = decoder(family, dim=256, ffn_dim=512)
     held = model.state_dict()
     assert held["blocks.0.ffn.up.bias"].abs().max() == 0
@@ -103,7 +103,7 @@ def test_initial_biases_are_zero_and_what_writes_to_the_residual_stream_is_small
     assert held["blocks.0.ffn.down.weight"].std() == pytest.approx(std / 2, rel=0.05)  # / sqrt(2 x 2 layers)
 
 
-def test_a_plan_counts_its_parameters_and_what_a_block_keeps(family: str):
+def test_a_plan_counts_parameters_and_activations_of_a_users_family(family: str):
     model, made = decoder(family, dim=64, num_layers=1, ffn_dim=192)
     job = Job(made, 128, LENGTH)
     assert job.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -114,7 +114,7 @@ def test_a_plan_counts_its_parameters_and_what_a_block_keeps(family: str):
     assert saved_bytes(model, arguments) == kept_per_token(job, layout) + NORM + FLATTENED + normalised
 
 
-def test_hugging_face_does_not_know_it(family: str):
+def test_a_family_without_hugging_face_names_cannot_be_exported(family: str):
     made = build(TrainConfig, {"model": {"kind": family}}).model
     with pytest.raises(ConfigError, match="no counterpart at Hugging Face"):
         huggingface.to_config(made, 128)
@@ -138,11 +138,11 @@ def _in_every_layout(folder: str, family: str) -> None:
         assert_same_training(config(parallel, model={"kind": family}))
 
 
-def test_no_layout_changes_what_it_learns(family: str, tmp_path: Path):
+def test_a_users_family_learns_the_same_in_every_layout(family: str, tmp_path: Path):
     on_ranks(2, _in_every_layout, str(tmp_path), family)
 
 
-def test_a_module_that_a_block_does_not_have_is_told(family: str):
+def test_tensor_parallelism_of_a_missing_module_is_refused(family: str):
     from tidewheel.train.parallel.tensor import _block_plan
 
     model, made = decoder(family)

@@ -1,4 +1,4 @@
-"""transformers as the oracle: what it saves we read, what we write it loads, and both compute the same logits."""
+"""Tests of import and export against transformers."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers_and_the_way_back_is_exact(name: str, tmp_path: Path):
+def test_logits_equal_those_of_transformers_and_a_round_trip_is_exact(name: str, tmp_path: Path):
     oracle = theirs(name)
     oracle.save_pretrained(tmp_path / "theirs")
     model = ours(tmp_path / "theirs")
@@ -85,7 +85,7 @@ def test_logits_are_those_of_transformers_and_the_way_back_is_exact(name: str, t
 
 
 @pytest.mark.parametrize("preset", Llama.PRESETS)
-def test_config_json_both_ways(preset: str):
+def test_config_json_survives_a_round_trip(preset: str):
     config = Llama.model_validate({"preset": preset})
     values = json.loads(json.dumps(huggingface.to_config(config, 1024, eos=7)))
     back, vocabulary_size = huggingface.from_config(values, preset)
@@ -97,7 +97,7 @@ def test_config_json_both_ways(preset: str):
 
 
 def test_the_older_form_of_rope_settings_is_read():
-    """As in the config.json of Llama-3.1-8B."""
+    """Read the form of Llama-3.1-8B's config.json."""
     values = {**WIDTHS, "model_type": "llama", "rope_theta": 5e5,
               "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}}
     config, _ = huggingface.from_config(values, "config.json")
@@ -111,7 +111,7 @@ def test_the_older_form_of_rope_settings_is_read():
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type: 'yarn'"),
     ({"hidden_size": None}, "not complete"),
 ])
-def test_models_that_compute_otherwise_are_refused(changes: dict, says: str):
+def test_variants_that_compute_differently_are_refused(changes: dict, says: str):
     with pytest.raises(ConfigError, match=says):
         huggingface.from_config({**WIDTHS, "model_type": "llama", **changes}, "config.json")
 
@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path):
         ours(tmp_path)
 
 
-def test_what_is_not_on_this_machine_is_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_in_remote_storage_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs("llama").save_pretrained(tmp_path)
     here = ours(tmp_path).state_dict()
     monkeypatch.setattr(LocalStore, "local_path", lambda self, key: None)  # as of an object store
@@ -145,7 +145,7 @@ def test_what_is_not_on_this_machine_is_read_too(tmp_path: Path, monkeypatch: py
         assert torch.equal(value, here[name])
 
 
-def test_padding_the_vocabulary_keeps_logits_and_leaves_new_tokens_their_share_at_most(tmp_path: Path):
+def test_padding_the_vocabulary_keeps_logits_and_bounds_the_probability_of_new_tokens(tmp_path: Path):
     theirs("llama").save_pretrained(tmp_path)
     model = ours(tmp_path)
     wide = Decoder(model.config, VOCABULARY + 32)

@@ -1,4 +1,4 @@
-"""The loss in chunks against the whole one: values, gradients, z-loss, and what is never in memory."""
+"""Tests of the loss in chunks against the loss of whole logits: values, gradients, z-loss, memory."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def value_and_gradients(loss: torch.Tensor, *leaves: torch.Tensor, scale: float 
 
 @pytest.mark.parametrize("rows", [1, 8, 36, 64])
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
-def test_chunks_give_what_the_whole_gives(rows: int, z_loss: float):
+def test_the_loss_in_chunks_equals_the_loss_of_whole_logits(rows: int, z_loss: float):
     x, weight, targets = inputs()
     whole = value_and_gradients(cross_entropy(x @ weight.T, targets, z_loss), x, weight, scale=3.0)
     chunked = value_and_gradients(linear_cross_entropy(x, weight, targets, rows=rows, z_loss=z_loss), x, weight,
@@ -50,7 +50,7 @@ def test_z_loss_is_the_square_of_the_normaliser_and_is_not_reported():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
-def test_sixteen_bits_keep_the_softmax_in_fp32(dtype: torch.dtype, tolerance: float):
+def test_the_softmax_of_16_bit_logits_is_fp32(dtype: torch.dtype, tolerance: float):
     x, weight, targets = inputs(dtype)
     exact = value_and_gradients(cross_entropy(x.float() @ weight.float().T, targets), x, weight)
     found = value_and_gradients(linear_cross_entropy(x, weight, targets, rows=8), x, weight)
@@ -61,7 +61,7 @@ def test_sixteen_bits_keep_the_softmax_in_fp32(dtype: torch.dtype, tolerance: fl
         torch.testing.assert_close(ours.float(), expected.float(), rtol=tolerance, atol=10 * tolerance)
 
 
-def test_under_autocast_the_gradient_of_the_weight_is_added_up_in_fp32():
+def test_under_autocast_the_gradient_of_the_weight_is_summed_in_fp32():
     x, weight, targets = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(x, weight, targets, rows=4)
@@ -74,7 +74,7 @@ def test_under_autocast_the_gradient_of_the_weight_is_added_up_in_fp32():
 
 
 def test_fp16_gradients_survive_with_a_loss_scale():
-    """Of hidden states this small the weight's gradient lies below fp16's least number, until the loss is scaled."""
+    """With such small hidden states the gradient of the weight underflows in fp16 without a loss scale."""
     x, weight, targets = inputs(torch.float16)
     small = (x.detach() * 1e-4).requires_grad_()
     exact = torch.autograd.grad(cross_entropy(small.float() @ weight.float().T, targets), weight)[0].float() * 2.0**12
@@ -83,7 +83,7 @@ def test_fp16_gradients_survive_with_a_loss_scale():
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
+    """Records the size of the largest tensor that any operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_whole_logits_never_exist(tied: bool):
-    """A decoder with a vocabulary far above its width: nothing is as large as the logits of two chunks."""
+    """With a vocabulary far above the width, no tensor is as large as the logits of two chunks."""
     config = Llama(dim=16, num_layers=1, num_heads=2, ffn_dim=32, tie_embeddings=tied)
     vocabulary, tokens = 512, torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
     positions, segments = torch.arange(64).expand(2, 64), torch.zeros(2, 64, dtype=torch.int64)
@@ -136,7 +136,7 @@ def test_small_logits_stay_whole_and_chunks_are_even():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fused_gradients_on_a_gpu():
-    """Where the softmax and its gradient are compiled: beside the whole loss, in bf16 under autocast."""
+    """Compare compiled gradients with those of the whole loss, in bf16 under autocast."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(600, 64, generator=generator).cuda().requires_grad_()
     weight = torch.randn(1000, 64, generator=generator).cuda().requires_grad_()

@@ -1,4 +1,4 @@
-"""Each optimizer against its source, and its state saved and restored."""
+"""Tests of each optimizer against its source, and of saving and restoring its state."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ SHAPES = {"embedding.weight": (10, 256), "blocks.0.attention.wq.weight": (12, 25
 
 @dataclass
 class Weights:
-    """A few parameters under the names of a decoder's."""
+    """A few parameters with names of a decoder."""
 
     seed: int = 0
     held: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def made(kind: str, **settings):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_optimizer_goes_on_bit_for_bit(kind: str):
+def test_a_restored_optimizer_continues_bit_for_bit(kind: str):
     whole, optimizer = made(kind)
     whole.take(optimizer, range(10))
     first, optimizer = made(kind)
@@ -69,7 +69,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(kind: str):
 
 
 def by_hand(weights: Weights, rule: type[torch.optim.Optimizer], *, chosen=lambda name: True, **settings):
-    """torch's optimizer over the chosen parameters, weight decay off for embedding, norm and bias."""
+    """Return torch's optimizer of the chosen parameters, without weight decay of embedding, norm and bias."""
     decayed = [p for name, p in weights.held.items() if chosen(name) and p.ndim > 1 and "embedding" not in name]
     others = [p for name, p in weights.held.items() if chosen(name) and (p.ndim == 1 or "embedding" in name)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -88,7 +88,7 @@ ORACLES = {
 
 
 @pytest.mark.parametrize("kind", ORACLES)
-def test_it_is_torchs(kind: str):
+def test_updates_equal_those_of_torch(kind: str):
     ours, optimizer = made(kind)
     ours.take(optimizer, range(5))
     theirs = Weights()
@@ -102,8 +102,8 @@ def test_it_is_torchs(kind: str):
         torch.testing.assert_close(ours.held[name], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_lion_is_the_papers():
-    """Algorithm 2 of https://arxiv.org/abs/2302.06675 in numpy, with the defaults of the kind."""
+def test_lion_equals_the_algorithm_of_the_paper():
+    """Compare with algorithm 2 of https://arxiv.org/abs/2302.06675 in numpy."""
     weights, optimizer = made("lion")
     expected = {name: p.detach().double().numpy().copy() for name, p in weights.held.items()}
     momentum = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -118,7 +118,7 @@ def test_lion_is_the_papers():
         np.testing.assert_allclose(weights.held[name].detach().numpy(), value, rtol=1e-4, atol=1e-5)
 
 
-def test_eight_bits_follow_adamw_closely_and_are_eight_bits():
+def test_adamw_with_8_bit_moments_stays_close_to_adamw():
     exact, optimizer = made("adamw")
     exact.take(optimizer, range(20), rate=1e-3)
     small, optimizer = made("adamw8bit")
@@ -145,7 +145,7 @@ def test_only_matrices_outside_the_embedding_decay(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_skipped_update_leaves_no_trace(kind: str):
+def test_a_skipped_update_changes_nothing(kind: str):
     plain, optimizer = made(kind)
     plain.take(optimizer, range(2))
     skipping, optimizer = made(kind)
@@ -156,7 +156,7 @@ def test_a_skipped_update_leaves_no_trace(kind: str):
         assert torch.equal(skipping.held[name], expected), name
 
 
-def test_kinds_have_defaults_of_their_own():
+def test_each_optimizer_has_its_own_defaults():
     assert optimizers.KIND.build("adamw").learning_rate == 3e-3
     lion = optimizers.Lion(weight_decay=0.5)
     assert (lion.learning_rate, lion.betas, lion.weight_decay) == (3e-4, (0.9, 0.99), 0.5)

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters are spread over ranks do what they do in one process; checkpoints fit any layout."""
+"""Tests that optimizers of sharded parameters equal one process, and that their checkpoints fit any layout."""
 
 import json
 from pathlib import Path
@@ -22,11 +22,11 @@ RANKS, STEPS = 4, 3
 LAYOUTS = {"rows": ((RANKS,), ("shard",)), "replicas": ((2, 2), ("replicate", "shard")),
            "tensor and rows": ((2, 2), ("shard", "tensor"))}
 EXACT = {"adamw", "lion", "adamw8bit"}
-"""Element-wise or by row: the same bits however they are cut."""
+"""Optimizers that work element-wise or by row: the same bits for any sharding."""
 
 
 class Spread(Weights):
-    """The same parameters as DTensors, cut by FSDP2 and, if the layout has it, by tensor parallelism before."""
+    """Return the same parameters as DTensors, sharded by FSDP2 and, in some layouts, by tensor parallelism before."""
 
     def __init__(self, layout: str) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ def manager(folder: str) -> CheckpointManager:
 
 
 def apart(spread: Weights, kind: str) -> float:
-    """The largest difference of a weight from the single process's."""
+    """Return the largest difference from the weights of one process."""
     whole, optimizer = made(kind)
     whole.take(optimizer, range(STEPS))
     return max((value.full_tensor() - whole.held[name]).abs().max().item() for name, value in spread.held.items())
 
 
 def a_rank(folder: str) -> None:
-    """Every case; one checkpoint of them all before the last step, from which the other half of the tests goes on."""
+    """Run every case, and save one checkpoint of all before the last step."""
     runs = {}
     for kind, layout in CASES:
         spread = Spread(layout)
@@ -96,7 +96,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_it_equals_the_single_process(found, kind: str, layout: str):
+def test_sharded_updates_equal_those_of_one_process(found, kind: str, layout: str):
     straight, resumed = found[1][f"{kind} {layout}"]
     bound = 0.0 if kind in EXACT else 2e-5
     assert straight <= bound

@@ -1,4 +1,4 @@
-"""Optimizers and schedules are parts: no other module names a built-in one, and a user's own needs no change here."""
+"""Tests of optimizers and schedules as parts: no other module names a built-in one, and users bring their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tidewheel.workflow.kinds import TrainKind
 PACKAGE = Path(tidewheel.__file__).parent
 KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND, trackers.KIND, callbacks.KIND]
 EVERYDAY = {"constant", "linear"}
-"""Names of schedules that are words of other things as well."""
+"""Names of schedules that are also common words."""
 
 OWN = '''
 import torch
@@ -61,7 +61,7 @@ class Halves(tw.Schedule):
 
 
 def strings(tree: ast.Module) -> set[str]:
-    """Every text in a file that is no documentation."""
+    """Return all strings of a file except docstrings."""
     documentation = {id(node.value) for node in ast.walk(tree)
                      if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
     return {node.value for node in ast.walk(tree)
@@ -105,7 +105,7 @@ def test_configuration_does_not_import_torch():
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of the user's own in the working folder."""
+    """Write a user's module into the working folder."""
     name = f"own_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -117,7 +117,7 @@ def config(**values: object) -> TrainConfig:
     return build(TrainConfig, values)
 
 
-def test_three_ways_to_give_one(own: str):
+def test_a_part_is_given_by_name_settings_or_object(own: str):
     named = config(optimizer=f"{own}:Momentum", schedule={"kind": f"{own}:Halves", "every": 3, "warmup_steps": 0})
     assert type(named.optimizer).__name__ == "Momentum"
     assert [named.schedule.learning_rate(step, 6, 1.0) for step in range(1, 7)] == [1, 1, 0.5, 0.5, 0.5, 0.25]
@@ -129,7 +129,7 @@ def test_three_ways_to_give_one(own: str):
         "optimizer=lion", "optimizer.learning_rate=1e-4"]).optimizer == optimizers.Lion(learning_rate=1e-4)
 
 
-def test_the_recipe_holds_the_source_of_an_own_one(own: str):
+def test_the_recipe_hash_depends_on_the_source_of_a_users_part(own: str):
     with_own = config(optimizer=f"{own}:Momentum")
     assert with_own.decisive()["optimizer"]["code"] == parts.source_hash(type(with_own.optimizer))
     assert config(optimizer={"learning_rate": 1e-4}).decisive() == {"optimizer": {"learning_rate": 1e-4}}, (
@@ -137,7 +137,7 @@ def test_the_recipe_holds_the_source_of_an_own_one(own: str):
     assert config().recipe_hash() == config(optimizer="adamw", schedule="cosine").recipe_hash()
 
 
-def test_what_others_must_know_is_asked_of_the_part(own: str):
+def test_reproducibility_and_state_bytes_come_from_the_part(own: str):
     momentum = config(optimizer=f"{own}:Momentum", reproducible=True)
     assert Job(momentum, 128, 16).optimizer_bytes == 4
     with pytest.raises(ConfigError, match=r"does not say that it updates each element by itself.*legal: adamw, lion"):
@@ -146,7 +146,7 @@ def test_what_others_must_know_is_asked_of_the_part(own: str):
         config(optimizer="adamw8bit", parallel={"data": "zero3", "offload": True})
 
 
-def test_an_own_optimizer_saves_and_restores(own: str):
+def test_a_users_optimizer_saves_and_restores(own: str):
     rule = config(optimizer=f"{own}:Momentum").optimizer
     weights = Weights()
     optimizer = build_optimizer(weights, rule)
@@ -163,7 +163,7 @@ def test_an_own_optimizer_saves_and_restores(own: str):
         assert torch.equal(tensor, saved[name])
 
 
-def test_state_that_an_optimizer_does_not_name_is_found_before_it_is_lost(own: str):
+def test_undeclared_optimizer_state_is_refused_when_a_checkpoint_is_saved(own: str):
     weights = Weights()
     optimizer = build_optimizer(weights, config(optimizer=f"{own}:Forgetful").optimizer)
     training_state(weights, optimizer)
@@ -172,7 +172,7 @@ def test_state_that_an_optimizer_does_not_name_is_found_before_it_is_lost(own: s
         training_state(weights, optimizer)
 
 
-def test_an_optimizer_that_leaves_out_parameters_is_refused():
+def test_an_optimizer_that_omits_parameters_is_refused():
     class Some(optimizers.AdamW):
         def build_all(self, named):
             return super().build_all(named[1:])
@@ -191,18 +191,18 @@ def test_an_optimizer_that_leaves_out_parameters_is_refused():
     ({"optimizer": "tests.unit.train.optim.test_parts:Path"}, "'Path' is no optimizer"),
     ({"optimizer": 3}, "optimizer: Input should be an instance of Optimizer"),
 ])
-def test_what_is_wrong_is_said_with_its_place(settings: dict[str, object], message: str):
+def test_an_error_names_the_wrong_setting(settings: dict[str, object], message: str):
     with pytest.raises(ConfigError) as error:
         build(TrainConfig, settings)
     assert message in str(error.value)
 
 
-def test_an_own_learning_rate_has_the_bounds_of_any(own: str):
+def test_a_users_learning_rate_must_be_positive(own: str):
     with pytest.raises(pydantic.ValidationError, match="greater than 0"):
         optimizers.KIND.build(f"{own}:Momentum", {"learning_rate": 0})
 
 
-def test_an_installed_package_offers_one_by_name(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_part_of_an_installed_package_is_found_by_name(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     described = tmp_path / "offers-1.0.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: offers\nVersion: 1.0\n")
@@ -216,7 +216,7 @@ def test_an_installed_package_offers_one_by_name(own: str, tmp_path: Path, monke
         parts._entry_points.cache_clear()
 
 
-def test_a_mistake_in_an_own_part_is_told_with_its_place(own: str, tmp_path: Path):
+def test_an_error_in_a_users_part_is_reported_with_file_and_line(own: str, tmp_path: Path):
     (tmp_path / f"{own}_2.py").write_text(
         "import tidewheel as tw\n\n\nclass Wrong(tw.Optimizer):\n    def build(self, groups):\n"
         "        return groups.nothing\n\n\nclass Below(tw.Schedule):\n    def factor(self, done, total, start):\n"
@@ -231,7 +231,7 @@ def test_a_mistake_in_an_own_part_is_told_with_its_place(own: str, tmp_path: Pat
         below.learning_rate(5, 6, 1.0)
 
 
-def test_code_of_another_source_does_not_arrive(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_node_with_another_source_of_a_part_is_refused(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     entry = tw.Train({}, optimizer=f"{own}:Momentum").entry()
     for name in [name for name in sys.path if name == str(tmp_path)]:
         sys.path.remove(name)
@@ -244,6 +244,6 @@ def test_code_of_another_source_does_not_arrive(own: str, tmp_path: Path, monkey
         TrainKind().recipe(entry)
 
 
-def test_another_source_is_another_setting(own: str):
+def test_a_users_source_hash_is_compared_as_a_setting(own: str):
     assert settings_of(config(optimizer=f"{own}:Momentum"))["optimizer.code"]
     assert "optimizer.code" not in settings_of(config())

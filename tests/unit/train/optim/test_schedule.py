@@ -1,4 +1,4 @@
-"""The learning rate over the run: ends, bounds and forms, in steps and in tokens."""
+"""Tests of schedules: ends, bounds and forms, in steps and in tokens."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def rates(steps: int, config: Schedule, peak: float = 2.0) -> list[float]:
 
 
 @given(schedules, st.integers(1, 400))
-def test_it_rises_to_the_peak_and_falls_to_the_end(config: Schedule, steps: int):
+def test_the_learning_rate_rises_to_the_peak_and_falls_to_the_end(config: Schedule, steps: int):
     found, warmup = rates(steps, config), min(config.warmup_steps, steps // 2)
     assert found[:warmup] == sorted(found[:warmup])
     assert found[max(0, warmup - 1):] == sorted(found[max(0, warmup - 1):], reverse=True)
@@ -36,8 +36,8 @@ def test_it_rises_to_the_peak_and_falls_to_the_end(config: Schedule, steps: int)
 
 
 @given(schedules, st.integers(10, 200), st.integers(1, 5000))
-def test_tokens_are_steps_times_their_size(config: Schedule, steps: int, size: int):
-    """With batches of one size it makes no difference what is counted, and the share done can be read back."""
+def test_progress_in_tokens_gives_the_rates_of_progress_in_steps(config: Schedule, steps: int, size: int):
+    """With batches of one size, steps and tokens give the same rates."""
     tokens = config.model_copy(update={"unit": "tokens", "warmup_tokens": config.warmup_steps * size})
     if config.warmup_steps > steps // 2:
         return  # half of an odd number of steps is rounded
@@ -54,7 +54,7 @@ def test_a_linear_decay_can_be_inverted(steps: int, final: float):
         assert 5 + share * (steps - 5) == pytest.approx(step, abs=1e-6)
 
 
-def test_the_forms_at_known_places():
+def test_each_form_has_the_known_values():
     cosine = rates(100, Cosine(warmup_steps=10, final_fraction=0.1))
     assert cosine[54] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5)), "half-way down"
     wsd = WSD(warmup_steps=10, final_fraction=0.0, decay_fraction=0.2)

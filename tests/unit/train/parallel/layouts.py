@@ -1,4 +1,4 @@
-"""Training the same rows under different layouts, to be compared with one process."""
+"""Helpers that train the same rows under different layouts and compare with one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim
 
 
 def config(parallel_values: dict[str, Any], **changes: Any) -> TrainConfig:
-    """A small model on `parallel_values`; `changes` are of the model, or blocks of their own."""
+    """Return the configuration of a small model in a layout; `changes` are settings of the model or whole groups."""
     model = {**SHAPE, **changes.pop("model", {})}
     values = {"model": model, "parallel": parallel_values, "elastic": {"max_workers": 4}, **changes,
               "batch": {"global_sequences": ROWS, "micro_sequences": MICRO, "virtual_ranks": 4}}
@@ -31,7 +31,7 @@ def config(parallel_values: dict[str, Any], **changes: Any) -> TrainConfig:
 
 
 def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens, positions and segment ids [ROWS, LENGTH]: three documents each that end anywhere, and some padding."""
+    """Return tokens, positions and segment ids [ROWS, LENGTH] of three documents a row, and some padding."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     cuts = torch.randint(1, LENGTH - 5, (ROWS, 2), generator=generator).sort(dim=1).values
@@ -43,7 +43,7 @@ def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def micro_batches(seed: int, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
-    """What a data rank computes of the global batch `seed`."""
+    """Return a data rank's micro-batches of the global batch `seed`."""
     tokens, positions, segments = rows(seed)
     targets, each = next_tokens(tokens, segments), ROWS // data_size
     parts = [slice(start, start + MICRO) for start in range(data_rank * each, (data_rank + 1) * each, MICRO)]
@@ -52,7 +52,7 @@ def micro_batches(seed: int, data_rank: int = 0, data_size: int = 1) -> list[Mic
 
 
 def train(wanted: TrainConfig, world_size: int, steps: int) -> tuple[ParallelModel, list[StepResult]]:
-    """A few optimizer steps; with a world size of 1 each process on its own."""
+    """Run a few optimizer steps; with a world size of 1 each process trains alone."""
     runtime = Runtime(dist.get_rank() if world_size > 1 else 0, world_size)
     model = parallel.build(wanted, VOCABULARY, runtime)
     parallel.init_weights(model, seed=3)
@@ -62,18 +62,18 @@ def train(wanted: TrainConfig, world_size: int, steps: int) -> tuple[ParallelMod
 
 
 def whole_values(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """Every parameter, gathered."""
+    """Return {name: whole parameter}."""
     with torch.no_grad():
         return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, or all of a DTensor."""
+    """Return a plain tensor, gathered if it is a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def assert_same_training(wanted: TrainConfig, steps: int = 3) -> ParallelModel:
-    """Under `wanted`, on all ranks there are, losses, norms and parameters must be those of one process."""
+    """Check that losses, norms and parameters under `wanted` on all ranks equal those of one process."""
     alone = wanted.model_copy(update={"parallel": type(wanted.parallel)()})
     reference, expected = train(alone, 1, steps)
     model, results = train(wanted, dist.get_world_size(), steps)

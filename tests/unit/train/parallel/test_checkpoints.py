@@ -51,7 +51,7 @@ def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def of_all_ranks(mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stages of a pipeline have a part of the names each."""
+    """Merge the tensors of all ranks; each pipeline stage has some of the names."""
     everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     return {name: value for tensors in everyone for name, value in tensors.items()}
@@ -86,7 +86,7 @@ def every_layout(folder: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_layouts_load_each_other(tmp_path: Path):
+def test_every_layout_loads_the_checkpoints_of_every_other(tmp_path: Path):
     on_ranks(4, every_layout, tmp_path)
     last = CheckpointManager(storage.store(tmp_path / "zero1"), asynchronous=False)
     config = TrainConfig(model=MODEL)

@@ -1,4 +1,4 @@
-"""Context parallelism: the cut of rows. `test_equivalence` trains with it."""
+"""Tests of how context parallelism shards rows. `test_equivalence` trains with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_position_is_kept_once_and_causal_work_is_even(size: int, chunk: i
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_shares_add_up_to_the_micro_batch(size: int):
+def test_shares_partition_the_micro_batch(size: int):
     micro = micro_batches(0)[0]
     shares = [share(micro, rank, size) for rank in range(size)]
     assert sum(int((part.targets != IGNORED).sum()) for part in shares) == micro.num_targets
@@ -35,7 +35,7 @@ def test_shares_add_up_to_the_micro_batch(size: int):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_queries_of_a_share_see_what_they_see_in_the_whole_row(size: int):
+def test_queries_of_a_share_see_the_same_keys_as_in_the_whole_row(size: int):
     segments = micro_batches(0)[0].segment_ids
     kept = [kept_positions(LENGTH, rank, size) for rank in range(size)]
     everyone, whole = torch.cat(kept), document_mask(segments).dense

@@ -1,4 +1,4 @@
-"""What cannot be is refused with the reason and the nearest that can, before anything starts."""
+"""Tests that illegal layouts are refused with the reason and the nearest legal value."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def refused(*overrides: str) -> str:
 
 @given(virtual=st.integers(1, 64), unit=st.integers(1, 8), replicate=st.integers(1, 4), least=st.integers(1, 16),
        most=st.integers(1, 64))
-def test_legal_sizes_are_all_that_share_the_work_evenly(virtual, unit, replicate, least, most):
+def test_legal_sizes_are_all_numbers_that_share_the_work_evenly(virtual, unit, replicate, least, most):
     sizes = legal.legal_sizes(virtual, least, most, unit=unit, replicate=replicate)
     possible = [size for size in range(least, most + 1) if size % unit == 0 and virtual % (size // unit) == 0
                 and size // unit % replicate == 0]
@@ -67,7 +67,7 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
     (["parallel.context=2", "model.attention=varlen"], "nearest that is legal: attention flex"),
     (["elastic.min_workers=3", "elastic.max_workers=3"], "divides batch.virtual_ranks 4"),
 ])
-def test_a_configuration_is_refused(overrides: list[str], says: str):
+def test_an_illegal_configuration_is_refused(overrides: list[str], says: str):
     assert says in refused(*overrides)
 
 
@@ -77,11 +77,11 @@ def test_a_configuration_is_refused(overrides: list[str], says: str):
     ({"pipeline": 7}, "more than the 6 pieces of the model (embedding, 4 layers, output); nearest that is legal: 6"),
     ({"pipeline": 4, "pipeline_schedule": "zbv_zero_bubble"}, "nearest that is legal: 3"),
 ])
-def test_a_cut_that_the_model_does_not_allow(parallel: dict[str, int], says: str):
+def test_a_layout_that_does_not_divide_the_model_is_refused(parallel: dict[str, int], says: str):
     assert says in (legal.shape(ParallelConfig(**parallel), MODEL, 128) or "")
 
 
-def test_a_vocabulary_that_does_not_divide():
+def test_a_layout_that_does_not_divide_the_vocabulary_is_refused():
     assert "the vocabulary, 129; nearest that does: 1" in (legal.shape(ParallelConfig(tensor=2), MODEL, 129) or "")
     assert legal.shape(ParallelConfig(tensor=2), MODEL, 128) is None
 
@@ -91,12 +91,12 @@ def test_a_vocabulary_that_does_not_divide():
     ({"context": 4}, 12, "nearest that is legal: 3"),
     ({"tensor": 4, "context": 2}, 36, "does not divide the 18 tokens of a rank's sequence; nearest that does: 3"),
 ])
-def test_sequences_that_cannot_be_cut(parallel: dict[str, int], tokens: int, says: str):
+def test_sequences_that_cannot_be_sharded_are_refused(parallel: dict[str, int], tokens: int, says: str):
     assert says in (legal.length(ParallelConfig(**parallel), tokens) or "")
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 96))
-def test_sequences_that_can_be_cut_give_every_rank_the_same(tensor, context, tokens):
+def test_sharded_sequences_have_equal_parts(tensor, context, tokens):
     if legal.length(ParallelConfig(tensor=tensor, context=context), tokens) is None:
         assert tokens % (context * tensor) == 0
         assert context == 1 or tokens % (2 * context) == 0
@@ -106,18 +106,18 @@ def test_sequences_that_can_be_cut_give_every_rank_the_same(tensor, context, tok
     ({"replicate": 2}, 1, "1 data-parallel workers are no multiple of parallel.replicate 2; nearest"),
     ({}, 3, "3 workers cannot share 4 virtual ranks"),
 ])
-def test_a_world_that_cannot_hold_the_mesh(parallel: dict[str, int], world: int, says: str):
+def test_a_world_size_that_does_not_fit_the_mesh_is_refused(parallel: dict[str, int], world: int, says: str):
     config = TrainConfig.model_validate({"elastic": {"max_workers": 4}, "parallel": parallel})
     with pytest.raises(ConfigError, match=says):
         legal.check_world(config, world)
 
 
-def test_the_layout_is_no_part_of_the_recipe():
+def test_the_layout_does_not_change_the_recipe_hash():
     plain, spread = TrainConfig(), TrainConfig.model_validate({"parallel": {"data": "zero3"}})
     assert plain.recipe_hash() == spread.recipe_hash()
 
 
-def test_workers_that_leave_the_schedule_too_few_micro_batches_are_no_choice():
+def test_world_sizes_with_too_few_micro_batches_for_the_schedule_are_illegal():
     config = build(TrainConfig, {"elastic": {"max_workers": 16}}, ["parallel.pipeline=4"])
     assert legal.sizes(config) == (4, 8)  # 16 workers would have 2 micro-batches each
     with pytest.raises(ConfigError, match="nearest number that it can: 4"):

@@ -1,4 +1,4 @@
-"""Places of ranks on the mesh, beside a brute-force numbering, and what data parallelism makes of them."""
+"""Tests of the mesh: coordinates, groups, replicas, stale caches."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from tidewheel.train.runtime import Runtime
 
 
 @given(st.tuples(*[st.integers(1, 3) for _ in DIMS]))
-def test_every_rank_has_its_place(numbers):
+def test_coordinates_equal_a_brute_force_numbering(numbers):
     sizes = dict(zip(DIMS, numbers))
     places = itertools.product(*(range(size) for size in numbers))
     data: dict[int, list[int]] = {}
@@ -38,7 +38,7 @@ def test_every_rank_has_its_place(numbers):
 
 
 @given(rows=st.integers(0, 9), ranks=st.integers(1, 5))
-def test_rows_are_cut_as_torch_chunks(rows, ranks):
+def test_rows_are_sharded_as_torch_chunks_them(rows, ranks):
     tensor = torch.arange(rows * 2).view(rows, 2)
     shares = _shares(tensor, ranks)
     assert len(shares) == ranks
@@ -65,7 +65,7 @@ def meshes() -> None:
 
 
 def replicas(mesh: Mesh) -> None:
-    """Each rank's share of a squared sum, with what `replicas` says, adds up to the whole."""
+    """A squared norm divided by `replicas` on each rank sums to that of the whole tensor."""
     whole = torch.arange(10.0)
     model = ParallelModel([], [], mesh, Llama(), 128, 10)
     tensor = whole
@@ -78,7 +78,7 @@ def replicas(mesh: Mesh) -> None:
 
 
 def rows_of_what_is_cut_already() -> None:
-    """Each tensor-parallel rank's part cut further by rows is a DTensor that still knows the whole tensor."""
+    """A tensor-parallel DTensor that is sharded further by rows still gathers to the whole tensor."""
     mesh = Mesh.build(ParallelConfig(data="zero1", tensor=2), Runtime(torch.distributed.get_rank(), 4))
     data, tensor = mesh.of("replicate"), mesh.of("tensor")
     assert data is not None
@@ -96,7 +96,7 @@ def everything_about_meshes() -> None:
     rows_of_what_is_cut_already()
 
 
-def test_meshes_of_four_ranks():
+def test_meshes_of_four_ranks_have_the_right_groups_and_replicas():
     on_ranks(4, everything_about_meshes)
 
 
@@ -121,7 +121,7 @@ def test_a_tensor_of_an_earlier_generation_is_refused():
 
 
 def _stale_caches() -> None:
-    """Two meshes that torch cannot tell apart: the second one gets what is cached for the first."""
+    """Torch returns cached results of the first of two meshes with equal shapes and names for the second."""
     rank = dist.get_rank()
     check_threads(init_device_mesh("cpu", (2,)), rank)
     with pytest.raises(StaleProcessError, match="cached a mesh of an earlier generation"):
@@ -130,5 +130,5 @@ def _stale_caches() -> None:
         Mesh.build(ParallelConfig(), Runtime(rank, 2))
 
 
-def test_a_process_that_takes_tensors_for_another_ranks_is_found():
+def test_a_stale_cache_of_an_earlier_mesh_is_detected():
     on_ranks(2, _stale_caches)

@@ -1,4 +1,4 @@
-"""Every schedule of a pipeline against the whole decoder in one process."""
+"""Tests of every pipeline schedule against the whole decoder in one process."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -53,7 +53,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(wanted: TrainConfig) -> ParallelModel:
-    """Losses, gradients, evaluation and logits of this rank are those of one process with all data ranks' rows."""
+    """Check that losses, gradients, evaluation and logits equal those of one process with all rows."""
     model = parallel.build(wanted, VOCABULARY, Runtime(dist.get_rank(), dist.get_world_size()))
     parallel.init_weights(model, SEED)
     mesh, reference, where = model.mesh, alone(wanted), str(wanted.parallel)
@@ -87,7 +87,7 @@ def check(wanted: TrainConfig) -> ParallelModel:
 
 
 def of_all(model: ParallelModel, values: torch.Tensor) -> torch.Tensor:
-    """What the ranks with this rank's rows report together: each value once."""
+    """Return the sum of the values that ranks with the same rows report."""
     total = values.clone()
     for dim in ("pipeline", "context", "tensor"):
         if (group := model.mesh.group(dim)) is not None:

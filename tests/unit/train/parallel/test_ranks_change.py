@@ -1,4 +1,4 @@
-"""A process that gets another rank, in a group made anew, holds that rank's shards and not those it had before."""
+"""Tests that a process with a new rank in a new group holds the shards of the new rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tidewheel.train.runtime import Runtime
 
 
 def generations(folder: Path) -> Iterator[tuple[int, int]]:
-    """Four groups of two ranks, one after the other, in which this process changes its rank: (number, rank)."""
+    """Create four groups of two ranks in turn and swap the ranks each time; yield (number, rank)."""
     process = dist.get_rank()
     dist.barrier()  # who leaves before the others are connected breaks their connections
     dist.destroy_process_group()
@@ -47,7 +47,7 @@ def sharded_layers(folder: Path) -> None:
 
 
 def some_steps(mesh: Mesh) -> list[Any]:
-    """Parameters and moments of a sharded layer."""
+    """Return parameters and moments of a sharded layer after some steps."""
     torch.manual_seed(0)
     model = nn.Linear(4, 8)
     fully_shard(model, mesh=mesh.shard_mesh())
@@ -64,7 +64,7 @@ def test_shards_follow_the_rank(tmp_path: Path):
 
 
 def rows_in_three_threads(folder: Path) -> None:
-    """Threads that live as long as the process, as autograd's do on CUDA."""
+    """Use threads that live as long as the process, as autograd's do on CUDA."""
     pools = [ThreadPoolExecutor(1) for _ in range(2)]
     for number, rank in generations(folder):
         mesh = Mesh.build(ParallelConfig(tensor=2), Runtime(rank, 2)).of("tensor")
@@ -83,12 +83,12 @@ def some_rows(mesh: Any) -> Any:
     return copies.redistribute(placements=[Shard(0)])
 
 
-def test_every_thread_takes_the_rank_that_the_process_has_now(tmp_path: Path):
+def test_every_thread_shards_for_the_current_rank(tmp_path: Path):
     on_ranks(2, rows_in_three_threads, tmp_path)
 
 
 def meshes_that_live(folder: Path) -> None:
-    """They hold process groups, and these hold connections and threads."""
+    """Count live meshes. They hold process groups, which hold connections and threads."""
     counts = []
     for _, rank in generations(folder):
         train(rank)
@@ -105,5 +105,5 @@ def train(rank: int) -> None:
         model.forward_backward(micro_batches(0, model.mesh.data_rank, model.mesh.data_size), nullcontext())
 
 
-def test_no_cache_keeps_the_mesh_of_a_generation_that_is_over(tmp_path: Path):
+def test_no_cache_keeps_the_mesh_of_an_earlier_generation(tmp_path: Path):
     on_ranks(2, meshes_that_live, tmp_path)

@@ -1,4 +1,4 @@
-"""One pair of the table of `python -m tests.benchmarks.resharding`, which has them all."""
+"""A short version of `python -m tests.benchmarks.resharding`: one pair of layouts."""
 
 from pathlib import Path
 

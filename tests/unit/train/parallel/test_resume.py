@@ -1,4 +1,4 @@
-"""A run that changes its layout and its number of workers on the way is the run that never did."""
+"""Tests that changes of layout and number of workers do not change a run."""
 
 import contextlib
 from pathlib import Path
@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def some_steps(config: TrainConfig, generation: int, leave: int) -> None:
-    """Go on with the run up to step `leave`, where a planned change replaces the workers."""
+    """Continue the run up to step `leave`, where a planned change replaces the workers."""
     control = Script(leave=leave)
     runtime = Runtime(dist.get_rank(), dist.get_world_size(), generation=generation, checkpoints=checkpoints(config),
                       control=control)

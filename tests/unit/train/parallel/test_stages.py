@@ -25,13 +25,13 @@ def test_stages_hold_all_blocks_once_in_order_and_evenly(layers, pipeline, sched
     assert cut[-1].last
 
 
-def test_zbv_brings_the_loss_back_to_the_first_rank():
+def test_zbv_has_the_last_stage_on_the_first_rank():
     assert [stage.rank for stage in stages(6, 4, "zbv_zero_bubble", 2)] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert [stage.rank for stage in stages(6, 4, "interleaved_1f1b", 2)] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_numbers_of_micro_batches_are_those_that_torch_takes(schedule):
+def test_legal_numbers_of_micro_batches_are_those_that_torch_accepts(schedule):
     for pipeline in (2, 3, 4):
         for number in range(1, 14):
             assert takes(schedule, pipeline, number) == _torch_takes(schedule, pipeline, number), (pipeline, number)
@@ -55,7 +55,7 @@ def _torch_takes(schedule, pipeline, number):
 
 
 @pytest.mark.parametrize(("pipeline", "number"), [(2, 4), (4, 8), (4, 16), (3, 9)])
-def test_ranks_wait_as_long_as_the_papers_say(pipeline, number):
+def test_the_bubble_of_each_schedule_equals_the_published_formula(pipeline, number):
     """(p - 1) / (v m + p - 1) with v stages on a rank: section 2.2 of https://arxiv.org/abs/2104.04473."""
     waiting = {schedule: bubble(timeline(schedule, pipeline, number)) for schedule in SCHEDULES}
     assert waiting["gpipe"] == pytest.approx((pipeline - 1) / (number + pipeline - 1))

@@ -1,4 +1,4 @@
-"""Tensor, sequence and loss parallelism on four gloo processes, against one process."""
+"""Tests of tensor, sequence and loss parallelism on four gloo processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidewheel.train.runtime import Runtime
 TIED = {"tie_embeddings": True}
 
 
-def test_tensor_parallel_on_four_ranks():
+def test_tensor_parallelism_on_four_ranks_equals_one_process():
     on_ranks(4, _all_checks)
 
 
@@ -38,14 +38,14 @@ def _all_checks() -> None:
 
 
 def equal_to_one_process() -> None:
-    """What the table of `tests.benchmarks.equivalence` has no row for."""
+    """Train in layouts that `tests.benchmarks.equivalence` leaves out."""
     assert_same_training(config({"tensor": 4}, loss={"chunk_tokens": 24, "z_loss": 1e-2}), steps=2)
     assert_same_training(config({"tensor": 2, "data": "ddp"}, model={**TIED, "qk_norm": False},
                                 loss={"z_loss": 1e-2}), steps=2)
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest local tensor that any operation makes."""
+    """Records the number of elements of the largest local tensor that any operation creates."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What reproducible mode rests on, on a GPU: kernels whose bits depend neither on shards nor on the day."""
+"""Tests of deterministic kernels on a GPU, on which reproducible mode depends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_training_twice_gives_the_same_bits(changes):
         assert once() == once()
 
 
-def test_the_norm_does_not_know_how_rows_are_spread():
+def test_the_norm_does_not_depend_on_how_rows_are_sharded():
     generator = torch.Generator("cuda").manual_seed(0)
     tensors = [torch.randn(shape, generator=generator, device="cuda") for shape in ((701, 1000), (3001,), (64, 4096))]
     whole = norm.value(norm.pieces(norm.row_squares(tensors)))

@@ -1,4 +1,4 @@
-"""Shares of a step's micro-batches, and their places in the canonical sum."""
+"""Tests of the shares of micro-batches and their leaves in the canonical sum."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_virtual_rank_gets_all_of_its_micro_batches_in_order(layout, conte
 
 
 @given(layouts, st.integers(1, 2))
-def test_losses_have_an_entry_each(layout, contexts):
+def test_every_micro_batch_has_its_own_loss_entry(layout, contexts):
     copies, shards, each, parts, streams = layout
     size, count = copies * shards, each * parts
     stride = shards if streams else 1
@@ -51,8 +51,8 @@ def test_losses_have_an_entry_each(layout, contexts):
     assert sorted(entries) == list(range(orders[0].entries(count)))
 
 
-def test_what_ranks_have_at_the_end_of_a_step():
-    """Twelve virtual ranks: a power of two of them is one node, three are two."""
+def test_ranks_keep_the_fewest_nodes_at_the_end_of_a_step():
+    """With twelve virtual ranks, a power of two of them is one node and three are two nodes."""
     def covers(size: int) -> list[int]:
         order = GradientOrder(12, MicroBatchShare(0, size))
         found = [order.cover([(rank, 0)]) for rank in range(size)]

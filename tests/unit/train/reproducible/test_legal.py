@@ -1,4 +1,4 @@
-"""What cannot be reproducible is refused, with the nearest that can."""
+"""Tests that configurations that cannot be reproducible are refused with the nearest legal value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_refused(values: dict[str, Any], nearest: str):
     assert f"nearest that is legal: {nearest}" in str(refused.value)
 
 
-def test_the_mode_is_part_of_the_recipe_and_its_absence_is_not():
+def test_reproducible_mode_changes_the_recipe_hash():
     fast, exact = build(TrainConfig, {}), build(TrainConfig, {"reproducible": True})
     assert fast.recipe_hash() != exact.recipe_hash()
     values = fast.canonical()

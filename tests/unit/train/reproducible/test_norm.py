@@ -1,4 +1,4 @@
-"""The gradient norm does not depend on how rows are spread over ranks, and it is right."""
+"""Tests that the gradient norm is correct and does not depend on how rows are sharded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_any_split_of_the_rows_gives_the_same_bits(seed, data):
 
 
 @given(st.integers(0, 10**6))
-def test_it_is_the_sum_of_squares(seed):
+def test_the_norm_equals_the_exact_sum_of_squares(seed):
     whole = tensors(seed)
     exact = sum(Fraction(x) ** 2 for tensor in whole for x in tensor.flatten().tolist())
     assert norm.value(norm.pieces(norm.row_squares(whole))).item() == pytest.approx(float(exact), rel=1e-14)
@@ -50,17 +50,17 @@ def test_sums_in_fixed_point_are_exact(numbers):
 
 
 @pytest.mark.parametrize("extreme", [2.0**-149, 2.0**127, 1.0])
-def test_the_smallest_and_the_largest_numbers_count(extreme):
+def test_the_smallest_and_the_largest_numbers_are_summed_exactly(extreme):
     square = norm.value(norm.pieces(norm.row_squares([torch.full((3, 2), extreme)])))
     assert square.item() == 6 * Fraction(extreme) ** 2
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so(bad):
+def test_a_norm_of_non_finite_gradients_is_not_finite(bad):
     gradient = torch.ones(4, 3)
     gradient[2, 1] = bad
     assert not norm.value(norm.pieces(norm.row_squares([gradient]))).isfinite()
 
 
-def test_no_rows_are_nothing():
+def test_the_norm_of_no_rows_is_zero():
     assert norm.value(norm.pieces(norm.row_squares([torch.zeros(0, 3)]))).item() == 0

@@ -32,12 +32,12 @@ VOCABULARY, LENGTH, STEPS = 98, 16, 2
 MANY = {"global_sequences": 24, "micro_sequences": 1, "virtual_ranks": 12}
 """Two micro-batches for each virtual rank."""
 FEW = {"global_sequences": 8, "micro_sequences": 2, "virtual_ranks": 4}
-"""DTensors of tensor parallelism take their time for every micro-batch."""
+"""Cases with tensor parallelism, which are slow because DTensors cost time for every micro-batch."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Training on so many ranks."""
+    """A layout and a number of ranks."""
 
     ranks: int
     recipe: str
@@ -83,7 +83,7 @@ def settings(case: Case) -> TrainConfig:
 
 
 def micro_batches(model: ParallelModel, config: TrainConfig, step: int) -> list[MicroBatch]:
-    """This rank's, in its order: two documents in a row, and padding in some."""
+    """Return this rank's micro-batches in its order, with two documents a row and padding in some."""
     batch, found = config.batch, []
     total = batch.global_sequences // batch.micro_sequences
     for number in model.share.of(total):
@@ -100,7 +100,7 @@ def micro_batches(model: ParallelModel, config: TrainConfig, step: int) -> list[
 
 
 def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
-    """SHA-256 of every tensor, gathered, in the order of their names."""
+    """Return the SHA-256 of all tensors, gathered, in the order of their names."""
     found = hashlib.sha256()
     for group in sorted(state):
         for name, tensor in sorted(state[group].items()):
@@ -111,7 +111,7 @@ def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """The case's losses, norms and the digest of its state."""
+    """Return the losses, norms and state digest of a case."""
     config = settings(case)
     runtime = Runtime(dist.get_rank() if case.ranks > 1 else 0, case.ranks)
     model = parallel.build(config, VOCABULARY, runtime)

@@ -1,4 +1,4 @@
-"""A reproducible run whose workers and layout change on the way has the bits of one that never changed."""
+"""Tests that a reproducible run has the same bits when workers and layout change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leg(config: TrainConfig, generation: int) -> None:
 
 
 def figures(config: TrainConfig) -> dict[int, Any]:
-    """What metrics.jsonl says of the learning, by step; not of time and workers."""
+    """Return losses and norms by step from metrics.jsonl, without times and numbers of workers."""
     found: dict[int, Any] = {}
     for line in jsonlog.read(storage.store(config.run_uri), "metrics.jsonl"):
         wanted = {key: line[key] for key in ("tokens", "loss", "gradient_norm", "learning_rate", "validation_loss")

@@ -1,4 +1,4 @@
-"""The canonical sum: its bits follow from the leaves alone."""
+"""Tests that the bits of the canonical sum depend on the leaves alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.train.reproducible.tree import TreeSum, cover, first_leaf
 
 
 def recursive(leaves: list[np.float32], start: int = 0, level: int | None = None) -> np.float32 | None:
-    """The same tree from the top down, in numpy: halves of 2^level leaves, where the right one may be missing."""
+    """Compute the same tree from the top down in numpy: halves of 2^level leaves; the right one may be missing."""
     if level is None:
         level = max(0, (len(leaves) - 1).bit_length())
     if start >= len(leaves):
@@ -23,7 +23,7 @@ def recursive(leaves: list[np.float32], start: int = 0, level: int | None = None
 
 
 def values(count: int, seed: int) -> torch.Tensor:
-    """[count, 5] fp32 numbers of very different sizes."""
+    """Return fp32 numbers [count, 5] of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, 5, generator=generator) * 10.0 ** torch.randint(-6, 6, (count, 5), generator=generator)
 
@@ -44,8 +44,8 @@ def test_any_order_of_arrival_gives_the_same_bits(count, seed, random):
 
 
 @given(st.integers(1, 40), st.integers(0, 10**6), st.data())
-def test_any_owners_of_the_leaves_give_the_same_bits(count, seed, data):
-    """Ranks with any parts of the leaves add up theirs, and somebody adds what they have."""
+def test_any_assignment_of_leaves_to_ranks_gives_the_same_bits(count, seed, data):
+    """Ranks with any leaves add theirs, and the remaining nodes are added in the end."""
     leaves = values(count, seed)
     owners = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
     whole = TreeSum()
@@ -60,7 +60,7 @@ def test_any_owners_of_the_leaves_give_the_same_bits(count, seed, data):
 
 
 @given(st.integers(1, 200), st.integers(0, 200))
-def test_what_is_left_covers_the_leaves_with_few_nodes(count, start):
+def test_the_remaining_nodes_cover_the_leaves_with_few_nodes(count, start):
     nodes = cover(range(start, start + count))
     assert [leaf for node in nodes for leaf in range(first_leaf(node), first_leaf(node) + (1 << node[0]))] == list(
         range(start, start + count))
@@ -68,8 +68,8 @@ def test_what_is_left_covers_the_leaves_with_few_nodes(count, start):
     assert len(cover(range(count))) <= count.bit_length(), "a counter from 0 has a node for each 1 bit"
 
 
-def test_the_order_matters_to_other_sums():
-    """Otherwise the tests above could not fail."""
+def test_other_sums_depend_on_the_order():
+    """Without this the tests above could not fail."""
     leaves = values(12, 0)
     assert not torch.equal(leaves.sum(dim=0), tree_sum(leaves, list(range(12)))) or not torch.equal(
         leaves.flip(0).cumsum(dim=0)[-1], tree_sum(leaves, list(range(12))))

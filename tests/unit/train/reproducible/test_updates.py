@@ -1,4 +1,4 @@
-"""Optimizers that are allowed do not know how a parameter is cut."""
+"""Tests that legal optimizers give the same bits for any sharding of a parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 @pytest.mark.parametrize("kind", ["adamw", "lion"])
 @given(cuts=st.lists(st.integers(0, SIZE), max_size=4), seed=st.integers(0, 10**6))
-def test_any_cut_gives_the_same_bits(device, kind, cuts, seed):
+def test_any_sharding_gives_the_same_bits(device, kind, cuts, seed):
     generator = torch.Generator().manual_seed(seed)
     weight, *gradients = (torch.randn(SIZE, generator=generator).to(device) for _ in range(4))
 
