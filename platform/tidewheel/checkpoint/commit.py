@@ -1,7 +1,7 @@
-"""Make a checkpoint count: choose its folder, write its manifest, append it to the run's commit log. No torch in here.
+"""Commit a checkpoint: choose its folder, write its manifest, and append it to the run's commit log.
 
-Whoever writes a checkpoint of a run (a worker group, or a memory agent for a group that is gone) writes files under
-names of its own, so two writers never touch each other's. What counts is what the log says.
+Each writer of a checkpoint (a worker group, or a memory agent on behalf of a lost group) uses file names of its own, so
+two writers never touch each other's files. A checkpoint exists once the log names it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _WRITER = re.compile(r"-g(\d{1,18})-[0-9a-f]{8}\.safetensors$")
 
 
 def attempt_name(generation: int | None) -> str:
-    """Return the part of a file's name that no other attempt to save has; it tells the worker group."""
+    """Return the part of a file's name that is unique to one attempt to save and contains the worker group's number."""
     return uuid.uuid4().hex[:8] if generation is None else f"g{generation}-{uuid.uuid4().hex[:8]}"
 
 
 def writer_of(key: str) -> int | None:
-    """Return the number of the worker group that wrote the file at `key`; None when its name does not tell."""
+    """Return the number of the worker group that wrote the file at `key`; None when its name does not say."""
     match = _WRITER.search(key)
     return int(match[1]) if match else None
 
@@ -34,7 +34,8 @@ def folder_name(store: Store, step: int, generation: int | None) -> str:
 
     Args:
         store: the run's `checkpoints` folder.
-        generation: None for a checkpoint outside a run.
+        step: number of completed steps.
+        generation: number of the worker group; None for a checkpoint outside a run.
     """
     if generation is None:
         return step_name(step)
@@ -49,27 +50,30 @@ def folder_name(store: Store, step: int, generation: int | None) -> str:
 
 
 def publish(store: Store, name: str, manifest: CheckpointManifest, *, owned: bool) -> None:
-    """Write the manifest of checkpoint `name`, whose files are written, and commit it.
+    """Write the manifest of a checkpoint whose files are written, and commit it.
 
     Args:
+        store: the run's `checkpoints` folder.
+        name: the checkpoint.
+        manifest: its manifest.
         owned: the run has an owner, whose epoch is that of `manifest.generation`. False: a checkpoint outside a run.
 
     Raises:
-        OwnershipError: another driver owns the run, or a later worker group has committed: it does not count.
-        CheckpointError: another writer's manifest lies in the folder.
+        OwnershipError: another driver owns the run, or a later worker group has committed.
+        CheckpointError: another writer has written its manifest in this folder.
         StorageError: the store fails; calling again is safe.
     """
     log, key = CommitLog(store), f"{name}/{KEY}"
     if not owned:
         head = log.head()
         if head is not None:
-            raise OwnershipError(f"the run belongs to {head.holder}; a checkpoint written beside it would not count",
+            raise OwnershipError(f"the run belongs to {head.holder}; a checkpoint written beside it would be ignored",
                                  where=store.at(name), mend="write to a folder of its own")
         store.write(key, manifest.to_json())
         return
     if not store.create(key, manifest.to_json()):
-        there = parse_manifest(store.read(key), name, store.at(key))
-        if there.files != manifest.files:  # else it is this one: the answer to the first request was lost
-            raise CheckpointError(f"worker group {there.generation} has written its manifest here meanwhile",
+        existing = parse_manifest(store.read(key), name, store.at(key))
+        if existing.files != manifest.files:  # equal: the answer to an earlier request for this manifest was lost
+            raise CheckpointError(f"worker group {existing.generation} has written its manifest here meanwhile",
                                   where=store.at(name), mend="nothing to do: the step is saved again beside it")
     log.commit(name, manifest.generation)

@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face folders, and the weights of one run for the start of another."""
+"""Convert checkpoints to and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -22,87 +22,96 @@ from tidewheel.models.family import Model
 from tidewheel.storage import Store
 
 TOKENIZER = "tokenizer.json"
+"""Name of the tokenizer's file beside the weights."""
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """What was written."""
+class Converted:
+    """What `export` or `import_` wrote."""
 
-    place: str
+    uri: str
+    """The Hugging Face folder, or the run with the checkpoint."""
     parameters: int
+    """Number of parameters."""
     config: Model
     vocabulary_size: int
     tokenizer: bool
-    """A tokenizer.json is beside the weights."""
+    """Whether a tokenizer.json is beside the weights."""
 
     def settings(self) -> str:
-        """The `model:` block, as YAML, of a training run that starts from it."""
+        """Return the `model:` block, as YAML, of a training run that starts from these weights."""
         model = {**self.config.shape(), "vocabulary_size": self.vocabulary_size}
         defaults = {name: field.default for name, field in type(self.config).model_fields.items()}
         changed = {name: value for name, value in model.items() if value != defaults.get(name)}
-        block = yaml.safe_dump({"model": {**changed, "init_from": self.place}}, sort_keys=False)
+        block = yaml.safe_dump({"model": {**changed, "init_from": self.uri}}, sort_keys=False)
         return f"# {self.parameters:,} parameters\n{block}"
 
 
-def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -> Exchanged:
+def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -> Converted:
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
-        uri: a run (its newest intact checkpoint is taken), or one checkpoint, RUN/checkpoints/step_00000100.
-        out: folder to write; config.json, safetensors files, tokenizer.json and what goes with it.
-        dtype: of the weights: float32, bfloat16 or float16.
+        uri: a run (its newest complete checkpoint), or one checkpoint, RUN/checkpoints/step_00000100.
+        out: folder to write: config.json, safetensors files, tokenizer.json and tokenizer_config.json.
+        dtype: type of the weights: float32, bfloat16 or float16.
         tokenizer: a tokenizer.json; default: that of the run's shard set.
 
     Raises:
-        CheckpointError: there is none that is intact.
+        CheckpointError: there is no complete checkpoint, or it is damaged.
         ConfigError: the model has no counterpart in transformers, or the tokenizer cannot be found.
+        StorageError: `out` cannot be written to.
     """
-    run, place, name = locate(uri)
-    manifest = read_manifest(place, name)
-    problems = verify_files(place, name, manifest.files)
+    run, checkpoints, name = locate(uri)
+    manifest = read_manifest(checkpoints, name)
+    problems = verify_files(checkpoints, name, manifest.files)
     if problems:
-        raise CheckpointError("; ".join(problems)[:500], where=place.at(name),
+        raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
                               mend="`tidewheel checkpoint verify RUN` shows which are intact: export one of those")
-    config, vocabulary_size = model_of(manifest, place.at(name))
+    config, vocabulary_size = model_of(manifest, checkpoints.at(name))
     files, eos = _tokenizer(run, tokenizer)
-    config.hugging_face_names()  # a family without names is refused before anything is written
+    config.hugging_face_names()  # refuses a family without names before anything is written
     huggingface.to_config(config, vocabulary_size)
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return read_weights(place, name, manifest, names)
+        return read_weights(checkpoints, name, manifest, names)
 
     target = storage.store(out)
     target.check()
     for key, content in files.items():
         target.write(key, content)
     huggingface.write(target, config, vocabulary_size, read, dtype=getattr(torch, dtype), eos=eos)
-    return Exchanged(target.uri, _count(config, vocabulary_size), config, vocabulary_size, bool(files))
+    return Converted(target.uri, _count(config, vocabulary_size), config, vocabulary_size, bool(files))
 
 
-def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Exchanged:
-    """Write the model of a Hugging Face folder as the checkpoint of step 0 under `uri`, weights only, fp32.
+def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Converted:
+    """Write the weights of a Hugging Face folder as a checkpoint of step 0, in fp32.
 
     Training starts from it with `model.init_from`. The whole model is in memory while it is written.
 
     Args:
-        vocabulary_size: rows of the embedding, more than the model has: that of the shard set to train on, which is
-            padded; see `huggingface.padded`.
+        folder: URI of the Hugging Face folder.
+        uri: the run to write.
+        vocabulary_size: number of embedding rows, at least as many as the model has. Give the padded vocabulary size of
+            the shard set to train on; see `huggingface.padded`.
 
     Raises:
-        ConfigError, CheckpointError: the folder cannot be used; see `huggingface`.
+        ConfigError: the model in the folder is not supported, or `vocabulary_size` is too small.
+        CheckpointError: the folder's weights cannot be read.
         StorageError: `uri` cannot be written to.
     """
     source, target = storage.store(folder), storage.store(uri)
     config, rows = huggingface.read_config(source)
-    wanted = vocabulary_size or rows
-    if wanted < rows:
-        raise ConfigError(f"{wanted} rows are fewer than the model's {rows}", where="--vocabulary-size",
+    padded_rows = vocabulary_size or rows
+    if padded_rows < rows:
+        raise ConfigError(f"{padded_rows} rows are fewer than the model's {rows}", where="--vocabulary-size",
                           mend=f"leave it out, or give {rows} or more")
     target.check()
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in huggingface.read_weights(source, config, rows):
         value = tensor.float()
-        weights[name] = huggingface.padded(value, wanted) if name in ("embedding.weight", "output.weight") else value
+        if name in ("embedding.weight", "output.weight"):
+            value = huggingface.padded(value, padded_rows)
+        weights[name] = value
     failures: list[str] = []
 
     def on_event(kind: str, detail: dict[str, Any]) -> None:
@@ -115,18 +124,22 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Exc
     CheckpointManager(target.child("checkpoints"), asynchronous=False, on_event=on_event).save(
         0, {"model": weights}, extra)
     if failures:
-        raise StorageError(failures[0], where=target.uri, mend="check the place and give the command again")
+        raise StorageError(failures[0], where=target.uri, mend="check that the folder can be written to, then give the command again")
     has_tokenizer = source.exists(TOKENIZER)
     if has_tokenizer:
         target.write(TOKENIZER, source.read(TOKENIZER))
-    return Exchanged(target.uri, _count(config, wanted), config, wanted, has_tokenizer)
+    return Converted(target.uri, _count(config, padded_rows), config, padded_rows, has_tokenizer)
 
 
 def model_of(manifest: CheckpointManifest, where: str) -> tuple[Model, int]:
-    """The model's configuration and vocabulary size in a checkpoint.
+    """Return the model's configuration and vocabulary size.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        where: location for error messages.
 
     Raises:
-        CheckpointError: it holds no model that this version knows.
+        CheckpointError: this version does not know the model in the checkpoint.
     """
     try:
         return (families.of_shape(manifest.extra["identity"]["model"]),
@@ -140,55 +153,66 @@ def _count(config: Model, vocabulary_size: int) -> int:
     return sum(shape.numel() for shape in huggingface.parameter_shapes(config, vocabulary_size).values())
 
 
-def read_weights(place: Store, name: str, manifest: CheckpointManifest,
+def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
                  names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors of parameters, by their names."""
-    held = {}
-    for each in names:
-        # of bf16 parameters the optimizer has an fp32 master copy, which says more
-        keys = [key for key in (f"optimizer/{each}.master", f"model/{each}") if key in manifest.tensors]
-        if not keys:
-            raise CheckpointError(f"{each} is not in the checkpoint", where=place.at(name),
+    """Return whole parameters by name.
+
+    For bf16 parameters, the optimizer's fp32 master copy is returned, because it is more precise.
+
+    Args:
+        checkpoints: the run's `checkpoints` folder.
+        name: the checkpoint.
+        manifest: its manifest.
+        names: names of parameters in the model.
+
+    Raises:
+        CheckpointError: the checkpoint lacks one of them.
+    """
+    keys: dict[str, str] = {}
+    for parameter in names:
+        stored = [key for key in (f"optimizer/{parameter}.master", f"model/{parameter}") if key in manifest.tensors]
+        if not stored:
+            raise CheckpointError(f"{parameter} is not in the checkpoint", where=checkpoints.at(name),
                                   mend="use the version of Tidewheel that wrote it")
-        held[each] = keys[0]
+        keys[parameter] = stored[0]
     state = {key: torch.empty(manifest.tensors[key].shape, dtype=getattr(torch, manifest.tensors[key].dtype))
-             for key in held.values()}
-    reader = Reader(place, name, manifest)
+             for key in keys.values()}
+    reader = Reader(checkpoints, name, manifest)
     torch_checkpoint.load(dict(state), storage_reader=reader, planner=load_planner(), no_dist=True)
-    return {each: state[key] for each, key in held.items()}
+    return {parameter: state[key] for parameter, key in keys.items()}
 
 
 def _tokenizer(run: Store, given: str) -> tuple[dict[str, bytes], int | None]:
-    """Files of the tokenizer for an export, and the id of its end mark."""
+    """Return the tokenizer's files for an export, by name, and the id of its end-of-text token."""
     from tidewheel.train.record import recorded_source
 
     eos = pad = None
     if given:
-        place, key = storage.split(given)
+        source, key = storage.split(given)
     elif run.exists("run.json"):
         try:
             domain = recorded_source(run.read_json("run.json")).domains[0]
         except (ShardError, StorageError, FileNotFoundError) as error:
-            raise ConfigError(f"the run's shard set, which has the tokenizer, cannot be read ({error})".splitlines()[0],
+            raise ConfigError(f"cannot read the run's shard set, which holds the tokenizer ({error})".splitlines()[0],
                               where=run.uri, mend="give the tokenizer: --tokenizer PATH/tokenizer.json") from None
-        place, key = storage.store(domain.uri), str(domain.manifest.tokenizer["file"])
+        source, key = storage.store(domain.uri), str(domain.manifest.tokenizer["file"])
         eos, pad = domain.manifest.tokenizer.get("eos"), domain.manifest.tokenizer.get("pad")
     elif run.exists(TOKENIZER):  # imported
-        place, key = run, TOKENIZER
+        source, key = run, TOKENIZER
     else:
         return {}, None
     if not key.endswith(".json"):
-        raise ConfigError(f"the tokenizer is {key}, not a tokenizer.json", where=place.uri,
+        raise ConfigError(f"the tokenizer is {key}, not a tokenizer.json", where=source.uri,
                           mend="convert it with Hugging Face's tools and give it: --tokenizer PATH/tokenizer.json")
     try:
-        content = place.read(key)
+        content = source.read(key)
     except FileNotFoundError:
-        raise ConfigError("there is no such file", where=place.at(key), mend="give --tokenizer another path") from None
+        raise ConfigError("there is no such file", where=source.at(key), mend="give --tokenizer another path") from None
     return {TOKENIZER: content, **_tokenizer_config(content, eos, pad)}, eos
 
 
 def _tokenizer_config(content: bytes, eos: int | None, pad: int | None) -> dict[str, bytes]:
-    """tokenizer_config.json, with which `AutoTokenizer` knows the end and padding marks."""
+    """Return tokenizer_config.json, which tells `AutoTokenizer` the end-of-text and padding tokens."""
     import json
 
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
-"""PyTorch's distributed checkpointing over our storage: it plans who writes and reads which part, we move the bytes.
+"""Storage for torch's distributed checkpointing: torch plans which rank moves which part, this module moves the bytes.
 
 Each rank writes one file in the safetensors format, hashed while it streams; rank 0 then writes the manifest. torch's
-own storage keeps its metadata as a pickle and has no hashes, hence ours.
+own storage writer is not used because it pickles its metadata and has no hashes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from tidewheel.errors import CheckpointError
 from tidewheel.storage import Stamp, Store
 
 READERS = 8
-"""Parts read at a time: on an object store it is the latency that counts."""
+"""Parts read at a time. On an object store, latency dominates."""
 
-# said by torch in every single-process save and load; for us that is a use like any other
+# torch warns at every save and load in a single process, which is a normal use here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a tensor was written."""
+    """The position at which a part of a tensor was written."""
 
     file: Stamp
     start: int
@@ -61,7 +61,8 @@ class StagedPlanner(DefaultSavePlanner):
     """Plans from the live state's shapes and shards, but takes the data from its staged copy.
 
     Args:
-        staged: the copy, or why there is none: said where all ranks hear of it.
+        staged: the copy by path, or the error that prevented it, which `lookup_object` raises so that all ranks learn
+            of it.
     """
 
     def __init__(self, staged: dict[str, torch.Tensor] | Exception) -> None:
@@ -69,7 +70,7 @@ class StagedPlanner(DefaultSavePlanner):
         self._staged = staged
 
     def create_local_plan(self) -> SavePlan:
-        """Without the empty parts that ranks have of tensors with fewer rows than ranks."""
+        """Return the plan without the empty parts of tensors that have fewer rows than ranks."""
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=[item for item in plan.items if _elements(item) or _is_empty(item)])
         return self.plan
@@ -81,15 +82,16 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 class Writer(StorageWriter):
-    """Writes checkpoint `name`: this rank's file, and on rank 0 the manifest.
+    """Writes one checkpoint: this rank's file, and on rank 0 the manifest.
 
     Args:
-        store: the run's checkpoints.
+        store: the run's `checkpoints` folder.
         name: folder of this checkpoint.
-        attempt: part of the file's name that no other attempt has, so that a checkpoint is never overwritten.
-        describe: (files, tensors) to the manifest; called on rank 0.
-        publish: writes the manifest and makes the checkpoint count; called on rank 0.
-        persist: runs a write, within the time limit of the save.
+        rank: this rank.
+        attempt: part of the file's name that is unique to this attempt, so that a checkpoint is never overwritten.
+        persist: runs a write within the time limit of the save.
+        describe: returns the manifest for (files, tensors); called on rank 0.
+        publish: writes the manifest and commits the checkpoint; called on rank 0.
     """
 
     def __init__(self, store: Store, name: str, rank: int, attempt: str, *, persist: Callable[[Callable[[], Any]], Any],
@@ -100,7 +102,7 @@ class Writer(StorageWriter):
         self._file = f"rank_{rank:05d}-{attempt}.safetensors"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the planned parts; runs in the uploading thread already, so the future is done."""
+        """Write the planned parts. This already runs in the uploading thread, so the future is done on return."""
         items = sorted(plan.items, key=_file_order)
         results: list[WriteResult] = []
         if items:
@@ -125,14 +127,14 @@ class Writer(StorageWriter):
         """Commit; called on rank 0 once all ranks have written."""
         places = {(result.index.fqn, result.index.offset): result.storage_data for rank in results for result in rank}
         files = tuple(sorted({place.file for place in places.values()}, key=lambda file: file.key))
-        number = {file.key: index for index, file in enumerate(files)}
+        indices = {file.key: index for index, file in enumerate(files)}
         tensors = {}
         for fqn, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             chunks = []
             for box in entry.chunks:
                 place = places[fqn, box.offsets]
-                chunks.append(Chunk(number[place.file.key], place.start, tuple(box.offsets), tuple(box.sizes)))
+                chunks.append(Chunk(indices[place.file.key], place.start, tuple(box.offsets), tuple(box.sizes)))
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[fqn] = TensorEntry(dtype, tuple(entry.size), tuple(chunks))
         manifest = self._describe(files, tensors)
@@ -156,7 +158,13 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads the parts this rank needs of checkpoint `name`, whose manifest was read and whose files were verified."""
+    """Reads the parts of a checkpoint that this rank needs.
+
+    Args:
+        store: the run's `checkpoints` folder.
+        name: the checkpoint.
+        manifest: its manifest; its files have been verified.
+    """
 
     def __init__(self, store: Store, name: str, manifest: CheckpointManifest) -> None:
         self._store, self._name, self._manifest = store, name, manifest
@@ -179,12 +187,12 @@ class Reader(StorageReader):
 
     @torch.no_grad()
     def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        assert item.type == LoadItemType.TENSOR  # the manifest knows nothing else
+        assert item.type == LoadItemType.TENSOR  # the manifest holds nothing else
         assert item.storage_index.offset is not None
         entry = self._manifest.tensors[item.storage_index.fqn]
         chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
         sizes, offsets, start = list(chunk.sizes), list(item.storage_offsets), chunk.start
-        if sizes:  # only the rows that are wanted; they lie together
+        if sizes:  # only the requested rows, which are contiguous
             row_bytes = math.prod(sizes[1:]) * entry.itemsize
             start += offsets[0] * row_bytes
             sizes[0], offsets[0] = item.lengths[0], 0
@@ -195,18 +203,18 @@ class Reader(StorageReader):
         put_in_place(planner, item, tensor, offsets)
 
     def _bytes(self, key: str, start: int, length: int) -> torch.Tensor:
-        """[length] uint8 of a file."""
+        """Return bytes of a file: uint8 [length]."""
         data = torch.empty(length, dtype=torch.uint8)
-        if self._store.local_path(key) is not None:  # straight into place
+        if self._store.local_path(key) is not None:  # read into the tensor, without a copy
             with self._store.open(key) as stream:
                 stream.seek(start)
-                found = stream.readinto(data.numpy()) if length else 0  # type: ignore[attr-defined]
+                received = stream.readinto(data.numpy()) if length else 0  # type: ignore[attr-defined]
         else:
             content = self._store.read(key, start, length)
-            found = len(content)
-            data.numpy()[:found] = np.frombuffer(content, dtype=np.uint8)[:length]
-        if found != length:
-            raise CheckpointError(f"{found} bytes at {start}, expected {length}", where=self._store.at(key),
+            received = len(content)
+            data.numpy()[:received] = np.frombuffer(content, dtype=np.uint8)[:length]
+        if received != length:
+            raise CheckpointError(f"{received} bytes at {start}, expected {length}", where=self._store.at(key),
                                   mend="the file changed while it was read; start again")
         return data
 
@@ -228,12 +236,19 @@ class Reader(StorageReader):
 
 
 def load_planner() -> DefaultLoadPlanner:
-    """The planner that goes with `Reader`: the state is flat."""
+    """Return the planner for `Reader`, which needs a flat state."""
     return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def put_in_place(planner: LoadPlanner, item: ReadItem, rows: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Copy what `item` wants, which begins at `offsets` of `rows`, into the tensor that is being loaded."""
+    """Copy one item into the tensor that is being loaded.
+
+    Args:
+        planner: the planner that made the item.
+        item: what to copy.
+        rows: a tensor that contains it.
+        offsets: first index of the item in each dimension of `rows`.
+    """
     for dimension, (offset, size) in enumerate(zip(offsets, item.lengths)):
         rows = rows.narrow(dimension, offset, size)
     target = planner.resolve_tensor(item).detach()
@@ -252,20 +267,20 @@ def _elements(item: WriteItem) -> int:
 
 
 def _is_empty(item: WriteItem) -> bool:
-    """The whole tensor has no element."""
+    """Return whether the whole tensor has no element."""
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.size) == 0
 
 
 def _file_order(item: WriteItem) -> tuple[Any, ...]:
-    """Wide elements first, so that each lies at a multiple of its size; then by name and place."""
+    """Return the sort key of a part in the file: wide elements first, so that all are aligned; then name, offsets."""
     assert item.tensor_data is not None
     dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
     return (-DTYPES[dtype][1], item.index.fqn, tuple(item.tensor_data.chunk.offsets))
 
 
 def _described(item: WriteItem, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ...]]:
-    """A part, as `safetensors_head` wants it."""
+    """Return (name, dtype, shape) of a part for `safetensors_head`."""
     assert item.tensor_data is not None
     whole, chunk = item.tensor_data.size, item.tensor_data.chunk
     return part_name(item.index.fqn, whole, chunk.offsets, tensor.shape), dtype_name(tensor), tuple(tensor.shape)

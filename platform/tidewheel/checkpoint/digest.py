@@ -1,4 +1,4 @@
-"""One SHA-256 for the tensors of a checkpoint, whatever layout and number of workers wrote it. No torch in here."""
+"""One SHA-256 for the tensors of a checkpoint, whatever layout and number of workers wrote it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.storage import Store
 
 @dataclass(frozen=True)
 class Digest:
-    """Of a checkpoint's tensors; two are equal when step and bits are."""
+    """Hashes of a checkpoint's tensors; two digests are equal when step and bits are equal."""
 
     checkpoint: str = field(compare=False)
     """URI."""
@@ -28,38 +28,41 @@ class Digest:
 
 
 def digest(uri: str) -> Digest:
-    """The digest of a run's newest complete checkpoint, or of RUN/checkpoints/step_00000100, having verified it.
+    """Verify a checkpoint and return its digest.
 
-    Hashed for each tensor, in the order of their names: its name, dtype and shape, then its elements in row-major
-    order, little-endian. Where files begin and end, and how tensors were cut, does not enter. One tensor at a time is
-    held in memory.
+    The hash is over each tensor in the order of their names: its name, dtype and shape, then its elements in row-major
+    order, little-endian. It does not depend on how tensors are cut or files are divided. One tensor at a time is held
+    in memory.
+
+    Args:
+        uri: a run (its newest complete checkpoint) or one checkpoint, RUN/checkpoints/step_00000100.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    _, place, name = locate(uri)
-    manifest = read_manifest(place, name)
-    if problems := verify_files(place, name, manifest.files):
-        raise CheckpointError("; ".join(problems)[:500], where=place.at(name),
+    _, checkpoints, name = locate(uri)
+    manifest = read_manifest(checkpoints, name)
+    if problems := verify_files(checkpoints, name, manifest.files):
+        raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
                               mend="take another one: `tidewheel checkpoint verify RUN` shows which are intact")
     groups = {group: hashlib.sha256() for group in sorted({path.partition("/")[0] for path in manifest.tensors})}
     everything = hashlib.sha256()
     for path, entry in sorted(manifest.tensors.items()):
         head = f"{path} {entry.dtype} {list(entry.shape)}\n".encode()
-        content = _content(place, name, manifest, entry)
+        content = _content(checkpoints, name, manifest, entry)
         for hashed in (groups[path.partition("/")[0]], everything):
             hashed.update(head)
             hashed.update(content.data)
-    return Digest(place.at(name), manifest.step, {group: found.hexdigest() for group, found in groups.items()},
-                  everything.hexdigest())
+    hashes = {group: hashed.hexdigest() for group, hashed in groups.items()}
+    return Digest(checkpoints.at(name), manifest.step, hashes, everything.hexdigest())
 
 
-def _content(place: Store, name: str, manifest: CheckpointManifest, entry: TensorEntry) -> np.ndarray:
-    """The bytes of a whole tensor, put together from its parts: contiguous uint8."""
+def _content(store: Store, name: str, manifest: CheckpointManifest, entry: TensorEntry) -> np.ndarray:
+    """Return the bytes of a whole tensor, assembled from its parts: contiguous uint8."""
     whole = np.empty((*entry.shape, entry.itemsize), dtype=np.uint8)
     for chunk in entry.chunks:
         length = math.prod(chunk.sizes) * entry.itemsize
-        data = place.read(f"{name}/{manifest.files[chunk.file].key}", chunk.start, length) if length else b""
+        data = store.read(f"{name}/{manifest.files[chunk.file].key}", chunk.start, length) if length else b""
         box = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes))
         whole[box] = np.frombuffer(data, dtype=np.uint8).reshape(*chunk.sizes, entry.itemsize)
     return whole.reshape(-1)

@@ -1,4 +1,4 @@
-"""Save the run's state while it goes on, and find the newest intact one when it comes back."""
+"""Save the run's state while training goes on, and load the newest intact checkpoint when the run resumes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tidewheel import storage
 from tidewheel.checkpoint.commit import attempt_name, folder_name, publish
-from tidewheel.checkpoint.dcp import Reader, StagedPlanner, Writer, load_planner
-from tidewheel.checkpoint.manifest import KEY, CheckpointManifest, TensorEntry, step_name
+from tidewheel.checkpoint.dcp import StagedPlanner, Writer
+from tidewheel.checkpoint.loading import load_newest, load_uri, reason_of
+from tidewheel.checkpoint.manifest import CheckpointManifest, TensorEntry, step_name
 from tidewheel.checkpoint.peers import Peers
-from tidewheel.checkpoint.retention import Keep, collect, give_up_abandoned
-from tidewheel.checkpoint.staging import Snapshot, Stage, dtype_name, flatten, local
-from tidewheel.checkpoint.verify import list_checkpoints, locate, parse_text, verify_files
+from tidewheel.checkpoint.retention import Keep, abort_abandoned_uploads, collect
+from tidewheel.checkpoint.staging import Snapshot, Stage, flatten, local
+from tidewheel.checkpoint.verify import verify_files
 from tidewheel.errors import CheckpointError, OwnershipError, StorageAwayError, StorageError, TidewheelError
 from tidewheel.storage import Stamp, Store
 from tidewheel.time_limit import TimeLimit, bounded
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 OnEvent = Callable[[str, dict[str, Any]], None]
 T = TypeVar("T")
 
-MOMENT_SECONDS = 1.0
-"""Ranks that part wait this long for a save that is under way."""
+LET_GO_SECONDS = 1.0
+"""Ranks that are about to part wait this long for a save under way."""
 
 
 class CheckpointManager:
@@ -46,60 +46,81 @@ class CheckpointManager:
 
     Args:
         store: the run's `checkpoints` folder.
-        keep_last, keep_best, keep_every: complete checkpoints to keep, see `retention.Keep`; others, and partial ones
-            older than the newest, are deleted.
-        on_event: called on rank 0 with ("commit", detail) when a checkpoint is published ("save" is the loop's: it was
-            handed over), ("save_failed", detail), ("checkpoint_refused", detail) or ("cleanup_failed", detail); often
-            from the uploading thread, so it must be quick.
+        keep_last: number of newest checkpoints to keep, see `retention.Keep`. Others, and partial ones older than the
+            newest, are deleted.
+        keep_best: number of checkpoints with the lowest validation loss to keep.
+        keep_every: keep the checkpoints of steps that are multiples of this; 0: none.
+        on_event: called on rank 0 with ("commit", detail) when a checkpoint is published, ("save_failed", detail),
+            ("save_abandoned", detail), ("checkpoint_refused", detail) or ("cleanup_failed", detail). It is often called
+            from the uploading thread, so it must be quick. ("save" is the training loop's event.)
         process_group: the ranks; default: torch.distributed's default group, or this process alone.
         asynchronous: upload in a thread; False: `save` returns when the checkpoint is committed.
         save_seconds: a save that takes longer has failed.
-        max_failed: saves in a row that may fail; then `save` and `wait` raise. 0: any number.
+        max_failed: `save` and `wait` raise after this many failed saves in a row; 0: never.
         generation: number of the worker group, for a run that has an owner. None: a checkpoint outside a run.
     """
 
     def __init__(self, store: Store, *, keep_last: int = 3, keep_best: int = 0, keep_every: int = 0,
                  on_event: OnEvent | None = None, process_group: Any = None, asynchronous: bool = True,
                  save_seconds: float = 1800.0, max_failed: int = 0, generation: int | None = None) -> None:
-        self.store, self._keep, self._asynchronous = store, Keep(keep_last, keep_best, keep_every), asynchronous
-        self._max_failed, self._saves, self._reason = max_failed, Saves(), ""
+        self.store = store
+        self._keep = Keep(keep_last, keep_best, keep_every)
+        self._asynchronous = asynchronous
+        self._save_seconds, self._max_failed = save_seconds, max_failed
         self._on_event, self._process_group = on_event, process_group
         self._generation = generation
-        self._lost: OwnershipError | None = None
-        self._made_peers: Peers | None = None
+        self._peers: Peers | None = None
         self._stage = Stage()
+        self._saves = Saves()
+        self._last_failure = ""
+        self._lost: OwnershipError | None = None
         self._upload: threading.Thread | None = None
-        self._copied, self._stalled = threading.Event(), 0.0
+        self._copied = threading.Event()
         self._copied.set()
+        self._stalled = 0.0
         self._damaged: set[str] = set()
-        self._save_seconds = save_seconds
-        self._limit, self._broken_off, self._let_go = TimeLimit(), False, False
-        self._finds_abandoned = True
+        self._limit = TimeLimit()
+        self._broken_off = self._let_go = False
+        self._lists_uploads = True
 
     @classmethod
     def of(cls, store: Store, config: CheckpointConfig, on_event: OnEvent, *,
            generation: int | None) -> CheckpointManager:
-        """Return the manager of worker group `generation` of a run, as the run's configuration says."""
+        """Return a manager with the settings of a run.
+
+        Args:
+            store: the run's `checkpoints` folder.
+            config: the run's settings.
+            on_event: see the class.
+            generation: number of the worker group; None: a checkpoint outside a run.
+        """
         return cls(store, keep_last=config.keep_last, keep_best=config.keep_best, keep_every=config.keep_every,
                    on_event=on_event, asynchronous=config.asynchronous, max_failed=config.max_failed_saves,
                    save_seconds=config.save_seconds, generation=generation)
 
     @property
     def peers(self) -> Peers:
-        """The ranks' own group; made once, by all ranks, at their first save or load."""
-        if self._made_peers is None:
-            self._made_peers = Peers(self._process_group, self._save_seconds)
-        return self._made_peers
+        """The ranks' own process group, which all ranks make together at their first save or load."""
+        if self._peers is None:
+            self._peers = Peers(self._process_group, self._save_seconds)
+        return self._peers
 
     # -- save ----------------------------------------------------------------------------------
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Save `state`, a nested dict of tensors, and `extra`, JSON values (rank 0's counts), as of this call.
+        """Save the state as it is at this call, after waiting for the previous save.
 
-        Waits for the save before, if that is still under way. The state may change after `settle`: it is copied to
-        host memory behind the training. Failures of storage do not raise here; see `on_event`.
+        The state must not change until `settle` returns; it is copied to host memory in the background. Failures of
+        storage do not raise here; see `on_event`.
+
+        Args:
+            step: number of completed steps.
+            state: nested dict of tensors.
+            extra: JSON values; those of rank 0 are saved.
 
         Raises:
             CheckpointError: the state holds something other than tensors, or `extra` is not JSON.
+            StorageError: too many saves in a row have failed.
+            OwnershipError: another driver has taken the run over.
         """
         began = time.monotonic()
         peers, flat = self.peers, flatten(state)
@@ -111,14 +132,15 @@ class CheckpointManager:
                                   mend="give numbers, text, lists and dicts") from None
         self.wait()
         parts = {name: local(tensor) for name, tensor in flat.items()}
-        snapshot, self._copied = Snapshot.of(parts.values()), threading.Event()
+        snapshot = Snapshot.of(parts.values())
+        self._copied = threading.Event()
         self._saves, self._stalled = replace(self._saves, busy=True), 0.0
 
         def upload() -> None:
             staged: dict[str, torch.Tensor] | Exception
             try:
                 staged = self._stage.copy(parts, snapshot)
-            except Exception as error:  # of memory: the other ranks hear of it in the save
+            except Exception as error:  # out of memory, say: `_save` passes it on to the other ranks
                 staged = error
             self._copied.set()
             self._save(peers, step, flat, staged, frozen, began)
@@ -126,23 +148,23 @@ class CheckpointManager:
         if not self._asynchronous:
             upload()
             return
-        # a daemon: a process that is told to stop must not wait for an upload
+        # a daemon thread: a process that is told to stop must not wait for an upload
         self._upload = threading.Thread(target=upload, name=f"checkpoint-{step}", daemon=True)
         self._stalled = time.monotonic() - began
         self._upload.start()
 
     def settle(self) -> None:
-        """Return once what was handed over to `save` may change."""
+        """Return once the state given to `save` may change."""
         if not self._copied.is_set():
             began = time.monotonic()
             self._copied.wait()
             self._stalled += time.monotonic() - began
 
     def wait(self) -> None:
-        """Return once the save under way, if any, is committed or has failed for good.
+        """Return once the save under way, if any, is committed or has failed.
 
         Raises:
-            StorageError: too many in a row have failed, on all ranks.
+            StorageError: too many saves in a row have failed, on all ranks.
             OwnershipError: another driver has taken the run over.
         """
         if self._upload is not None:
@@ -151,16 +173,18 @@ class CheckpointManager:
         if self._lost is not None:
             raise self._lost
         if self._max_failed and self._saves.failed >= self._max_failed:
-            raise StorageError(f"{self._saves.failed} saves in a row have failed, the last one so: {self._reason}",
-                               where=self.store.uri, mend="see that the place can be written to, then start the run "
-                               "again; checkpoint.max_failed_saves is the limit")
+            raise StorageError(f"{self._saves.failed} saves in a row have failed; the last one: {self._last_failure}",
+                               where=self.store.uri, mend="make sure that the folder can be written to, then start the "
+                               "run again; checkpoint.max_failed_saves is the limit")
 
     def let_go(self) -> None:
-        """End the save under way, if it is not over in a moment: its ranks part now, and the state is safe elsewhere.
-        All of them call it."""
+        """Stop the save under way unless it ends in a moment, because its ranks part and another tier has the state.
+
+        All ranks call this together.
+        """
         if self._upload is None:
             return
-        self._upload.join(MOMENT_SECONDS)
+        self._upload.join(LET_GO_SECONDS)
         if self._upload.is_alive():
             self._let_go = True
             self._limit.end("its workers make way")
@@ -168,26 +192,18 @@ class CheckpointManager:
         self._upload = None
 
     def break_off(self) -> None:
-        """Stop the save under way at its next request or chunk, and save no more: its ranks are no longer together.
-        From any thread; returns at once."""
+        """Stop the save under way at its next request or chunk and prevent others: the ranks are no longer together.
+
+        Safe to call from any thread; returns at once.
+        """
         self._broken_off = True
         self._limit.end("its workers have parted")
 
-    def _in_time(self, work: Callable[[], T]) -> T:
-        """`work()`, within the limit of what is under way; storage that hangs cannot hold the calling thread."""
-        return bounded(work, self._limit)
-
-    def _begin(self, what: str) -> None:
-        """A new time limit."""
-        self._limit = TimeLimit(self._save_seconds, what)
-        if self._broken_off:  # looked at after the limit is in place: `break_off` may come at any time
-            self._limit.end("its workers have parted")
-
     def saves(self) -> Saves:
-        """How saving goes."""
+        """Return the state of saving: failures in a row, and the cost of the last save."""
         return self._saves
 
-    # a run without a memory tier keeps nothing but checkpoints
+    # without a memory tier there are only checkpoints in storage
     def keeps(self, step: int) -> bool:
         return False
 
@@ -197,11 +213,62 @@ class CheckpointManager:
     def is_safe(self, step: int) -> bool:
         return False
 
+    # -- load ----------------------------------------------------------------------------------
+    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Fill the tensors of `state` in place from the newest intact checkpoint, resharded to the present ranks.
+
+        Every file of a checkpoint is read and its hash compared before it is used. Damaged and partial checkpoints are
+        skipped, each with an event.
+
+        Returns:
+            the `extra` of that checkpoint; None when nothing was ever committed.
+
+        Raises:
+            CheckpointError: there are checkpoints but none is intact, or the state does not fit.
+            StorageError: the store does not answer.
+        """
+        self.wait()
+        return load_newest(self.store, self.peers, flatten(state), self._refuse)
+
+    def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Load from storage, as `load_latest` does."""
+        return self.load_latest(state)
+
+    def load_from(self, uri: str, state: dict[str, Any]) -> None:
+        """Fill the tensors of `state` in place from another run's checkpoint, converted to their dtypes.
+
+        All ranks call this together. The checkpoint may hold more tensors than `state`.
+
+        Args:
+            uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
+            state: nested dict of tensors.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
+            StorageError: the store does not answer.
+        """
+        load_uri(uri, self.peers, flatten(state))
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self._damaged.add(name)
+        self._event("checkpoint_refused", checkpoint=name, reason=reason)
+
+    # -- the uploading thread ------------------------------------------------------------------
+    def _begin_limit(self, what: str) -> None:
+        """Start a new time limit."""
+        self._limit = TimeLimit(self._save_seconds, what)
+        if self._broken_off:  # checked once the limit is in place, as `break_off` may be called at any time
+            self._limit.end("its workers have parted")
+
+    def _in_time(self, work: Callable[[], T]) -> T:
+        """Return `work()`, run within the current limit so that storage that hangs cannot hold the calling thread."""
+        return bounded(work, self._limit)
+
     def _save(self, peers: Peers, step: int, flat: dict[str, torch.Tensor],
               staged: dict[str, torch.Tensor] | Exception, extra: dict[str, Any], began: float) -> None:
-        """Write, commit, clean up; nothing raised here may reach the training."""
+        """Write, commit and clean up. Nothing raised in here may reach the training."""
         self._let_go = False
-        self._begin(f"the save of step {step}")
+        self._begin_limit(f"the save of step {step}")
         name, generation = step_name(step), self._generation
         written: list[CheckpointManifest] = []
 
@@ -216,13 +283,8 @@ class CheckpointManager:
                 publish=lambda manifest: publish(self.store, name, manifest, owned=generation is not None))
             torch_checkpoint.save(dict(flat), storage_writer=writer, planner=StagedPlanner(staged),
                                   process_group=peers.group, no_dist=peers.alone)
-        except (Exception, CheckpointException) as error:  # torch's is a BaseException
-            seconds, self._reason = time.monotonic() - began, _reason(error)
-            self._lost = _ownership(error)
-            self._saves = Saves(self._saves.failed + 1, False, seconds, self._stall(seconds))
-            kind = "save_abandoned" if self._let_go else "save_failed"
-            self._event(kind, checkpoint=name, step=step, reason=self._reason, seconds=round(seconds, 3),
-                        in_a_row=self._saves.failed)
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+            self._fail(error, name, step, time.monotonic() - began)
             return
         seconds = time.monotonic() - began
         self._saves = Saves(0, False, seconds, self._stall(seconds))
@@ -236,136 +298,51 @@ class CheckpointManager:
         elif peers.rank == 0:
             self._clean_up(step, name)
 
-    def _reads_back(self, peers: Peers, name: str, written: list[CheckpointManifest]) -> bool:
-        """Return whether checkpoint `name` may be the only one there is: then its files are read back first.
+    def _fail(self, error: BaseException, name: str, step: int, seconds: float) -> None:
+        """Record and report a failed save."""
+        self._last_failure = reason_of(error)
+        self._lost = _ownership(error)
+        self._saves = Saves(self._saves.failed + 1, False, seconds, self._stall(seconds))
+        self._event("save_abandoned" if self._let_go else "save_failed", checkpoint=name, step=step,
+                    reason=self._last_failure, seconds=round(seconds, 3), in_a_row=self._saves.failed)
 
-        With more than one to keep there is another to fall back on, and a load verifies what it reads.
+    def _reads_back(self, peers: Peers, name: str, written: list[CheckpointManifest]) -> bool:
+        """Return whether checkpoint `name` is good enough to delete older ones.
+
+        When only one is kept, its files are read back first. Otherwise there is another to fall back on, and a load
+        verifies what it reads.
         """
         if self._keep.last > 1:
             return True
         files = peers.from_first(lambda: written[-1].files)
         try:
-            mine = self._in_time(lambda: verify_files(self.store, name, files[peers.rank::peers.size]))
-        except StorageError as error:  # the others wait for it
-            mine = [_reason(error)]
-        problems = [line for lines in peers.all(mine) for line in lines]
+            own = self._in_time(lambda: verify_files(self.store, name, files[peers.rank::peers.size]))
+        except StorageError as error:  # the other ranks wait for this rank's answer
+            own = [reason_of(error)]
+        problems = [line for lines in peers.all(own) for line in lines]
         if problems:
             self._event("checkpoint_refused", checkpoint=name, reason="; ".join(problems)[:500])
         return not problems
 
     def _stall(self, seconds: float) -> float:
-        """For how long a save of `seconds` has kept the training waiting so far."""
+        """Return how long a save that took `seconds` has kept the training waiting."""
         return self._stalled if self._asynchronous else seconds
 
     def _clean_up(self, step: int, name: str) -> None:
-        self._begin("the clean-up")
+        self._begin_limit("the clean-up")
         try:
             self._in_time(lambda: collect(self.store, committed=step, keep=self._keep, damaged=self._damaged,
                                           generation=self._generation))
-        except (TidewheelError, OSError) as error:  # too many checkpoints do no harm; a lost run is found out elsewhere
-            self._event("cleanup_failed", reason=_reason(error))
+        except (TidewheelError, OSError) as error:  # too many checkpoints do no harm; the next save notices a lost run
+            self._event("cleanup_failed", reason=reason_of(error))
             return
-        if not self._finds_abandoned:
+        if not self._lists_uploads:
             return
         try:
-            self._in_time(lambda: give_up_abandoned(self.store, name))
+            self._in_time(lambda: abort_abandoned_uploads(self.store, name))
         except (TidewheelError, OSError) as error:
-            self._finds_abandoned = isinstance(error, StorageAwayError)  # else the store does not let us list them
-            self._event("cleanup_failed", reason=_reason(error))
-
-    # -- load ----------------------------------------------------------------------------------
-    def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Fill the tensors of `state` in place from the newest intact checkpoint; resharded to the ranks there are.
-
-        Every file of a checkpoint is read and its hash compared before it is used, the files shared out among the
-        ranks, and all ranks take the same one. Damaged and partial ones are passed over, with an event each.
-
-        Returns:
-            The `extra` of that checkpoint, or None: nothing was ever committed here.
-
-        Raises:
-            CheckpointError: there are checkpoints but none is intact, or the state does not fit.
-            StorageError: the store does not answer.
-        """
-        self.wait()
-        peers, flat = self.peers, flatten(state)
-        found = peers.from_first(lambda: [(info.name, info.committed, info.problem)
-                                          for info in reversed(list_checkpoints(self.store))])
-        refused = []
-        for name, committed, problem in found:
-            manifest, problems = self._inspect(peers, name, problem)
-            if manifest is not None and not problems:
-                self._load(peers, name, manifest, flat)
-                return manifest.extra
-            reason = "; ".join(problems)
-            self._damaged.add(name)
-            self._event("checkpoint_refused", checkpoint=name, reason=reason)
-            if committed:
-                refused.append(f"{name} ({reason})")
-        if refused:
-            raise CheckpointError(f"none of {len(refused)} checkpoints is intact: {', '.join(refused)[:500]}",
-                                  where=self.store.uri, mend="restore one from a copy, or delete them all to begin "
-                                  "the run anew")
-        return None
-
-    def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """`load_latest`: there is nothing but what was saved."""
-        return self.load_latest(state)
-
-    def load_from(self, uri: str, state: dict[str, Any]) -> None:
-        """Fill the tensors of `state` in place from another run's checkpoint, each in its own dtype; called by all
-        ranks. It may hold more than `state`.
-
-        Args:
-            uri: a run (its newest complete checkpoint) or RUN/checkpoints/step_00000100.
-
-        Raises:
-            CheckpointError: there is none, it is damaged, or it does not fit.
-        """
-        peers, flat = self.peers, flatten(state)
-        folder, name = peers.from_first(lambda: _place(uri))
-        other = CheckpointManager(storage.store(folder), process_group=self._process_group)
-        manifest, problems = other._inspect(peers, name, "")
-        if manifest is None or problems:
-            raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
-                                  mend="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
-                                  "are intact")
-        other._load(peers, name, manifest, flat, convert=True)
-
-    def _inspect(self, peers: Peers, name: str, problem: str) -> tuple[CheckpointManifest | None, list[str]]:
-        """The manifest, and what is wrong with the checkpoint; the same on all ranks."""
-        if problem:
-            return None, [problem]
-        # one rank reads the manifest: a thousand requests for one object is what object stores throttle
-        text = peers.from_first(lambda: self.store.read(f"{name}/{KEY}").decode())
-        manifest = parse_text(self.store, name, text)
-        mine: list[str] | StorageError
-        try:
-            mine = verify_files(self.store, name, manifest.files[peers.rank::peers.size])
-        except StorageError as error:  # the others wait for it
-            mine = error
-        lines: list[str] = []
-        for found in peers.all(mine):
-            if isinstance(found, StorageError):
-                raise found
-            lines += found
-        return manifest, lines
-
-    def _load(self, peers: Peers, name: str, manifest: CheckpointManifest, flat: dict[str, torch.Tensor], *,
-              convert: bool = False) -> None:
-        where = self.store.at(name)
-        misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
-        if misfits:
-            raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
-                                  mend="give the model the shape it has there" if convert else
-                                  "continue with the model and precision the run was started with")
-        reader = Reader(self.store, name, manifest)
-        try:
-            torch_checkpoint.load(dict(flat), storage_reader=reader, planner=load_planner(),
-                                  process_group=peers.group, no_dist=peers.alone)
-        except CheckpointException as error:
-            raise CheckpointError(f"cannot be read: {_reason(error)}", where=where,
-                                  mend="start again; the checkpoint was intact when it was verified") from error
+            self._lists_uploads = isinstance(error, StorageAwayError)  # otherwise the store does not allow listing them
+            self._event("cleanup_failed", reason=reason_of(error))
 
     def _event(self, kind: str, **detail: Any) -> None:
         logger.debug("%s %s", kind, detail)
@@ -374,35 +351,8 @@ class CheckpointManager:
 
 
 def _ownership(error: BaseException) -> OwnershipError | None:
-    """Return the loss of the run among the causes of a failed save, if it is one."""
+    """Return the OwnershipError among the causes of a failed save, if there is one."""
     if isinstance(error, CheckpointException):
         lost = [inner for inner, _ in error.failures.values() if isinstance(inner, OwnershipError)]
         return lost[0] if lost else None
     return error if isinstance(error, OwnershipError) else None
-
-
-def _place(uri: str) -> tuple[str, str]:
-    _, place, name = locate(uri)
-    return place.uri, name
-
-
-def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], convert: bool) -> list[str]:
-    """What of the state the checkpoint does not have in the same shape and, unless it is converted, dtype."""
-    lines = []
-    for name, tensor in flat.items():
-        entry = manifest.tensors.get(name)
-        if entry is None:
-            lines.append(f"{name} is not in the checkpoint")
-        elif entry.shape != tuple(tensor.shape) or not (convert or entry.dtype == dtype_name(tensor)):
-            lines.append(f"{name} is {entry.dtype} {list(entry.shape)} in the checkpoint, "
-                         f"{dtype_name(tensor)} {list(tensor.shape)} in the run")
-    return lines
-
-
-def _reason(error: BaseException) -> str:
-    """One line about `error`; of a failure of several ranks, the first."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (inner, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {_reason(inner)}"
-    what = f"{error.where}: {error.what}" if isinstance(error, TidewheelError) else str(error)
-    return what.splitlines()[0][:300] if what else type(error).__name__

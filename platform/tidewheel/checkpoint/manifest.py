@@ -1,7 +1,7 @@
-"""`manifest.json` of a checkpoint: its files, where each part of each tensor lies in them, and the run's own state.
+"""`manifest.json` of a checkpoint: its files, the position of each part of each tensor, and the run's own state.
 
-A checkpoint exists when its manifest does. The manifest carries a hash of itself, so that damage to it shows like
-damage to the tensors. Nothing in it is executed when read: plain JSON, every field checked.
+A checkpoint exists when its manifest does. The manifest contains a hash of itself, so that damage to it is detected
+like damage to the tensors. It is plain JSON, every field is checked, and reading it executes nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ DTYPES: dict[str, tuple[str, int]] = {
     "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "int64": ("I64", 8), "int32": ("I32", 4),
     "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "uint16": ("U16", 2), "uint32": ("U32", 4),
     "uint64": ("U64", 8), "bool": ("BOOL", 1)}
-"""torch's name of a dtype: its name in the safetensors format, and its bytes."""
+"""By torch's name of a dtype: its name in the safetensors format, and the bytes of one element."""
 
 
 def step_name(step: int, writer: str = "") -> str:
     """Return the name of the checkpoint of `step`: "step_00000100".
 
     Args:
-        writer: tells apart whoever saves a step that others have saved before: "g3" gives "step_00000100-g3".
+        step: number of completed steps.
+        writer: distinguishes writers that save the same step: "g3" gives "step_00000100-g3".
     """
     return f"step_{step:08d}" + (f"-{writer}" if writer else "")
 
@@ -41,7 +42,7 @@ def step_of(name: str) -> int:
     """Return the step in the name of a checkpoint.
 
     Raises:
-        ValueError: it is no such name.
+        ValueError: it is not the name of a checkpoint.
     """
     match = NAME.fullmatch(name)
     if match is None:
@@ -51,14 +52,16 @@ def step_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a tensor and where its bytes lie, in row-major order."""
+    """One box of a tensor and the position of its bytes, in row-major order."""
 
     file: int
     """Index into `CheckpointManifest.files`."""
     start: int
     """First byte in that file."""
     offsets: tuple[int, ...]
+    """First index of the box in each dimension."""
     sizes: tuple[int, ...]
+    """Shape of the box."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of one element."""
         return DTYPES[self.dtype][1]
 
 
@@ -81,24 +84,25 @@ class CheckpointManifest:
 
     step: int
     world_size: int
-    """Ranks that wrote it; any number may read it."""
+    """Number of ranks that wrote it; any number can read it."""
     time: float
     """When it was committed, seconds since 1970."""
     files: tuple[Stamp, ...]
-    """Keys are names inside the checkpoint's folder."""
+    """Their keys are names inside the checkpoint's folder."""
     tensors: dict[str, TensorEntry]
     """By path in the state, "model/embedding.weight"."""
     extra: dict[str, Any]
+    """The run's own state, JSON values."""
     generation: int = 0
     """Number of the worker group that wrote it; `commit_log.epoch_of` gives the epoch."""
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """Total bytes of all files."""
         return sum(file.bytes for file in self.files)
 
     def to_json(self) -> bytes:
-        """The bytes of manifest.json, hash of itself included."""
+        """Return the bytes of manifest.json, including the hash of itself."""
         values = {
             "format": FORMAT, "step": self.step, "world_size": self.world_size, "time": self.time,
             "files": [{"key": file.key, "bytes": file.bytes, "hash": file.hash} for file in self.files],
@@ -114,10 +118,10 @@ def _self_hash(values: dict[str, Any]) -> str:
 
 
 def read_manifest(store: Store, name: str) -> CheckpointManifest:
-    """The manifest of checkpoint `name`, every field checked.
+    """Return the manifest of checkpoint `name`, having checked every field.
 
     Raises:
-        CheckpointError: none there (the checkpoint was never committed), or it is damaged.
+        CheckpointError: there is none (the checkpoint was never committed), or it is damaged.
     """
     key = f"{name}/{KEY}"
     try:
@@ -128,21 +132,30 @@ def read_manifest(store: Store, name: str) -> CheckpointManifest:
 
 
 def parse_manifest(data: bytes, name: str, where: str) -> CheckpointManifest:
-    """The manifest in `data`; see `read_manifest`."""
+    """Return the manifest in `data`, having checked every field.
+
+    Args:
+        data: content of manifest.json.
+        name: the checkpoint.
+        where: location for error messages.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
     try:
         values = json.loads(data)
         if not isinstance(values, dict) or values.pop("manifest_hash", None) != _self_hash(values):
-            raise ValueError("its content does not match the hash it carries")
+            raise ValueError("its content does not match its own hash")
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']!r} is not the known one, {FORMAT}")
-        found = _build(values)
-        if step_of(name) != found.step:
-            raise ValueError(f"it is that of step {found.step}")
+        manifest = _build(values)
+        if step_of(name) != manifest.step:
+            raise ValueError(f"it is that of step {manifest.step}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, StorageError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
         raise CheckpointError(f"manifest.json is damaged: {reason}", where=where,
-                              mend="training passes over it; delete this checkpoint's folder") from None
-    return found
+                              mend="training skips it; delete this checkpoint's folder") from None
+    return manifest
 
 
 def _build(values: dict[str, Any]) -> CheckpointManifest:
@@ -153,7 +166,7 @@ def _build(values: dict[str, Any]) -> CheckpointManifest:
         files.append(Stamp(file["key"], _count(file["bytes"]), file["hash"]))
     tensors = {name: _tensor(name, entry, files) for name, entry in values["tensors"].items()}
     if not isinstance(values["extra"], dict):
-        raise ValueError("extra is not a group of values")
+        raise ValueError("extra is not a JSON object")
     return CheckpointManifest(step=_count(values["step"]), world_size=_count(values["world_size"]),
                               time=float(values["time"]), files=tuple(files), tensors=tensors, extra=values["extra"],
                               generation=_count(values.get("generation", 0)))
@@ -163,13 +176,14 @@ def _tensor(name: str, entry: dict[str, Any], files: list[Stamp]) -> TensorEntry
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
     shape = tuple(map(_count, entry["shape"]))
-    itemsize, chunks = DTYPES[entry["dtype"]][1], []
+    itemsize = DTYPES[entry["dtype"]][1]
+    chunks = []
     for file, start, offsets, sizes in entry["chunks"]:
         chunk = Chunk(_count(file), _count(start), tuple(map(_count, offsets)), tuple(map(_count, sizes)))
         inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
             offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape))
         if not inside or chunk.start + math.prod(chunk.sizes) * itemsize > files[chunk.file].bytes:
-            raise ValueError(f"a part of {name} lies outside the tensor or its file")
+            raise ValueError(f"a part of {name} is outside the tensor or its file")
         chunks.append(chunk)
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the parts of {name} do not add up to it")

@@ -1,4 +1,4 @@
-"""Which checkpoints may go. The newest intact one never does."""
+"""Delete checkpoints that are no longer needed. The newest intact one is always kept."""
 
 from __future__ import annotations
 
@@ -14,53 +14,60 @@ from tidewheel.storage import Store
 
 @dataclass(frozen=True)
 class Keep:
-    """Which complete checkpoints are kept."""
+    """Which complete checkpoints to keep."""
 
     last: int = 3
-    """The newest so many."""
+    """Number of newest ones."""
     best: int = 0
-    """The so many with the least validation loss, measured at their own step."""
+    """Number of those with the lowest validation loss, measured at their own step."""
     every: int = 0
-    """All whose step is a multiple of this; 0: none."""
+    """Keep all whose step is a multiple of this; 0: none."""
 
     def __post_init__(self) -> None:
         if self.last < 1 or self.best < 0 or self.every < 0:
             raise ValueError(f"keep_last is at least 1, keep_best and keep_every 0; got {self}")
 
     def names(self, good: Sequence[CheckpointInfo]) -> set[str]:
-        """Return the names of those to keep among `good`: complete, not known to be damaged, the newest last."""
+        """Return the names of the checkpoints to keep.
+
+        Args:
+            good: complete checkpoints not known to be damaged, the newest last.
+        """
         scored = sorted((info.validation_loss, info.step, info.name) for info in good
                         if info.validation_loss is not None)
-        return ({info.name for info in good[-self.last:]} | {name for _, _, name in scored[:self.best]}
-                | {info.name for info in good if self.every and info.step and info.step % self.every == 0})
+        newest = {info.name for info in good[-self.last:]}
+        best = {name for _, _, name in scored[:self.best]}
+        multiples = {info.name for info in good if self.every and info.step and info.step % self.every == 0}
+        return newest | best | multiples
 
 
 @dataclass(frozen=True)
 class Expired:
-    """What may be deleted."""
+    """What can be deleted."""
 
     checkpoints: tuple[str, ...]
     """Whole folders."""
     objects: tuple[str, ...]
-    """Files in kept folders that no manifest names: left by an attempt that was overtaken."""
+    """Files in kept folders that no manifest names, left by an attempt that lost to another."""
 
 
-def expired(found: Sequence[CheckpointInfo], *, committed: int, keep: Keep, damaged: Collection[str] = (),
+def expired(listed: Sequence[CheckpointInfo], *, committed: int, keep: Keep, damaged: Collection[str] = (),
             generation: int | None = None) -> Expired:
-    """Return what may go once the checkpoint of step `committed` is in place.
+    """Return what can be deleted once the checkpoint of step `committed` is in place.
 
-    Files of a later worker group are never touched: whoever cleans up here may have been overtaken without knowing.
-    Whatever an older epoch left uncommitted goes, as it can never be committed. Of the own epoch, and outside a run,
-    what lies at a later step is left alone: the run was restored from before it, so it was refused as damaged or
-    never committed; it is saved anew when the run comes by there again, and counts for nothing until then.
+    Files of a later worker group are never deleted, because another driver may have taken the run over without this one
+    knowing. Uncommitted files of an older epoch are deleted, because they can never be committed. Checkpoints of this
+    epoch, or outside a run, at a later step than `committed` are left alone: the run was restored from before them, so
+    they were refused as damaged or never committed, and the run saves that step again when it gets there.
 
     Args:
-        found: all checkpoints, the newest last.
-        keep: complete ones to keep, up to and with `committed`.
-        damaged: names of complete-looking ones whose content is known to be damaged.
+        listed: all checkpoints, the newest last.
+        committed: the step that was just committed.
+        keep: which complete checkpoints to keep, up to and including `committed`.
+        damaged: names of complete checkpoints whose content is known to be damaged.
         generation: the worker group that cleans up; None outside a run.
     """
-    mine = [info for info in found if not _later(info.keys, generation)]
+    mine = [info for info in listed if not _later(info.keys, generation)]
     past = [info for info in mine if info.step <= committed]
     good = [info for info in past if info.complete and info.name not in damaged]
     kept = keep.names(good)
@@ -78,7 +85,7 @@ def _later(keys: Sequence[str], generation: int | None) -> bool:
 
 
 def _fenced(keys: Sequence[str], generation: int | None) -> bool:
-    """Return whether all who wrote these files are of older epochs, which can commit no more."""
+    """Return whether all writers of these files are of older epochs, which can no longer commit."""
     writers = [writer_of(key) for key in keys if not key.endswith(f"/{KEY}")]
     return generation is not None and all(
         writer is not None and epoch_of(writer) < epoch_of(generation) for writer in writers)
@@ -86,10 +93,17 @@ def _fenced(keys: Sequence[str], generation: int | None) -> bool:
 
 def collect(store: Store, *, committed: int, keep: Keep, damaged: Collection[str] = (),
             generation: int | None = None) -> None:
-    """Delete what `expired` names.
+    """Delete what `expired` returns.
 
-    First the commit log lets it go, so that nobody begins to read it; of each checkpoint the manifest goes first, so
-    that an interrupted deletion leaves no damaged checkpoint but a partial one.
+    The commit log drops the checkpoints first, so that nobody begins to read them. The manifest of each is deleted
+    first, so that an interrupted deletion leaves a partial checkpoint rather than a damaged one.
+
+    Args:
+        store: the run's `checkpoints` folder.
+        committed: the step that was just committed.
+        keep: which complete checkpoints to keep.
+        damaged: names of complete checkpoints whose content is known to be damaged.
+        generation: the worker group that cleans up; None outside a run.
 
     Raises:
         OwnershipError: another driver owns the run; nothing was deleted.
@@ -104,7 +118,14 @@ def collect(store: Store, *, committed: int, keep: Keep, damaged: Collection[str
         store.delete(key)
 
 
-def give_up_abandoned(store: Store, committed: str) -> None:
-    """Give up the writes that began before checkpoint `committed` was, and are not completed: killed writers left them.
-    Its own ranks had completed theirs by then, and begin no others while it cleans up."""
+def abort_abandoned_uploads(store: Store, committed: str) -> None:
+    """Abort incomplete multipart uploads that killed writers left.
+
+    They are those that began before checkpoint `committed` was committed. Its own ranks had completed theirs by then,
+    and begin no others during the clean-up.
+
+    Args:
+        store: the run's `checkpoints` folder.
+        committed: name of the checkpoint.
+    """
     store.abort_uploads(before=store.written_at(f"{committed}/{KEY}"))

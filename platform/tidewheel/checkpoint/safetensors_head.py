@@ -1,4 +1,4 @@
-"""The head of the files in which ranks write their parts of a checkpoint; needs no torch.
+"""The header of the safetensors files in which ranks write their parts of a checkpoint. Does not import torch.
 
 https://github.com/huggingface/safetensors#format
 """
@@ -13,26 +13,36 @@ from tidewheel.checkpoint.manifest import DTYPES
 
 
 def part_name(tensor: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """Name of a box of `sizes` at `offsets` of a tensor: the tensor's own when it is all of it, else
-    "tensor@first,indices"."""
+    """Return the name of a box of a tensor: the tensor's own name for the whole tensor, else "tensor@first,indices".
+
+    Args:
+        tensor: the tensor's name.
+        shape: the tensor's shape.
+        offsets: first index of the box in each dimension.
+        sizes: shape of the box.
+    """
     return tensor if tuple(sizes) == tuple(shape) else f"{tensor}@{','.join(map(str, offsets))}"
 
 
 def safetensors_head(parts: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[int]]:
-    """The head of a file with these parts one behind the other, each (name, torch's name of its dtype, sizes).
+    """Return the header of a file, and the byte at which each part begins.
+
+    Args:
+        parts: (name, torch's name of the dtype, sizes) of each part, in the order of the file.
 
     Returns:
-        length, JSON and padding to 8 bytes; and where each part begins in the file.
+        the header (its length, JSON, and padding to 8 bytes), and the first byte of each part in the file.
     """
-    described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    starts, at = [], 0
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    starts: list[int] = []
+    start = 0
     for name, dtype, sizes in parts:
         code, itemsize = DTYPES[dtype]
-        end = at + math.prod(sizes) * itemsize
-        described[name] = {"dtype": code, "shape": list(sizes), "data_offsets": [at, end]}
-        starts.append(at)
-        at = end
-    text = json.dumps(described, separators=(",", ":")).encode()
+        end = start + math.prod(sizes) * itemsize
+        entries[name] = {"dtype": code, "shape": list(sizes), "data_offsets": [start, end]}
+        starts.append(start)
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return head, [start + len(head) for start in starts]

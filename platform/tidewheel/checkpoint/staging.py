@@ -1,4 +1,4 @@
-"""A copy of the state that training may not touch, so that it can be uploaded while training goes on."""
+"""Copy the state to host memory, so that it can be uploaded while training goes on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from tidewheel.errors import CheckpointError
 
 
 def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """{"model/name": tensor} of a nested dict of tensors.
+    """Return {"model/name": tensor} for a nested dict of tensors.
+
+    Args:
+        state: the dict.
+        prefix: put before each path.
 
     Raises:
-        CheckpointError: something in it is not a tensor, or of a dtype that cannot be stored.
+        CheckpointError: a value is not a tensor, or has a dtype that cannot be stored.
     """
     flat: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         path = f"{prefix}{key}"
-        found = flatten(value, f"{path}/") if isinstance(value, dict) else {path: value}
-        for name, tensor in found.items():
+        tensors = flatten(value, f"{path}/") if isinstance(value, dict) else {path: value}
+        for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor) or dtype_name(tensor) not in DTYPES:
                 kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise CheckpointError(f"{name} is {kind}, which a checkpoint cannot hold", where="checkpoint",
@@ -36,23 +40,25 @@ def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """"float32", as in `manifest.DTYPES`."""
+    """Return torch's name of the tensor's dtype, "float32", as in `manifest.DTYPES`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors as they are when this is made. A thread may copy them in `copying` while the training goes on reading
-    them; until that is done they must not change."""
+    """The moment at which tensors are to be copied.
+
+    A thread may copy them inside `copying` while training goes on reading them. They must not change until it is done.
+    """
 
     device: torch.device | None = None
-    """Of those that are not on the host."""
+    """Device of the tensors; None: the host."""
     ready: Any = None
-    """What was asked of the device until then."""
+    """CUDA event: all work that the device was given before that moment is done."""
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> Snapshot:
-        """Of now."""
+        """Return the snapshot of `tensors` as they are now."""
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if device is None:
             return cls()
@@ -62,7 +68,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies to the host that are asked for inside, beside what else the device does; done when the block ends."""
+        """Run copies to the host in the block on a stream of their own, and wait for them at its end."""
         if self.device is None:
             with torch.no_grad():
                 yield
@@ -75,13 +81,18 @@ class Snapshot:
 
 
 class Stage:
-    """Host memory for this rank's part of a state; allocated at the first use, then kept for the next."""
+    """Host memory for this rank's part of a state, allocated at the first use and then reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, parts: dict[str, torch.Tensor], snapshot: Snapshot) -> dict[str, torch.Tensor]:
-        """This rank's part of each tensor, contiguous on CPU; valid until the next call. Any thread may call it."""
+        """Return a contiguous copy of each tensor on the CPU, valid until the next call. Any thread may call this.
+
+        Args:
+            parts: this rank's part of each tensor, by path.
+            snapshot: when to copy.
+        """
         for name in self._buffers.keys() - parts.keys():
             del self._buffers[name]
         with snapshot.copying():
@@ -95,5 +106,5 @@ class Stage:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of it."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,4 +1,4 @@
-"""Both tiers as one `train.runtime.Checkpointer`: memory for what is newest, storage for what must last."""
+"""Both tiers as one `train.runtime.Checkpointer`: memory for the newest states, storage for durable checkpoints."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ from tidewheel.train.runtime import Saves
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 LIST_SECONDS = 3.0
+"""Time limit for asking storage for its newest checkpoint when memory holds a state."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The agents of a generation."""
+    """The memory agents that a generation uses."""
 
     agents: tuple[Address, ...]
-    """Of the node of each rank."""
+    """Agent of each rank's node, by rank."""
     others: tuple[Address, ...]
-    """Of nodes that have no rank now, but may hold something."""
+    """Agents of nodes that have no rank now but may hold parts."""
     token: str = field(repr=False)
+    """The run's secret."""
     domains: Mapping[Address, str] = field(default_factory=dict)
-    """Failure domain of the agents whose nodes have a label for it."""
+    """Failure domain by agent, for nodes that have a label for it."""
 
     @property
     def known(self) -> list[Address]:
-        """All of them."""
+        """All agents, sorted."""
         return sorted({*self.agents, *self.others})
 
 
 class TieredCheckpoints:
-    """The checkpoints of a run with a memory tier above them; called by all ranks together.
+    """The checkpoints of a run with a memory tier above them. All ranks call its methods together.
 
     Args:
         saved: the tier in storage.
-        placement: where the memory tier is.
-        rank, world_size, generation: this worker's.
-        every_steps: how often the state is kept in memory; 0: never.
+        placement: the agents of the memory tier.
+        rank: this worker's.
+        world_size: number of ranks.
+        generation: number of the worker group.
+        every_steps: keep the state in memory every this many steps; 0: never.
         replica: keep a copy on another node.
-        on_event: called on rank 0 with ("memory_refused", detail) when what is in memory is damaged, and on any rank
-            as `MemoryTier` says.
+        on_event: called on rank 0 with ("memory_refused", detail) when a state in memory is damaged, and on any rank
+            with the events of `MemoryTier`.
     """
 
     def __init__(self, saved: CheckpointManager, placement: Placement, *, rank: int, world_size: int, generation: int,
@@ -75,11 +79,11 @@ class TieredCheckpoints:
         return self._tier.flush() and self._tier.last.get("step") == step
 
     def break_off(self) -> None:
-        """From any thread: whoever waits for the memory tier waits no longer."""
+        """End a wait for the memory tier. Safe to call from any thread."""
         self._tier.break_off()
 
     def close(self) -> None:
-        """Let go of shared memory; the agents hold what is in it."""
+        """Unmap shared memory; the agents keep what is in it."""
         self._tier.close()
 
     # -- storage -------------------------------------------------------------------------------
@@ -104,31 +108,32 @@ class TieredCheckpoints:
 
     # -- both ----------------------------------------------------------------------------------
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Fill the tensors of `state` from the newest of what is in memory and in storage; all ranks take the same.
+        """Fill the tensors of `state` from the newest state in memory or storage; all ranks load the same one.
 
         Returns:
-            its `extra`; with "tier": "memory" when it came from there. None: there is nothing.
+            its `extra`, with "tier": "memory" when it came from memory; None when there is nothing to load.
 
         Raises:
-            CheckpointError, StorageError: as `CheckpointManager.load_latest`.
+            CheckpointError: there are checkpoints but none is intact, or the state does not fit.
+            StorageError: the store does not answer.
         """
         self._saved.wait()
         peers = self._saved.peers
-        for found in peers.from_first(self._candidates):
+        for candidate in peers.from_first(self._candidates):
             try:
-                extra = load(found, state, process_group=peers.group, mine=self._placement.agents[self._rank])
+                extra = load(candidate, state, process_group=peers.group, mine=self._placement.agents[self._rank])
             except CheckpointError as error:
                 if self._rank == 0 and self._on_event is not None:
-                    self._on_event("memory_refused", {"step": found.step, "reason": error.what})
+                    self._on_event("memory_refused", {"step": candidate.step, "reason": error.what})
                 continue
             return {**extra, "tier": "memory"}
         return self._saved.load_latest(state)
 
     def _candidates(self) -> Sequence[Recoverable]:
-        """What is in memory whole and not older than what is in storage, newest first."""
-        found = candidates(inventory(self._placement.known, self._placement.token, generation=self._generation))
+        """Return the complete states in memory that are not older than storage's newest, the newest first."""
+        in_memory = candidates(inventory(self._placement.known, self._placement.token, generation=self._generation))
         try:
-            oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if found else (0, 0)
+            oldest = newest_committed(self._saved.store, seconds=LIST_SECONDS) if in_memory else (0, 0)
         except StorageError:
-            oldest = (0, 0)  # storage is away just now: memory is what there is
-        return [each for each in found if (epoch_of(each.generation), each.step) >= oldest]
+            oldest = (0, 0)  # storage does not answer, so memory is all there is
+        return [state for state in in_memory if (epoch_of(state.generation), state.step) >= oldest]

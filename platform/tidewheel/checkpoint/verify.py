@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and whether they are intact. No torch in here: the command line answers at once."""
+"""List and verify checkpoints. This module does not import torch, so that the command line answers at once."""
 
 from __future__ import annotations
 
@@ -16,55 +16,59 @@ from tidewheel.storage import Stamp, Store
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint folder, as far as a listing tells."""
+    """One checkpoint folder, as a listing shows it."""
 
     name: str
     """"step_00000100", or "step_00000100-g3" when worker group 3 wrote a step that others had written before."""
     step: int
     complete: bool
-    """Committed, and all its files are there with the right length; their content was not read."""
+    """Committed, and all its files exist with the right length. Their content has not been read."""
     committed: bool
-    """The run's commit log names it. Where there is no log: there is a manifest.json, be it damaged."""
+    """The run's commit log names it. Without a log: a manifest.json exists, even a damaged one."""
     bytes: int
-    """Of all files in the folder."""
+    """Total size of the files in the folder."""
     world_size: int
-    """Ranks that wrote it; 0 when there is no valid manifest."""
+    """Number of ranks that wrote it; 0 when there is no valid manifest."""
     problem: str
     """Why it is not complete; "" when it is."""
     validation_loss: float | None = None
-    """Measured at its step; None: it was not."""
+    """Measured at this step; None: not measured."""
     keys: tuple[str, ...] = field(default=(), repr=False)
-    """All objects in the folder."""
+    """Keys of all objects in the folder."""
     files: tuple[str, ...] = field(default=(), repr=False)
-    """Those its manifest names, and the manifest."""
+    """Names of the files in its manifest, and of the manifest."""
     generation: int = 0
-    """Worker group that wrote it."""
+    """Number of the worker group that wrote it."""
 
 
 def list_checkpoints(store: Store) -> list[CheckpointInfo]:
     """Return the checkpoints under `store` (a run's `checkpoints` folder), partial ones included, the newest last.
 
-    The newest is the one that was committed last, which need not be that of the latest step: a driver that took the
-    run over goes on from where its predecessor last committed. Partial ones come first, by step.
+    The newest is the one that was committed last. Its step need not be the highest: a driver that takes the run over
+    continues from its predecessor's last commit. Partial checkpoints come first, by step.
 
-    One listing, the newest record of the commit log and a read of each manifest, whatever the number of files.
+    This costs one listing, a read of the commit log's head and a read of each manifest, whatever the number of files.
     """
     head = CommitLog(store).head()
-    order = {} if head is None else {name: place for place, name in enumerate(head.checkpoints)}
+    order = {} if head is None else {name: index for index, name in enumerate(head.checkpoints)}
     folders: dict[str, dict[str, int]] = {}
     for entry in store.list():
         name, _, key = entry.key.partition("/")
         if key and NAME.fullmatch(name):
             folders.setdefault(name, {})[key] = entry.bytes
-    found = [_info(store, name, sizes) for name, sizes in folders.items()]
+    checkpoints = [_info(store, name, sizes) for name, sizes in folders.items()]
     if head is None:
-        return sorted(found, key=lambda info: info.step)
-    found = [info if info.name in order else _uncommitted(info) for info in found]
-    return sorted(found, key=lambda info: (order.get(info.name, -1), info.step))
+        return sorted(checkpoints, key=lambda info: info.step)
+    checkpoints = [info if info.name in order else _uncommitted(info) for info in checkpoints]
+    return sorted(checkpoints, key=lambda info: (order.get(info.name, -1), info.step))
 
 
 def newest_committed(store: Store, *, seconds: float | None = None) -> tuple[int, int]:
     """Return (epoch, step) of the newest committed checkpoint, intact or not; (0, 0) when there is none.
+
+    Args:
+        store: a run's `checkpoints` folder.
+        seconds: time limit; None: the store's own.
 
     Raises:
         StorageError: the store does not answer, or not within `seconds`.
@@ -126,38 +130,39 @@ def _missing(manifest: CheckpointManifest, sizes: dict[str, int]) -> list[str]:
 
 
 def locate(uri: str) -> tuple[Store, Store, str]:
-    """The run, its `checkpoints` folder and one checkpoint's name, of a run's URI or RUN/checkpoints/step_00000100.
+    """Return the run, its `checkpoints` folder and the name of one checkpoint.
 
-    Of a run it is the newest complete checkpoint.
+    Args:
+        uri: a run (its newest complete checkpoint) or one checkpoint, RUN/checkpoints/step_00000100.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint, or the run has no complete one.
     """
-    above, _, name = storage.absolute(uri).rstrip("/").rpartition("/")
+    parent, _, name = storage.absolute(uri).rstrip("/").rpartition("/")
     if NAME.fullmatch(name):
-        place = storage.store(above)
-        if not place.list(name):
-            raise CheckpointError(f"there is no checkpoint {name!r}", where=above,
-                                  mend="`tidewheel checkpoint list RUN` shows those there are")
-        return storage.store(above.rpartition("/")[0]), place, name
+        checkpoints = storage.store(parent)
+        if not checkpoints.list(name):
+            raise CheckpointError(f"there is no checkpoint {name!r}", where=parent,
+                                  mend="`tidewheel checkpoint list RUN` shows the checkpoints of a run")
+        return storage.store(parent.rpartition("/")[0]), checkpoints, name
     run = storage.store(uri)
-    place = run.child("checkpoints")
-    complete = [info.name for info in list_checkpoints(place) if info.complete]
+    checkpoints = run.child("checkpoints")
+    complete = [info.name for info in list_checkpoints(checkpoints) if info.complete]
     if not complete:
         raise CheckpointError("there is no complete checkpoint", where=run.uri,
                               mend="give the URI of a run that has saved one, or of a checkpoint in it")
-    return run, place, complete[-1]
+    return run, checkpoints, complete[-1]
 
 
 def verify_checkpoint(store: Store, name: str) -> list[str]:
-    """Read every file of checkpoint `name` and compare hashes; one line for each problem, [] when it is intact.
+    """Read every file of checkpoint `name` and compare hashes; return a line for each problem, [] if it is intact.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
     if not NAME.fullmatch(name) or not store.list(name):
         raise CheckpointError(f"there is no checkpoint {name!r}", where=store.uri,
-                              mend="`tidewheel checkpoint list RUN` shows those there are")
+                              mend="`tidewheel checkpoint list RUN` shows the checkpoints of a run")
     try:
         manifest = read_manifest(store, name)
     except CheckpointError as error:
@@ -166,7 +171,12 @@ def verify_checkpoint(store: Store, name: str) -> list[str]:
 
 
 def verify_files(store: Store, name: str, files: Iterable[Stamp]) -> list[str]:
-    """What is wrong with `files` of checkpoint `name`, having read them.
+    """Read files of a checkpoint and compare hashes; return a line for each problem.
+
+    Args:
+        store: a run's `checkpoints` folder.
+        name: the checkpoint.
+        files: names inside the checkpoint's folder, with their lengths and hashes.
 
     Raises:
         StorageError: the store does not answer, which says nothing about the files.
@@ -183,11 +193,21 @@ def verify_files(store: Store, name: str, files: Iterable[Stamp]) -> list[str]:
 
 
 def _damage(store: Store, error: StorageError) -> str:
-    """What to say of a file that cannot be read: a bad sector is damage like any other, a store that is away is not."""
+    """Return the problem of a file that cannot be read. A bad sector is damage. A store that does not answer is not;
+    then raise."""
     store.check()
     return error.what
 
 
 def parse_text(store: Store, name: str, text: str) -> CheckpointManifest:
-    """The manifest in `text`, which another rank read."""
+    """Return the manifest in `text`, which another rank has read.
+
+    Args:
+        store: a run's `checkpoints` folder.
+        name: the checkpoint.
+        text: content of its manifest.json.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
     return parse_manifest(text.encode(), name, store.at(f"{name}/{KEY}"))

@@ -97,7 +97,7 @@ def checkpoint_export(
 
     done = export(source, out, dtype=dtype, tokenizer=tokenizer)
     beside = "with its tokenizer" if done.tokenizer else "without a tokenizer: give one with --tokenizer"
-    print(f"{done.place}: {done.parameters:,} parameters, vocabulary {done.vocabulary_size:,}, {beside}")
+    print(f"{done.uri}: {done.parameters:,} parameters, vocabulary {done.vocabulary_size:,}, {beside}")
     return 0
 
 

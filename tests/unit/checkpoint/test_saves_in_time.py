@@ -47,7 +47,7 @@ def test_the_limit_of_failed_saves_counts_those_that_hang(tmp_path: Path):
     saver = manager(HangingStore(tmp_path), save_seconds=0.2, max_failed=2)
     saver.save(1, state(1), {})
     saver.save(2, state(2), {})
-    with pytest.raises(StorageError, match=r"2 saves in a row have failed, the last one so: .*took longer than"):
+    with pytest.raises(StorageError, match=r"2 saves in a row have failed; the last one: .*took longer than"):
         saver.wait()
 
 

@@ -95,7 +95,7 @@ def test_at_the_end_the_run_waits_for_storage(folder: Path):
 
 
 def test_a_limit_ends_the_run(folder: Path):
-    with pytest.raises(StorageError, match=r"3 saves in a row have failed, the last one so: .*away") as error:
+    with pytest.raises(StorageError, match=r"3 saves in a row have failed; the last one: .*away") as error:
         run(folder, lambda step: True, "checkpoint.max_failed_saves=3", "checkpoint.every_steps=2")
     assert "start the run again" in error.value.mend
 
