@@ -124,7 +124,8 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
     CheckpointManager(target.child("checkpoints"), asynchronous=False, on_event=on_event).save(
         0, {"model": weights}, extra)
     if failures:
-        raise StorageError(failures[0], where=target.uri, mend="check that the folder can be written to, then give the command again")
+        raise StorageError(failures[0], where=target.uri,
+                           mend="check that the folder can be written to, then give the command again")
     has_tokenizer = source.exists(TOKENIZER)
     if has_tokenizer:
         target.write(TOKENIZER, source.read(TOKENIZER))

@@ -137,9 +137,9 @@ def test_what_cannot_be_exported_is_said(folder: Path, tmp_path: Path):
 
 def test_a_damaged_checkpoint_is_not_exported(folder: Path, tmp_path: Path):
     damaged = import_(str(folder / "hf"), str(tmp_path / "damaged"))
-    (file,) = Path(damaged.place, "checkpoints/step_00000000").glob("*.safetensors")
+    (file,) = Path(damaged.uri, "checkpoints/step_00000000").glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="hash differs"):
-        export(damaged.place, str(tmp_path / "out"))
+        export(damaged.uri, str(tmp_path / "out"))

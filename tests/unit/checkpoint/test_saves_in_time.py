@@ -55,10 +55,11 @@ def test_training_is_not_held_by_a_store_that_is_silent():
     """A server that is stopped: the kernel goes on taking connections for it, and nothing is ever answered."""
     with S3Server() as server:
         place, events = storage.store(server.create_bucket("silent") + "/checkpoints"), Events()
-        saver = manager(place, events, save_seconds=4.0)
-        saver.save(1, state(1), {})
-        saver.wait()
+        healthy = manager(place, events)
+        healthy.save(1, state(1), {})
+        healthy.wait()
         assert server.pid is not None
+        saver = manager(place, events, save_seconds=4.0)
         with frozen(server.pid):
             for step in (2, 3):  # the second waits for the first
                 saver.save(step, state(step), {})
@@ -66,7 +67,6 @@ def test_training_is_not_held_by_a_store_that_is_silent():
             saver.wait()
         assert [detail["step"] for detail in events.of("save_failed")] == [2, 3]
         assert "took longer than 4 s" in events.of("save_failed")[0]["reason"]
-        healthy = manager(place, events)
         healthy.save(4, state(4), {})
         healthy.wait()
         assert [detail["step"] for detail in events.of("commit")] == [1, 4]
