@@ -1,4 +1,4 @@
-"""The few things ranks tell each other outside FSDP. All of them work without torch.distributed too."""
+"""Small collectives outside FSDP. All of them also work without torch.distributed, on one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from tidewheel.train.runtime import Runtime
 
 
 class Collectives:
-    """Small collectives over the ranks of a run, in rank order."""
+    """Small collectives over the ranks of a run, in rank order.
+
+    Raises:
+        RuntimeError: the world size is above 1 and torch.distributed is not initialised.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.rank, self.world_size = runtime.rank, runtime.world_size
@@ -20,36 +24,42 @@ class Collectives:
             raise RuntimeError(f"world size {self.world_size} without torch.distributed: initialise it first")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over ranks of a fp64 tensor, the same on every rank; in place if it is on the device."""
+        """Return the element-wise sum over ranks of a fp64 tensor, on every rank; in place if it is on the device."""
         total = self.to_device(values)
         if self.world_size > 1:
             dist.all_reduce(total)
         return total
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor on the training device; the host does not wait for the copy."""
+        """Return a CPU tensor on the training device; the host does not wait for the copy."""
         if self.device.type == "cuda" and values.device.type == "cpu":
             return values.pin_memory().to(self.device, non_blocking=True)
         return values.to(self.device)
 
     def gather(self, values: torch.Tensor, group: Any = None) -> torch.Tensor | None:
-        """First rank of `group`: the int64 vectors (of equal length) of its ranks one after the other; others: None.
+        """Concatenate the ranks' vectors on the first rank of a group.
 
-        Without a group this rank is alone, and has its own.
+        Args:
+            values: int64 vector, of the same length on all ranks.
+            group: process group; None for this rank alone.
+
+        Returns:
+            The vectors in rank order on the group's first rank, None on the others.
         """
         if group is None:
             return values.cpu()
-        mine, first = values.to(self.device, torch.int64), dist.get_rank(group) == 0
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if first else None
+        mine = values.to(self.device, torch.int64)
+        is_first = dist.get_rank(group) == 0
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_first else None
         dist.gather(mine, parts, group=group, group_dst=0)
         return torch.cat(parts).cpu() if parts is not None else None
 
     def gather_all(self, values: torch.Tensor) -> torch.Tensor | None:
-        """`gather` over all ranks."""
+        """Concatenate the vectors of all ranks on rank 0; see `gather`."""
         return self.gather(values, dist.group.WORLD if self.world_size > 1 else None)
 
     def from_first(self, value: int) -> int:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         if self.world_size == 1:
             return value
         box = torch.tensor([value], device=self.device, dtype=torch.int64)
@@ -57,7 +67,7 @@ class Collectives:
         return int(box.item())
 
     def bytes_from_first(self, data: bytes) -> bytes:
-        """Rank 0's `data`, on every rank."""
+        """Return rank 0's `data` on every rank."""
         size = self.from_first(len(data))
         if self.world_size == 1 or not size:
             return data[:size]

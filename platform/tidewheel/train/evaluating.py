@@ -1,4 +1,4 @@
-"""Evaluations and text samples of a run, at the steps that the configuration says."""
+"""Evaluate the model and write text samples at the configured steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from tidewheel.train.training import Training
 
 
 class Evaluating:
-    """One worker's side of it; all ranks make the same calls.
+    """Evaluates for one worker; all ranks make the same calls.
 
     Args:
-        metrics: where results go.
-        callbacks: who hears of them.
+        training: this worker's share of the run.
+        metrics: takes the results.
+        callbacks: are called with them.
     """
 
     def __init__(self, training: Training, metrics: Reporter, callbacks: Callbacks) -> None:
@@ -21,16 +22,16 @@ class Evaluating:
         self._sets = training.retry(lambda: evaluation.open_sets(training.config, training.device))
 
     def is_due(self, step: int) -> bool:
-        """Return whether the training itself evaluates the model of this step, the last one's apart."""
+        """Return whether the training evaluates the model of this step, which is not the last."""
         training, wanted = self._training, self._training.config.evaluation
         return (bool(wanted.every_steps) and step % wanted.every_steps == 0 and 0 < step < training.config.steps
                 and not (wanted.separate and training.runtime.evaluated_beside))
 
     def catch_up(self, validation_loss: float | None) -> None:
-        """Evaluate the model that the run goes on from, if that was due and nobody has: whoever was about to is gone.
+        """Evaluate the model that the run resumes from, if the generation before ended before it could.
 
         Args:
-            validation_loss: as its checkpoint says.
+            validation_loss: as in the checkpoint; None if it has none.
         """
         training, step = self._training, self._training.progress.step
         if validation_loss is None and self.is_due(step):
@@ -39,7 +40,7 @@ class Evaluating:
                 self.evaluate()
 
     def evaluate(self) -> None:
-        """Evaluate the model as it is now, if there is a validation set."""
+        """Evaluate the current model, if there is a validation set."""
         training, progress = self._training, self._training.progress
         if not self._sets:
             return
@@ -52,7 +53,7 @@ class Evaluating:
         training.timeline.spent("productive")
 
     def sample_if_due(self, step: int) -> None:
-        """Write a text after this step, if that is wanted; not after the last, which has one anyway."""
+        """Write a text after this step if that is due. The last step always has one, from `finish`."""
         config = self._training.config
         every = config.evaluation.sample_every_steps
         if every and step % every == 0 and step < config.steps:

@@ -1,4 +1,4 @@
-"""What follows when a guard has something to say about a step: an event, the end of the run, or a rollback."""
+"""Act on a guard's verdict about a step: record an event, end the run, or roll back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tidewheel.train.training import Training
 
 
 class Guarding:
-    """One worker's side of it; all ranks make the same calls.
+    """Acts on the verdicts of one worker; all ranks make the same calls.
 
     Args:
+        training: this worker's share of the run.
         guard: judges the steps.
-        resuming: takes up the checkpoint that the run goes back to.
-        metrics: must forget the steps that are given up.
-        callbacks: who hears of rollbacks.
+        resuming: continues from the checkpoint that the run goes back to.
+        metrics: drops the steps that are undone.
+        callbacks: are called for rollbacks.
     """
 
     def __init__(self, training: Training, guard: Guard, resuming: Resuming, metrics: Reporter,
@@ -28,10 +29,15 @@ class Guarding:
         self._metrics, self._callbacks = metrics, callbacks
 
     def check(self, step: int, result: StepResult, digest: str | None) -> None:
-        """Record what the guard has to say.
+        """Record the guard's verdict, if it has one.
+
+        Args:
+            step: counts from 1.
+            result: what the step measured.
+            digest: digest of the global batch's sequences, on rank 0.
 
         Raises:
-            ConfigError: it ends the run.
+            ConfigError: the verdict ends the run.
         """
         training, verdict = self._training, result.verdict
         if verdict.reason == "overflow" and training.loss_scale is not None:
@@ -42,7 +48,7 @@ class Guarding:
             self._guard.check(verdict, step, training.config.run_uri)
 
     def roll_back(self, step: int, verdict: Verdict) -> None:
-        """Go back to the newest checkpoint, and pass over the data that ended in this step from now on.
+        """Go back to the newest checkpoint, and pass over the data that led to this step.
 
         Raises:
             ConfigError: there were too many rollbacks, or there is no checkpoint.
@@ -59,7 +65,7 @@ class Guarding:
         if training.leads:
             training.record.pass_over(step, back_to, window)
         training.pass_over((*windows, window))
-        self._resuming.take_up(extra)
+        self._resuming.continue_from(extra)
         self._metrics.restart(training.progress.step)
         training.progress.recorded = max(training.progress.recorded, step)
         self._callbacks.tell("on_rollback", step, back_to)

@@ -1,7 +1,7 @@
-"""The training loop: resume, step, make way, finish. What a step boundary brings about has a file of its own each.
+"""The training loop: resume, step, make way, finish. Each task of a step boundary has a file of its own.
 
-`train` is called once per worker and generation. It continues from the newest intact checkpoint by
-itself, so whoever runs it answers a lost worker by calling it again with the workers there are.
+`train` is called once per worker and generation. It resumes from the newest intact checkpoint, so its caller answers a
+lost worker by calling it again with the workers that are left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.resuming import Resuming
 from tidewheel.train.retry import RetryPolicy
 from tidewheel.train.run import Run
-from tidewheel.train.runtime import Preempted, Runtime
+from tidewheel.train.runtime import Control, Preempted, Runtime
 from tidewheel.train.saving import Saving
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
 from tidewheel.train.timeline import Timeline, ledger
@@ -51,10 +51,10 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
         runtime: this worker's place in the generation.
 
     Raises:
-        ConfigError, ShardError, CheckpointError, StorageError: something a user can mend.
-        HangError, RuntimeError: a collective failed because another rank stands still or is gone; start again with the
-            ranks that are left.
-        Preempted: the cluster asked for the ranks to be changed, and everything is saved.
+        ConfigError, ShardError, CheckpointError, StorageError: a problem that the user can fix.
+        HangError, RuntimeError: a collective failed because another rank hangs or is gone; start again with the ranks
+            that are left.
+        Preempted: the cluster changes the ranks, and everything is saved.
     """
     began = time.time()
     run = Run.open(run)
@@ -90,14 +90,14 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
             raise
         except BaseException as error:
             found = watch.explained(error)
-            timeline.spent("detection")  # since the last whole step: most of it is waiting for a rank that is gone
+            timeline.spent("detection")  # since the last whole step, mostly waiting for a rank that is gone
             if found is not error:
                 raise found from error
             raise
 
 
 class Loop:
-    """One worker's share of a run: its steps, and in which order things happen at a step boundary; see `train`."""
+    """One worker's steps, and the order of the tasks at each step boundary; see `train`."""
 
     def __init__(self, training: Training, guard: Guard) -> None:
         self._training, self._guard = training, guard
@@ -108,7 +108,7 @@ class Loop:
             flops_per_token=config.model.flops_per_token(training.vocabulary_size, manifest.sequence_length))
         self._callbacks = Callbacks(config.callbacks, Worker(
             config.run.id, config.run_uri, config.steps, runtime.rank, runtime.world_size, runtime.generation,
-            self._metrics.add), self._callback_failed)
+            self._metrics.add), partial(_callback_failed, runtime.control) if training.leads else None)
         self._saving = Saving(training, guard)
         self._resuming = Resuming(training, self._saving, guard)
         self._evaluating = Evaluating(training, self._metrics, self._callbacks)
@@ -119,7 +119,15 @@ class Loop:
 
     @classmethod
     def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: RetryPolicy) -> Loop:
-        """Open the data and build the model; its values are not yet set."""
+        """Open the data and build the model, whose values are set later.
+
+        Args:
+            run: the open run.
+            runtime: this worker's place in the generation.
+            timeline: the worker's ledger.
+            watch: notices hangs.
+            retry: waits for storage.
+        """
         config = run.config
         source, validation = run.data()
         training = Training.open(run, runtime, timeline, watch, retry)
@@ -131,12 +139,9 @@ class Loop:
         loop._saving.open()
         return loop
 
-    def _callback_failed(self, callback: str, hook: str, reason: str, failures: int) -> None:
-        self._training.event("callback_failed", callback=callback, hook=hook, reason=reason, failures=failures)
-
     @property
     def groups(self) -> Sequence[Any]:
-        """The process groups that training uses beside the default one."""
+        """Process groups that training uses beside the default one."""
         return self._training.model.mesh.groups()
 
     def resume(self) -> None:
@@ -159,7 +164,7 @@ class Loop:
         """Do all steps that are left.
 
         Raises:
-            Preempted: the ranks part at a step boundary.
+            Preempted: this generation ends at a step boundary.
         """
         training, progress = self._training, self._training.progress
         began = time.time()
@@ -186,15 +191,15 @@ class Loop:
                 progress.tokens += result.tokens
                 progress.loss = result.loss if math.isfinite(result.loss) else progress.loss
                 self._recording.step(result, digest, time.time() - began, waited)
-                training.timeline.spent(spent)  # telling of a step is part of it, not of waiting for the next's data
+                training.timeline.spent(spent)  # recording is part of the step, not of the next wait
                 self._after(step, result.asked)
             training.watch.started()
-            began = time.time()  # a step's seconds are its own: not the save, the evaluation, the wait
+            began = time.time()  # a step's seconds leave out the save, the evaluation and the wait
 
     def _wait_for_data(self, step: int) -> float:
-        """Wait until the shard set has grown to what `step` reads; return for how many seconds.
+        """Wait until the shard set holds the sequences of `step`; return the seconds waited.
 
-        Saves and planned changes do not wait.
+        Saves and planned changes happen meanwhile.
         """
         training, saving = self._training, self._saving
         done = training.progress.step
@@ -227,12 +232,12 @@ class Loop:
         return result
 
     def _after(self, step: int, asked: int) -> None:
-        """Do what a step boundary may bring: a save, an evaluation (while the save is written), a planned stop."""
+        """Do the tasks of a step boundary: a save, an evaluation (while the save is written), a planned stop."""
         config, saving, evaluating = self._training.config, self._saving, self._evaluating
         stop, evaluate = bool(asked & STOP), evaluating.is_due(step)
-        self._tell_of_commits()
-        saving.keep_if_wanted(step)
-        if evaluate and config.checkpoint.keep_best:  # the checkpoint says how good it is
+        self._report_commits()
+        saving.keep_if_due(step)
+        if evaluate and config.checkpoint.keep_best:  # the checkpoint holds its score
             evaluating.evaluate()
         if asked & SAVE or step == config.steps or (stop and not saving.is_safe(step)):
             saving.save(step)
@@ -242,17 +247,17 @@ class Loop:
         if stop and step < config.steps:
             saving.make_way(step)
 
-    def _tell_of_commits(self) -> None:
+    def _report_commits(self) -> None:
         if self._training.leads and (step := self._saving.committed()) >= 0:
             self._callbacks.tell("on_checkpoint", step)
 
     def finish(self) -> TrainResult:
-        """Evaluate, write a text sample and save for the last time; write result.json."""
+        """Evaluate, write a text sample, save for the last time, and write result.json."""
         training, progress = self._training, self._training.progress
         self._evaluating.evaluate()
         sample = self._evaluating.sample()
-        self._saving.save_for_good()
-        self._tell_of_commits()
+        self._saving.save_finished()
+        self._report_commits()
         result = TrainResult(
             steps=progress.step, tokens=progress.tokens, loss=progress.loss,
             validation_loss=progress.validation_loss, sample=sample,
@@ -266,8 +271,13 @@ class Loop:
         return result
 
     def close(self) -> None:
-        """Let go of threads and buffered lines."""
+        """End the threads and hand over buffered lines."""
         self._callbacks.close()
         self._training.reader.close()
         self._metrics.close()
         self._training.record.close()
+
+
+def _callback_failed(control: Control, callback: str, hook: str, reason: str, failures: int) -> None:
+    """Record that a callback failed. It holds no model: a generation that ends frees its own without a cycle."""
+    control.event("callback_failed", callback=callback, hook=hook, reason=reason, failures=failures)

@@ -1,4 +1,4 @@
-"""What is written of each step: its figures, and which sequences it read."""
+"""Record each step: its figures, and which sequences it read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tidewheel.train.training import Training
 
 
 class Recording:
-    """One worker's side of it.
+    """Records the steps of one worker; all ranks make the same calls.
 
     Args:
-        metrics: where figures go.
-        callbacks: who hears of steps.
+        training: this worker's share of the run.
+        metrics: takes the figures.
+        callbacks: are called for each step.
     """
 
     def __init__(self, training: Training, metrics: Reporter, callbacks: Callbacks) -> None:
@@ -26,12 +27,13 @@ class Recording:
                                   training.config.batch.micro_sequences)
 
     def step(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
-        """Tell of the step that is done.
+        """Record a step that is done.
 
         Args:
-            digest: of the global batch's sequences, on rank 0.
-            seconds: this rank's step took, with the wait for data.
-            waited: for data.
+            result: what the step measured.
+            digest: digest of the global batch's sequences, on rank 0.
+            seconds: duration of the step on this rank, with the wait for data.
+            waited: seconds of the wait for data.
         """
         training, progress = self._training, self._training.progress
         figures: dict[str, Any] = {
@@ -54,11 +56,12 @@ class Recording:
             training.optimizer.learning_rate, seconds, waited, progress.step <= progress.recorded, result.metrics))
 
     def batch(self, step: int, digest: str | None) -> None:
-        """Record which sequences a step read, on rank 0."""
+        """Record on rank 0 which sequences a step read."""
         training = self._training
         if training.leads:
-            taken, windows = training.positions.of(step), len(training.positions.windows)
+            positions = training.positions.of(step)
+            windows = len(training.positions.windows)
             training.record.batches.append({
-                "step": step, "digest": digest, "position": int(taken[0]), "count": len(taken),
+                "step": step, "digest": digest, "position": int(positions[0]), "count": len(positions),
                 "world_size": training.runtime.world_size, "generation": training.runtime.generation,
                 **({"passed_over": windows} if windows else {})})

@@ -1,4 +1,4 @@
-"""Where a generation of workers begins: at the newest intact checkpoint, or at step 0."""
+"""Start a generation of workers from the newest intact checkpoint, or from step 0."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from tidewheel.train.training import Training
 
 
 class Resuming:
-    """One worker's side of it."""
+    """Resumes one worker; all ranks make the same calls.
+
+    Args:
+        training: this worker's share of the run.
+        saving: saves step 0 where a rollback may need it.
+        guard: its counts come from the checkpoint.
+    """
 
     def __init__(self, training: Training, saving: Saving, guard: Guard) -> None:
         self._training, self._saving, self._guard = training, saving, guard
 
     def load(self) -> dict[str, Any] | None:
-        """Set the values of model and optimizer; return what the checkpoint says, None at step 0.
+        """Set the values of model and optimizer; return the checkpoint's `extra`, None at step 0.
 
         Raises:
-            ConfigError, CheckpointError: the checkpoint is not of this run as it is configured.
+            ConfigError: the checkpoint does not fit the run's configuration.
+            CheckpointError: the checkpoint does not fit the run's record.
         """
         training = self._training
         training.watch.mark(0, "load")
@@ -40,17 +47,17 @@ class Resuming:
             return None
         checks.continues(extra["identity"], training.config, training.source)
         checks.same_history(extra, training.positions, training.config)
-        self.take_up(extra)
+        self.continue_from(extra)
         if training.leads:
             training.record.restore(extra.get("unwritten", {}))
-        self._saving.keep_if_wanted(training.progress.step)  # until then a part of a lost node has one copy only
+        self._saving.keep_if_due(training.progress.step)  # until then a lost node's part has only one copy
         return extra
 
-    def take_up(self, extra: dict[str, Any]) -> None:
-        """Be where the checkpoint that was loaded is."""
+    def continue_from(self, extra: dict[str, Any]) -> None:
+        """Continue from the checkpoint that was loaded, given its `extra`."""
         training, progress = self._training, self._training.progress
         progress.step = int(extra["step"])
-        self._saving.taken_up(extra)
+        self._saving.continue_from(extra)
         progress.tokens, progress.loss = int(extra["tokens"]), extra["loss"]
         if "guard" in extra:
             self._guard.load(extra["guard"])
@@ -70,7 +77,7 @@ class Resuming:
         training.model.refresh()
 
     def _windows(self) -> list[Window]:
-        """Return what the run's rollbacks pass over, as rank 0 finds it recorded."""
+        """Return the windows that the run's rollbacks pass over, as rank 0 reads them."""
         training, first = self._training, self._training.collectives.from_first
         lines = training.retry(lambda: read_rollbacks(training.record.store)) if training.leads else []
         mine = [(line["start"], line["end"]) for line in lines]

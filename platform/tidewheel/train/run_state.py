@@ -1,4 +1,4 @@
-"""Where a run is, as its loop counts and its checkpoints say."""
+"""Progress of a run, as its loop counts it and its checkpoints hold it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """Where the run is; `extra` of a checkpoint holds the same."""
+    """Progress of the run; a checkpoint's `extra` holds the same."""
 
     step: int = 0
     """Steps done."""
     tokens: int = 0
     """Real tokens trained on."""
     recorded: int = 0
-    """Last step recorded before this generation began; steps up to it are done again."""
+    """Last step recorded before this generation started; steps up to it are done again."""
     loss: float | None = None
+    """Loss of the last step with a finite one, in nats per token."""
     validation_loss: float | None = None
     validated: int = -1
     """Step of `validation_loss`."""
@@ -25,5 +26,5 @@ class Progress:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return a finite number as it is, and None for others: JSON has no NaN."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What the training loop is given by whoever runs it, so that it knows neither Ray nor how checkpoints are stored."""
+"""What the caller gives the training loop. The loop knows neither Ray nor how checkpoints are stored."""
 
 from __future__ import annotations
 
@@ -23,55 +23,68 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Saves:
-    """How saving goes."""
+    """State of a run's saves."""
 
     failed: int = 0
-    """So many in a row, the newest included, have failed."""
+    """Saves that have failed in a row, up to the newest."""
     busy: bool = False
-    """One is being written."""
+    """Whether a save is being written."""
     seconds: float = 0.0
-    """What the newest one took, from its call to its commit or failure; 0: there was none."""
+    """Duration of the newest save, from its call to its commit or failure; 0 before the first."""
     stall_seconds: float = 0.0
-    """For how long it kept the training waiting."""
+    """How long the newest save kept the training waiting."""
 
 
 class Checkpointer(Protocol):
     """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
 
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Fill the tensors in place from the newest intact checkpoint; its `extra`, or None when there is none."""
+        """Fill the tensors in place from the newest intact checkpoint; return its `extra`, None without one."""
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """The same from what `save` has committed; what was only kept since is forgotten (the run rolls back)."""
+        """Fill the tensors from the newest checkpoint in storage, and drop newer ones in memory: the run rolls back."""
 
     def load_from(self, uri: str, state: dict[str, Any]) -> None:
         """Fill the tensors in place from a checkpoint of another run."""
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Begin to save; the tensors may change after `settle`."""
+        """Start a save. The tensors may change after `settle`.
+
+        Args:
+            step: the last step done.
+            state: the tensors.
+            extra: JSON values that go with them.
+        """
 
     def wait(self) -> None:
-        """Return once everything handed over is committed."""
+        """Wait until all saves are committed or have failed."""
 
     def let_go(self) -> None:
-        """End the save under way, if it is not over in a moment: the ranks part, and the state is safe elsewhere."""
+        """Abandon the save in progress unless it ends in a moment: the ranks part, and the state is safe elsewhere."""
 
     def keeps(self, step: int) -> bool:
-        """Whether `keep` is wanted after this step."""
+        """Return whether to call `keep` after this step."""
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Keep the state outside this process, where a recovery finds it at once; the tensors may change after
-        `settle`."""
+        """Copy the state to the memory tier, for a fast recovery. The tensors may change after `settle`.
+
+        Args:
+            step: the last step done.
+            state: the tensors.
+            extra: JSON values that go with them.
+        """
 
     def settle(self) -> None:
-        """Return once the tensors handed over to `save` and `keep` may change: they are copied behind the training,
-        which only reads them until its next update."""
+        """Wait until the tensors given to `save` and `keep` may change.
+
+        They are copied in the background while the training only reads them, up to its next update.
+        """
 
     def is_safe(self, step: int) -> bool:
-        """Whether what was kept of `step` outlives this process and its node: no save is needed before a change."""
+        """Return whether the copy of `step` survives the loss of this node, so that a change needs no save first."""
 
     def saves(self) -> Saves:
-        """How saving goes; asked on rank 0."""
+        """Return the state of the run's saves; called on rank 0."""
 
 
 class Preempted(Exception):
@@ -87,26 +100,48 @@ class Preempted(Exception):
 
 
 class Control(Protocol):
-    """What the cluster may ask of the loop. Called on rank 0 only, except `hold`."""
+    """Requests of the cluster to the loop. Called on rank 0 only, except `hold`."""
 
     def poll(self) -> bool:
-        """True = save now, then `hold` (a resize or a drain is wanted). It waits only while nobody can be asked."""
+        """Return True for a planned resize or drain: save now, then call `hold`.
+
+        It waits only while the coordinator cannot be reached.
+        """
 
     def save_wanted(self) -> bool:
-        """Without blocking: True = save in storage now, whatever the interval."""
+        """Return True to save to storage now, whatever the interval; does not block."""
 
     def hold(self, step: int) -> None:
-        """The save of `step` is committed: raises `Preempted`, or returns if the resize was called off."""
+        """Report that `step` is saved.
+
+        Returns:
+            If the resize was called off.
+
+        Raises:
+            Preempted: this generation ends.
+        """
 
     def event(self, kind: str, **detail: Any) -> None:
         """Record an event of the run."""
 
     def progress(self, step: int, steps: int, **metrics: Any) -> None:
-        """`step` of `steps` is done."""
+        """Report that `step` of `steps` is done.
+
+        Args:
+            step: counts from 1.
+            steps: of the whole run.
+            metrics: the step's figures.
+        """
 
 
 def read_again(control: Control, where: str, what: str) -> None:
-    """Tell that a shard is read once more."""
+    """Record that a shard is read again.
+
+    Args:
+        control: records the event.
+        where: the shard.
+        what: the problem of the first read.
+    """
     control.event("shard_read_again", shard=where, problem=what)
 
 
@@ -177,17 +212,17 @@ class Runtime:
     world_size: int = 1
     device: torch.device | str = "cpu"
     generation: int = 0
-    """How often the run was restarted or resized before; 0 the first time."""
+    """Number of this group of workers; 0 for the first of a run."""
     checkpoints: Checkpointer = field(default_factory=NoCheckpoints)
     control: Control = field(default_factory=NoControl)
     gauges: Callable[[], Sink] | None = None
-    """Makes the cluster's own gauges of metrics; None without a cluster."""
+    """Creates the cluster's own gauges of metrics; None without a cluster."""
     node: str = field(default_factory=socket.gethostname)
     """Name of the node, for the ledger."""
     history: RunHistory | None = None
     """The run's history before this generation, as the coordinator knows it; None: read it from the run's folder."""
     limit: TimeLimit = field(default_factory=TimeLimit)
-    """Ends with the generation: nothing waits for storage any longer."""
+    """Ends with the generation; nothing waits for storage after that."""
     sampler: Callable[[ParallelModel, Domain, TrainConfig, Collectives], str] | None = None
     """Writes text samples, as `inference.sample.text_sample` does; None: the run has none."""
     evaluated_beside: bool = False

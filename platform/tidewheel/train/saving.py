@@ -1,4 +1,4 @@
-"""Saves of a run: when, what goes along with the tensors, and what a planned change waits for."""
+"""Save a run: when to save, what goes with the tensors, and what a planned change waits for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tidewheel.train.training import Training
 
 
 class Saving:
-    """One worker's side of it.
+    """Saves of one worker; all ranks make the same calls.
 
     Args:
+        training: this worker's share of the run.
         guard: its counts are part of a checkpoint.
     """
 
@@ -28,45 +29,45 @@ class Saving:
             "recipe_hash": config.recipe_hash(), "identity": checks.identity(config, training.source),
             "seed": config.seed, "schedule": {**as_json(config.schedule), "steps": config.steps}}
         self._schedule: SaveSchedule | None = None  # on rank 0
-        self._uncommitted = -1  # step of the save that was begun and not yet seen to be committed; on rank 0
+        self._uncommitted = -1  # step of a save whose commit is not yet seen; on rank 0
 
     def open(self) -> None:
-        """Find out when to save; run.json is there."""
+        """Read from the run's record when to save; run.json must exist."""
         training, record = self._training, self._training.record
         if training.leads:
             self._schedule = training.retry(lambda: SaveSchedule(
                 training.config.checkpoint, started=record.started(), failures=record.failures()))
 
-    def taken_up(self, extra: dict[str, Any]) -> None:
-        """The run goes on from the checkpoint with this `extra`."""
+    def continue_from(self, extra: dict[str, Any]) -> None:
+        """Continue from the checkpoint with this `extra`."""
         in_memory = extra.get("tier") == "memory"
         self._training.progress.saved = -1 if in_memory else int(extra["step"])
         if self._schedule is not None and in_memory:
             self._schedule.owed = bool(extra.get("save_owed"))
 
     def ask(self, step: int) -> int:
-        """Return what all ranks shall do after this step, any of `STOP` and `SAVE`; on rank 0."""
+        """Return what all ranks are asked to do after this step, any of `STOP` and `SAVE`; called on rank 0."""
         control, schedule = self._training.runtime.control, self._schedule
         stop = control.poll()
         due = schedule is not None and schedule.due(step, self._checkpoints.saves())
-        if schedule is not None and due and stop:  # who makes way does not wait for it: the next generation saves
+        if schedule is not None and due and stop:  # a preempted generation does not wait: the next one saves
             schedule.owed = True
         return STOP * stop | SAVE * ((due and not stop) or control.save_wanted())
 
     def settle(self) -> None:
-        """Before an update: what is to be kept of the values there are has been copied."""
+        """Wait, before an update, until the copies of the current values are made."""
         training = self._training
         training.timeline.spent(training.spent_on(training.progress.step + 1))
         self._checkpoints.settle()
         training.timeline.spent("save_stall")
 
     def save(self, step: int) -> None:
-        """Begin to save, unless that was done after this step already."""
+        """Start a save, unless this step is saved already."""
         training = self._training
         if training.progress.saved == step:
             return
         training.watch.mark(step, "save")
-        training.reader.settle()  # what was learnt from a damaged shard is not kept
+        training.reader.settle()  # never save what was trained on a damaged shard
         if self._schedule is not None:
             self._schedule.began()
         self._checkpoints.save(step, training.state(), self._extra(step))
@@ -74,8 +75,8 @@ class Saving:
         seconds = training.timeline.spent("save_stall")
         training.event("save", step=step, stall_seconds=round(seconds, 4))
 
-    def save_for_good(self) -> None:
-        """Save for the last time: the run is not over before it is committed, or has failed too often."""
+    def save_finished(self) -> None:
+        """Save the finished run, and try again until the save is committed or has failed too often."""
         training = self._training
         while True:
             self.save(training.progress.step)
@@ -87,50 +88,52 @@ class Saving:
             training.runtime.limit.pause(training.config.checkpoint.retry_seconds)
 
     def committed(self) -> int:
-        """Return the step of a save that has been committed since the last call, -1 for none; on rank 0."""
+        """Return the step of a save that was committed since the last call, -1 for none; called on rank 0."""
         step, saves = self._uncommitted, self._checkpoints.saves()
         if step < 0 or saves.busy:
             return -1
         self._uncommitted = -1
         return -1 if saves.failed else step
 
-    def keep_if_wanted(self, step: int) -> None:
-        """Keep the state where a recovery finds it, if that is wanted after this step."""
+    def keep_if_due(self, step: int) -> None:
+        """Copy the state to the memory tier, if that is due after this step."""
         training = self._training
         if not self._checkpoints.keeps(step):
             return
         training.watch.mark(step, "keep")
-        training.reader.settle()  # as for a save; it waits only when a shard was just opened
+        training.reader.settle()  # as for a save; waits only after a shard was opened
         owed = self._schedule is not None and (self._schedule.owed or self._checkpoints.saves().busy)
         self._checkpoints.keep(step, training.state(), {**self._extra(step), "save_owed": owed})
         training.timeline.spent("save_stall")
 
     def is_safe(self, step: int) -> bool:
-        """Return whether all that was kept of `step` outlives any one node."""
+        """Return whether the memory tier's copies of `step` survive the loss of any one node."""
         unsafe = torch.tensor([float(not self._checkpoints.is_safe(step))], dtype=torch.float64)
         return not self._training.collectives.sum(unsafe).item()
 
     def make_way(self, step: int) -> None:
-        """A planned resize or drain: commit, and end this generation.
+        """Commit what is saved and end this generation, for a planned resize or drain.
+
+        It returns if the save failed or the change was called off; the cluster asks again at the next step.
 
         Raises:
-            Preempted: the ranks part.
+            Preempted: this generation ends.
         """
         training = self._training
         training.watch.mark(step, "hold")
         if training.progress.saved == step:
             self._checkpoints.wait()
-        else:  # what is under way is older than what memory holds: the next generation begins it anew
+        else:  # memory holds a newer step than the save in progress: the next generation saves again
             self._checkpoints.let_go()
         training.timeline.spent("save_stall")
         if training.progress.saved == step and self._checkpoints.saves().failed:
             training.progress.saved = -1
-            return  # nothing is given up that is not kept: the wish is heard again at the next step
+            return  # never give up a step that is not saved: the request comes again at the next step
         training.runtime.control.hold(step)
         training.timeline.spent("idle")
 
     def _extra(self, step: int) -> dict[str, Any]:
-        """Return what goes with the tensors of a checkpoint."""
+        """Return the JSON values that go with the tensors of a checkpoint."""
         training, progress = self._training, self._training.progress
         return {
             "step": step, "position": training.positions.end(step), "tokens": progress.tokens,

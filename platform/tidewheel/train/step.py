@@ -1,4 +1,4 @@
-"""One optimizer step, the same function of the global batch however many ranks share it."""
+"""One optimizer step: the same function of the global batch for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidewheel.train.precision import LossScale, Precision, precision_context
 from tidewheel.train.reproducible import norm as reproducible_norm
 
 STOP, SAVE = 1, 2
-"""What rank 0 may ask for with a step: make way for a planned change, save."""
+"""Requests of rank 0 that travel with a step: end this generation for a planned change; save."""
 
 
 @dataclass(frozen=True)
@@ -30,31 +30,37 @@ class MicroBatch:
     num_tokens: int
     """Tokens that are not padding."""
     num_targets: int
-    """Positions with something to predict."""
+    """Positions with a target to predict."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank."""
+    """Result of a step, the same on every rank."""
 
     loss: float
-    """The objective's, per term (cross-entropy: nats per target token), over the global batch."""
+    """The objective's loss per term over the global batch; for cross-entropy, nats per target token."""
     gradient_norm: float
-    """Before clipping."""
+    """Norm of the whole gradient before clipping."""
     tokens: int
     """Real tokens in the global batch."""
     targets: int
-    """Terms of the objective: tokens that were predicted."""
+    """Terms of the objective; for cross-entropy, predicted tokens."""
     asked: int
-    """What rank 0 asked for, as all ranks heard it: any of `STOP` and `SAVE`."""
+    """Requests of rank 0, known to all ranks: any of `STOP` and `SAVE`."""
     verdict: Verdict
-    """What the guard says."""
+    """The guard's verdict."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the objective measures: its metrics per term."""
+    """The objective's metrics per term."""
 
     @classmethod
     def of(cls, values: Sequence[float], verdict: Verdict, metrics: Sequence[str] = ()) -> StepResult:
-        """From the numbers of all fields in their order, and then those of `metrics`."""
+        """Return the result of a step's numbers.
+
+        Args:
+            values: loss, norm, tokens, targets and requests, then the metrics.
+            verdict: the guard's.
+            metrics: names of the metrics.
+        """
         loss, norm, tokens, targets, asked = values[:5]
         return cls(loss, norm, int(tokens), int(targets), int(asked), verdict, dict(zip(metrics, values[5:])))
 
@@ -63,12 +69,25 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
                precision: Precision = "fp32", loss_scale: LossScale | None = None, asked: int = 0,
                guard: Guard | None = None, before_update: Callable[[], None] = lambda: None) -> StepResult:
-    """Forward, backward, clip, update, unless `guard` withholds the update. Values change after `before_update` only.
+    """Run forward, backward, clipping and the update, unless `guard` withholds the update.
 
-    Gradients are of the SUM of the objective's terms (token losses); after the last micro-batch they are divided by
-    their global number, once. Losses travel as one entry per virtual rank, together with the objective's metrics, the
-    counts, the squared gradient norm and what rank 0 asks for: one small all-reduce per step. In reproducible mode all
-    that it adds is exact.
+    Gradients are of the SUM of the objective's terms (token losses). After the last micro-batch they are divided once,
+    by the global number of terms. One small all-reduce per step carries the losses (one entry per virtual rank), the
+    objective's metrics, the counts, the squared gradient norm and the requests of rank 0. In reproducible mode all its
+    sums are exact.
+
+    Args:
+        model: this rank's part of the model.
+        optimizer: updates the parameters.
+        micro_batches: of this rank.
+        collectives: over all ranks.
+        virtual_ranks: of the run.
+        clip_norm: clip the gradient to this norm; 0: do not.
+        precision: number type of the matrix products.
+        loss_scale: scales fp16 gradients.
+        asked: requests of rank 0 to all ranks.
+        guard: judges the step.
+        before_update: called before any parameter changes.
     """
     model.zero_grad()
     tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
@@ -106,7 +125,7 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
 
 
 def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: int) -> torch.Tensor:
-    """What the host knows of a step: targets and tokens, of each data rank once, and what is asked; [3] fp64 on CPU."""
+    """Return targets, tokens and requests, [3] fp64 on CPU; each data rank counts its targets and tokens once."""
     counts = torch.zeros(3, dtype=torch.float64)
     if model.mesh.leads:
         counts[0] = sum(model.objective.count(micro) for micro in micro_batches)
@@ -116,8 +135,10 @@ def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: in
 
 
 def _owners(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_ranks: int) -> torch.Tensor:
-    """Which micro-batch's loss belongs to which entry of the report, [entries, micro-batches] of 0 and 1, fp64 on CPU.
-    An entry is a virtual rank; in reproducible mode a micro-batch on a context rank: no two losses share one."""
+    """Return which entry of the report gets each micro-batch's loss: [entries, micro-batches] of 0 and 1, fp64 on CPU.
+
+    There is an entry for each virtual rank; in reproducible mode, for each micro-batch on each context rank.
+    """
     number, order = len(micro_batches), model.order
     if order is None:
         entries, owners = virtual_ranks, [micro.virtual_rank for micro in micro_batches]
@@ -129,8 +150,10 @@ def _owners(model: ParallelModel, micro_batches: Sequence[MicroBatch], virtual_r
 
 
 def _squares(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """This rank's share of the squared norm of the whole gradient: [1] fp64, the sum of squares; in reproducible mode
-    the `pieces` of it."""
+    """Return this rank's share of the squared norm of the whole gradient, fp64.
+
+    It is [1], the sum of squares; in reproducible mode, the `pieces` of that sum.
+    """
     if model.order is None:
         return squared_norm(model, gradients)[None]
     own = [gradient for parameter, gradient in gradients if gradient.numel() and model.first_holder(parameter)]
@@ -139,14 +162,14 @@ def _squares(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch
 
 
 def squared_norm(model: ParallelModel, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """This rank's share of the squared norm of the whole gradient: shares of all ranks add up to it, on every mesh.
+    """Return this rank's share of the squared norm of the whole gradient. On every mesh the shares add up to it.
 
     Args:
         gradients: pairs of a parameter and the local part of its gradient.
 
     Returns:
-        fp64 scalar: the sum of squares of each tensor, in its own precision, over the ranks that hold the same;
-        tensors added in fp64.
+        fp64 scalar: each tensor's sum of squares, computed in its own precision and divided by the number of ranks that
+        hold the tensor; added over tensors in fp64.
     """
     alike: dict[int, list[torch.Tensor]] = {}
     for parameter, gradient in gradients:

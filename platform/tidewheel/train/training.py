@@ -1,4 +1,4 @@
-"""What one worker trains, and with what: shared by the loop and its helpers."""
+"""One worker's share of a run: what the loop and its helpers have in common."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tidewheel.train.timeline import Category, Timeline
 
 @dataclass
 class Training:
-    """One worker's share of a run."""
+    """One worker's share of a run in one generation."""
 
     config: TrainConfig
     runtime: Runtime
@@ -54,7 +54,15 @@ class Training:
 
     @classmethod
     def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: RetryPolicy) -> Training:
-        """Open the data and build the model; its values are not yet set."""
+        """Open the data and build the model, whose values are set later.
+
+        Args:
+            run: the open run.
+            runtime: this worker's place in the generation.
+            timeline: the worker's ledger.
+            watch: notices hangs.
+            retry: waits for storage.
+        """
         config = run.config
         source, _ = run.data()
         device = torch.device(runtime.device)
@@ -85,7 +93,7 @@ class Training:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return torch.device(self.runtime.device)
 
     @property
@@ -94,7 +102,7 @@ class Training:
         return self.config.model.vocabulary_size or self.source.manifest.vocabulary_size
 
     def state(self) -> dict[str, Any]:
-        """Return the tensors that make the run what it is now: of the model and of the optimizer."""
+        """Return the tensors of the model and the optimizer."""
         return training_state(self.model, self.optimizer)
 
     def event(self, kind: str, **detail: Any) -> None:
@@ -103,11 +111,15 @@ class Training:
             self.runtime.control.event(kind, **detail)
 
     def spent_on(self, step: int) -> Category:
-        """Return what the time of a step is for."""
+        """Return the ledger's category for a step's time."""
         return "redone" if step <= self.progress.recorded else "productive"
 
     def pass_over(self, windows: Sequence[Window]) -> None:
-        """From now on steps take the positions that lie outside `windows`."""
+        """Take only positions outside `windows` from now on.
+
+        Raises:
+            ConfigError: the mixture now ends before the run's last step.
+        """
         self.positions = Positions(self.positions.sizes, windows)
         checks.still_reaches(self.config, self.source, self.positions)
         self.reader.start_over(self.positions)
