@@ -1,1 +1,1 @@
-"""What a run would cost before it is started."""
+"""Plan a run before it starts: memory, step time, layouts, failures and cost."""

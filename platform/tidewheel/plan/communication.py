@@ -1,4 +1,4 @@
-"""What each axis of a layout sends in a step, and how long the links take for it.
+"""Bytes that each axis of a layout sends in a step, and the time that the links take.
 
 A collective over N ranks with b bytes on each (of the whole result, for gathers and scatters) takes, on a ring,
 
@@ -17,38 +17,50 @@ from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.layout import Job, Layout, Share
 
 FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""How often (N-1)/N of the bytes pass a rank's link."""
+"""Number of times that (N-1)/N of the bytes pass a rank's link."""
 
 
 def sent(kind: str, size: float, ranks: int) -> float:
-    """Bytes that each of `ranks` sends, and receives, for a collective of `size` bytes: a ring's (N-1)/N."""
+    """Return the bytes that each rank sends, and receives, for one collective on a ring.
+
+    Args:
+        kind: a key of `FACTORS`.
+        size: bytes of the whole result.
+        ranks: number of ranks.
+    """
     return FACTORS[kind] * (ranks - 1) / ranks * size
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other."""
+    """Ranks that communicate with each other."""
 
     ranks: int
     on_a_node: int
-    """Of them, on each node."""
+    """Ranks of the group on each node."""
     bandwidth: float
-    """Bytes/s of a rank."""
+    """Bytes/s of each rank."""
 
     def seconds(self, kind: str, size: float) -> float:
-        """Of one collective of `size` bytes."""
+        """Return the seconds of one collective of `size` bytes."""
         if self.ranks == 1 or not size:
             return 0.0
         steps = FACTORS[kind] * (self.ranks - 1)
-        if self.on_a_node < self.ranks:  # across nodes NCCL takes trees for small messages: latency grows with log N
+        if self.on_a_node < self.ranks:  # across nodes NCCL uses trees for small messages, so latency grows with log N
             steps = FACTORS[kind] * (self.on_a_node - 1 + (self.ranks // self.on_a_node).bit_length())
         return steps * HOP_SECONDS + sent(kind, size, self.ranks) / self.bandwidth
 
 
 def group(cluster: ClusterConfig, ranks: int, stride: int) -> Group:
-    """`ranks` ranks that are `stride` apart, as they lie on nodes: rank / nodes_of is the node."""
-    gpu, fitting = cluster.kind, max(1, cluster.nodes_of // stride)
-    here = min(ranks, fitting)
+    """Return a group of ranks, with the link between them. Rank / `nodes_of` is the node of a rank.
+
+    Args:
+        cluster: the cluster.
+        ranks: number of ranks.
+        stride: distance between two ranks of the group.
+    """
+    gpu = cluster.kind
+    here = min(ranks, max(1, cluster.nodes_of // stride))
     link = gpu.node_link if here == ranks else min(gpu.node_link, gpu.network * here)
     return Group(ranks, here, link * LINK_SHARE)
 
@@ -61,15 +73,15 @@ class Axis:
     ranks: int
     across_nodes: bool
     bytes: float
-    """Sent by a rank in a step."""
+    """Bytes that a rank sends in a step."""
     seconds: float
-    """That the links are busy with them."""
+    """Seconds that the links are busy with them."""
     exposed: float
-    """Seconds of these in which nothing is computed."""
+    """Seconds of these that no computation overlaps."""
 
 
 def groups(cluster: ClusterConfig, layout: Layout) -> dict[str, Group]:
-    """The groups of a rank by axis, in the order of the mesh (pipeline, replicate, shard, context, tensor)."""
+    """Return the groups of a rank by axis, in the order of the mesh: pipeline, replicate, shard, context, tensor."""
     p = layout.parallel
     inner = p.tensor
     return {"tensor": group(cluster, p.tensor, 1), "context": group(cluster, p.context, inner),
@@ -80,11 +92,17 @@ def groups(cluster: ClusterConfig, layout: Layout) -> dict[str, Group]:
 
 
 def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group) -> Axis:
-    """Sequence parallelism: per block two all-gathers of the normed input and two reduce-scatters of what it gives,
-    and the same two pairs backward (arXiv:2205.05198, section 4.2.2); blocks that are computed again gather again.
+    """Return the communication of tensor parallelism with sequence parallelism; computation overlaps none of it.
 
-    The residual stream's type is gathered, the products' type scattered, and backward the other way round. Nothing is
-    computed meanwhile.
+    Each block has two all-gathers of its normed input and two reduce-scatters of its output, and the same two pairs
+    backward (arXiv:2205.05198, section 4.2.2). Recomputed blocks gather again. All-gathers have the residual stream's
+    dtype and reduce-scatters the products' dtype, and the other way round in the backward pass.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        share: the pipeline rank's part of the model.
+        tensor: the tensor-parallel group.
     """
     p = layout.parallel
     elements = layout.micro_sequences * job.sequence_length / p.context * job.model.dim
@@ -95,7 +113,7 @@ def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group) -> Axis:
     back = [("reduce_scatter", wide), ("all_gather", narrow)]
     calls = [(kind, size, 2.0 * share.blocks) for kind, size in once + back]
     calls += [(kind, size, 2.0 * share.blocks * again) for kind, size in once]
-    if share.first:  # of the embedding: its rows lie on different ranks
+    if share.first:  # the embedding's rows are on different ranks
         calls += [("reduce_scatter", wide, 1.0), ("all_gather", wide, 1.0)]
     if share.last:  # before the output matrix
         calls += [("all_gather", wide, 1.0), ("reduce_scatter", wide, 1.0)]
@@ -103,8 +121,17 @@ def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group) -> Axis:
 
 
 def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis:
-    """Keys and values of the whole rows are gathered in every block, and their gradients scattered in fp32
-    (arXiv:2407.21783, section 3.3.2). Nothing is computed meanwhile."""
+    """Return the communication of context parallelism; computation overlaps none of it.
+
+    Every block gathers the keys and values of whole rows, and scatters their gradients in fp32 (arXiv:2407.21783,
+    section 3.3.2).
+
+    Args:
+        job: the run.
+        layout: its layout.
+        share: the pipeline rank's part of the model.
+        context: the context-parallel group.
+    """
     p, model = layout.parallel, job.model
     keys = 2 * layout.micro_sequences * job.sequence_length * model.kv_heads * model.head_width / p.tensor
     again = layout.memory.activation_checkpointing in ("full", "offload", "selective")
@@ -114,8 +141,17 @@ def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis
 
 
 def pipeline_axis(job: Job, layout: Layout, cluster: ClusterConfig, pipeline: Group) -> Axis:
-    """The residual stream from stage to stage, point to point, and its gradient back: 2 v m times the bytes of a
-    micro-batch with v stages on a rank (arXiv:2104.04473, section 3.2). Counted as not overlapped."""
+    """Return the communication of pipeline parallelism, counted as not overlapped.
+
+    The residual stream goes from stage to stage, point to point, and its gradient back: 2 v m times the bytes of a
+    micro-batch with v stages on a rank (arXiv:2104.04473, section 3.2).
+
+    Args:
+        job: the run.
+        layout: its layout.
+        cluster: the cluster.
+        pipeline: the pipeline-parallel group.
+    """
     p = layout.parallel
     if p.pipeline == 1:
         return Axis("pipeline", 1, False, 0.0, 0.0, 0.0)
@@ -129,23 +165,27 @@ def pipeline_axis(job: Job, layout: Layout, cluster: ClusterConfig, pipeline: Gr
 
 def data_axis(job: Job, layout: Layout, parameters: float, blocks: int, found: dict[str, Group], forward: float,
               backward: float) -> Axis:
-    """Gradients, and parameters where they are sharded (arXiv:1910.02054, section 7; FSDP, arXiv:2304.11277).
+    """Return the communication of data parallelism (arXiv:1910.02054, section 7; FSDP, arXiv:2304.11277).
 
-    ddp: one all-reduce of fp32 gradients a step, behind the last backward pass; zero1: and an all-gather of the
-    parameters. zero2: gathered for each micro-batch, once a step in a pipeline; zero3: for each forward and each
-    backward pass. Gradients are reduce-scattered in fp32 after each micro-batch, or once (`reduces_once`); with
-    copies of the model (HSDP) shards are all-reduced over them once.
+    ddp all-reduces fp32 gradients once per step, overlapped by the last backward pass. zero1 also all-gathers the
+    parameters. zero2 gathers parameters for each micro-batch, or once per step in a pipeline. zero3 gathers them for
+    each forward and each backward pass. Gradients are reduce-scattered in fp32 after each micro-batch, or once
+    (`reduces_once`). With copies of the model (HSDP), shards are all-reduced over the copies once.
 
     Args:
-        parameters: of this rank's part of the model, before data parallelism.
-        blocks: in which they are gathered one after the other; the first has nothing to hide behind.
-        forward, backward: seconds of computation in one micro-batch, behind which a gather or reduction may hide.
+        job: the run.
+        layout: its layout.
+        parameters: parameters of this rank's part of the model, before data parallelism.
+        blocks: number of blocks that are gathered one after the other; nothing overlaps the first.
+        found: groups of a rank by axis.
+        forward: seconds of computation in the forward pass of a micro-batch, which a gather may overlap.
+        backward: seconds of computation in its backward pass, which a reduction may overlap.
     """
     p, number = layout.parallel, layout.micro_batches
     if not layout.sharded:
         ranks = found["data"]
         grads = ranks.seconds("all_reduce", 4 * parameters)
-        # a pipeline's gradients are whole when all of its passes are over
+        # a pipeline's gradients are complete when all of its passes have ended
         exposed = grads if p.pipeline > 1 else max(grads / max(1, blocks), grads - backward)
         moved = sent("all_reduce", 4 * parameters, ranks.ranks)
         if p.data == "zero1":
@@ -160,7 +200,7 @@ def data_axis(job: Job, layout: Layout, parameters: float, blocks: int, found: d
     again = gather if p.data == "zero3" else 0.0
     gathers = 1 if p.pipeline > 1 and p.data == "zero2" else number
     reductions = 1 if layout.reduces_once else number
-    first = gather / max(1, blocks)  # of each pass, before there is anything to compute
+    first = gather / max(1, blocks)  # at the start of each pass, before anything can be computed
     ahead = max(first, gather - forward)
     last = reduce / max(1, blocks)
     behind = again + reduce
@@ -182,7 +222,10 @@ def data_axis(job: Job, layout: Layout, parameters: float, blocks: int, found: d
 
 
 def _axis(name: str, ranks: Group, calls: list[tuple[str, float, float]], micro_batches: int) -> Axis:
-    """An axis whose collectives nothing hides: (kind, bytes, how often in a micro-batch)."""
+    """Return an axis whose collectives nothing overlaps.
+
+    `calls` has (kind, bytes, times per micro-batch) of each collective.
+    """
     if ranks.ranks == 1:
         return Axis(name, 1, False, 0.0, 0.0, 0.0)
     moved = micro_batches * sum(often * sent(kind, size, ranks.ranks) for kind, size, often in calls)

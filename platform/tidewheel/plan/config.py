@@ -1,4 +1,4 @@
-"""What the simulator of failures and recoveries is told. Nothing here imports numpy or torch."""
+"""Settings of the simulator of failures and recoveries. Nothing here imports numpy or torch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class FailureConfig(Config):
     """llama3: 419 failures in 54 days on 16,384 GPUs, proportional to the GPUs; meta: 7.9 h between failures at 1,024
     GPUs and 1.8 h at 16,384, a power law through both; or a number: failures per GPU and hour."""
     several_share: float = Field(default=0.05, ge=0, le=1)
-    """Share of the failures that take a node and the one that holds its copy, as the loss of a rack would. An
-    assumption: nobody has published it."""
+    """Share of the failures that take both a node and the node with its replica, as the loss of a rack would. This is
+    an assumption: no figure is published."""
 
     @pydantic.field_validator("rate")
     @classmethod
     def _positive(cls, value: str | float) -> str | float:
         if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
-            raise ValueError("failures per GPU and hour are more than 0")
+            raise ValueError("give more than 0 failures per GPU and hour")
         return value
 
     def mtbf_seconds(self, gpus: int) -> float:
-        """Mean time between failures of a run on so many GPUs."""
+        """Return the mean time between failures of a run on `gpus` GPUs, in seconds."""
         if self.rate == "meta":
             (small, hours), (large, fewer) = META_MTTF_HOURS
             exponent = math.log(fewer / hours) / math.log(large / small)
@@ -44,24 +44,24 @@ class FailureConfig(Config):
 
 
 class TierConfig(Config):
-    """One way to come back from a failure, in seconds."""
+    """One way to recover from a failure. All times are in seconds."""
 
     detect_seconds: float = Field(ge=0)
-    """From the failure until it is known."""
+    """From the failure until it is detected."""
     restart_seconds: float = Field(ge=0)
-    """From then until all ranks have a process group again, without what `seconds_per_1000_ranks` adds."""
+    """From detection until all ranks have a process group again, without what `seconds_per_1000_ranks` adds."""
     load_seconds: float = Field(ge=0)
-    """To load the newest state."""
+    """Time to load the newest state."""
     save_stall_seconds: float = Field(ge=0)
-    """For which a save to storage stops training."""
+    """Time for which a save to storage stops training."""
     upload_seconds: float = Field(default=0.0, ge=0)
     """From the end of that stall until the checkpoint counts; the next save waits for it."""
     refresh_seconds: float = Field(default=0.0, ge=0)
-    """Training time between refreshes of the copy in a peer's memory; 0: there is no such copy."""
+    """Training time between refreshes of the replica in another node's memory; 0: there is no replica."""
     refresh_stall_seconds: float = Field(default=0.0, ge=0)
-    """For which each refresh stops training."""
+    """Time for which each refresh stops training."""
     storage_seconds: float = Field(default=0.0, ge=0)
-    """With a copy in memory: what recovery takes, after detection, where that copy is lost as well."""
+    """With a replica in memory: recovery time after detection when that replica is lost as well."""
 
 
 TIERS: dict[str, TierConfig] = {
@@ -72,12 +72,12 @@ TIERS: dict[str, TierConfig] = {
         detect_seconds=1.5, restart_seconds=10, load_seconds=30, save_stall_seconds=0.05, upload_seconds=60),
     "plain Ray Train": TierConfig(
         detect_seconds=2.0, restart_seconds=72, load_seconds=30, save_stall_seconds=1.0, upload_seconds=60)}
-"""Detection, restarts and stalls as measured on a local cluster (docs/elastic.md); loading and uploading are those of a
-large run, 5 TB of state at 160 and 80 GB/s: give your own."""
+"""Detection, restarts and stalls are measured on a local cluster (docs/elastic.md). Loading and uploading are those of
+a large run, 5 TB of state at 160 and 80 GB/s; give your own figures."""
 
 
 class GoodputConfig(Config):
-    """A table of goodput: sizes of the run, intervals between checkpoints, ways to recover."""
+    """Settings of a goodput table: sizes of the run, intervals between checkpoints, ways to recover."""
 
     gpus: tuple[int, ...] = Field(default=(1_024, 2_048, 4_096, 8_192, 16_384), min_length=1)
     """Sizes of the run."""
@@ -86,20 +86,20 @@ class GoodputConfig(Config):
     tiers: dict[str, TierConfig] = Field(default=TIERS, min_length=1)
     """Ways to recover, by name."""
     failures: FailureConfig = FailureConfig()
-    """What happens to the run."""
+    """Failures of the run."""
     seconds_per_1000_ranks: float = Field(default=3.0, ge=0)
-    """A new process group of all ranks takes this longer for every thousand of them: MegaScale, under 30 s at more
-    than 10,000 (arXiv:2402.15627, section 3.5). Measured figures of a small cluster do not have it."""
+    """Seconds that a new process group takes longer per thousand ranks. MegaScale reports under 30 s at more than
+    10,000 ranks (arXiv:2402.15627, section 3.5). Figures measured on a small cluster do not include it."""
     days: float = Field(default=54.0, gt=0)
     """Length of each simulated run; 54 as in Llama 3's statistics."""
     runs: int = Field(default=24, ge=2)
     """Failure traces for each size."""
     seed: int = Field(default=0, ge=0)
-    """Of the traces, which all intervals and tiers share."""
+    """Seed of the traces, which all intervals and tiers share."""
 
     @pydantic.field_validator("gpus", "interval_minutes")
     @classmethod
     def _above_zero(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(each <= 0 for each in value):
-            raise ValueError("every one is more than 0")
+        if any(item <= 0 for item in value):
+            raise ValueError("every item must be more than 0")
         return value

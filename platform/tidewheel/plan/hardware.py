@@ -1,4 +1,4 @@
-"""The GPUs and links that a plan is made for: data-sheet figures, and measured ones where they differ much."""
+"""GPUs and links that plans know: data-sheet figures, and measured ones where they differ much."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tidewheel.plan.config import FailureConfig
 
 GB = 1e9
 LINK_SHARE = 0.82
-"""Of a link's data-sheet bandwidth that a ring of NCCL reaches: 367.6 of 450 GB/s on 8 H200 without in-switch
-reduction (ml-engineering, network/benchmarks/results/all-reduce-8xH200.md); taken for networks as well."""
+"""Share of a link's data-sheet bandwidth that an NCCL ring reaches: 367.6 of 450 GB/s on 8 H200 without in-switch
+reduction (ml-engineering, network/benchmarks/results/all-reduce-8xH200.md). It is used for networks as well."""
 HOP_SECONDS = 2.9e-6
-"""Latency of one of the 2 (N-1) steps of a small all-reduce: 40 us at 32 KiB on 8 H200 (same place)."""
+"""Latency of one of the 2 (N-1) steps of a small all-reduce: 40 us at 32 KiB on 8 H200 (same source)."""
 
 
 class Gpu(Config):
-    """One kind of GPU, in bytes, FLOP/s and bytes/s; links count one direction.
+    """One kind of GPU, in bytes, FLOP/s and bytes/s. Links count one direction.
 
     Peaks, memory and NVLink: NVIDIA's data sheets, dense. `matmul`: the best of many shapes that was measured (MAMF,
     ml-engineering, compute/accelerator). `attention`: FlashAttention-2, which torch's varlen kernel is: 35 % of the
@@ -32,15 +32,15 @@ class Gpu(Config):
     memory: float
     """Bytes of device memory as sold."""
     peak: float
-    """Dense bf16 FLOP/s: what MFU is measured against."""
+    """Dense bf16 FLOP/s, which MFU is measured against."""
     matmul: float
     """bf16 FLOP/s that large matrix products reach."""
     matmul_fp8: float = 0.0
-    """The same in fp8; 0: there are none."""
+    """The same in fp8; 0: no fp8."""
     fp32: float
     """FLOP/s without tensor cores."""
     attention: float
-    """FLOP/s that the attention kernel reaches, of the half of the scores that a causal mask leaves."""
+    """FLOP/s that the attention kernel reaches on the half of the scores that a causal mask leaves."""
     hbm: float
     """Bytes/s of device memory."""
     node_link: float
@@ -62,25 +62,25 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (
     # FlashAttention-2 runs on Ampere's instructions: H100's rate, an assumption
     Gpu(name="b200", memory=180 * GB, peak=2250e12, matmul=1745e12, matmul_fp8=3432.5e12, fp32=80e12, attention=346e12,
         hbm=8e12, node_link=900 * GB, network=50 * GB, host_link=55 * GB),
-    # nobody published matmul and attention: A100's shares of the peak, assumptions; 200 Gb/s for two GPUs as in OVX
+    # matmul and attention are not published: A100's shares of the peak, an assumption; 200 Gb/s per two GPUs as in OVX
     Gpu(name="l40s", memory=48 * GB, peak=362e12, matmul=314e12, matmul_fp8=637e12, fp32=91.6e12, attention=260e12,
         hbm=0.864e12, node_link=25 * GB, network=12.5 * GB, host_link=25 * GB))}
-"""By name. `network` is a 400 Gb/s adapter per GPU (DGX H100, H200, B200), 200 Gb/s with A100."""
+"""GPUs by name. `network` is a 400 Gb/s adapter per GPU (DGX H100, H200, B200), 200 Gb/s with A100."""
 
 
 class ClusterConfig(Config):
-    """What a run is planned for, and what is assumed of it."""
+    """The cluster that a run is planned for, and assumptions about it."""
 
     gpus: int = Field(ge=1)
-    """GPUs, one worker on each."""
+    """Number of GPUs, with one worker on each."""
     gpu: Literal["h100", "h200", "a100", "b200", "l40s"] = "h100"
-    """Their kind."""
+    """Kind of the GPUs."""
     nodes_of: int = Field(default=8, ge=1)
-    """GPUs of a node: what NVLink connects."""
+    """GPUs per node, which NVLink connects."""
     memory_gb: float | None = Field(default=None, gt=0)
     """Memory of a GPU; default: the data sheet's."""
     reserved_gb: float = Field(default=4.0, ge=0)
-    """Of it for the CUDA context, NCCL's buffers and what the allocator cannot use: an assumption."""
+    """Memory for the CUDA context, NCCL's buffers and what the allocator cannot use: an assumption."""
     node_link_gbytes: float | None = Field(default=None, gt=0)
     """GB/s between GPUs of a node, one direction; default: the data sheet's."""
     network_gbytes: float | None = Field(default=None, gt=0)
@@ -89,9 +89,9 @@ class ClusterConfig(Config):
     """GB/s to and from storage for each GPU: Llama 3's sustained 2 TB/s for 16,384 (arXiv:2407.21783, section
     3.3.1)."""
     efficiency: float = Field(default=1.0, gt=0, le=1.5)
-    """Tokens/s of a real run of yours over what this plan says of it: steps are that much slower. 1: the roofline."""
+    """Measured tokens/s of a run of yours, divided by this plan's. Steps take that much longer. 1: the roofline."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
-    """In your currency; without it cost is told in GPU hours only."""
+    """Price in your currency. Without it, cost is in GPU hours only."""
     document_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a typical document: attention does not look beyond one. Default: as long as the sequence."""
     failures: FailureConfig = FailureConfig()
@@ -110,12 +110,13 @@ class ClusterConfig(Config):
     def _whole_nodes(self) -> ClusterConfig:
         if self.gpus > self.nodes_of and self.gpus % self.nodes_of:
             near = max(1, round(self.gpus / self.nodes_of)) * self.nodes_of
-            raise ValueError(f"{self.gpus} GPUs are no whole nodes of {self.nodes_of}; nearest that are: {near}")
+            raise ValueError(f"{self.gpus} GPUs do not fill whole nodes of {self.nodes_of}; the nearest number is "
+                             f"{near}")
         return self
 
     @cached_property
     def kind(self) -> Gpu:
-        """The GPU with what was overridden."""
+        """The GPU, with overridden figures."""
         changed = {"memory": self.memory_gb, "node_link": self.node_link_gbytes, "network": self.network_gbytes}
         return GPUS[self.gpu].model_copy(update={name: value * GB for name, value in changed.items()
                                                  if value is not None})

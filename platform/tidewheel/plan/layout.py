@@ -1,4 +1,4 @@
-"""What a plan is about: the run, which is fixed, and a layout of it, which is free. No torch, no numpy."""
+"""The subject of a plan: a run, which is fixed, and its layout, which is free. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import stages
 
 KEEP_PARAMETERS = 100_000_000
-"""As in `train.parallel.model`, which needs torch: `data: auto` is zero2 below, zero3 above."""
+"""`data: auto` is zero2 up to this many parameters, and zero3 above; as in `train.parallel.model`, which needs
+torch."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The run as a plan sees it."""
+    """A run, as a plan sees it."""
 
     config: TrainConfig
     vocabulary_size: int
@@ -25,7 +26,7 @@ class Job:
 
     @property
     def model(self) -> Model:
-        """Its shape."""
+        """The model's shape."""
         return self.config.model
 
     @cached_property
@@ -45,74 +46,74 @@ class Job:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         model = self.model
         return (model.num_layers * (self.block_matrices + self.block_norms) + model.dim
                 + self.vocabulary_matrix * (1 if model.tie_embeddings else 2))
 
     @property
     def weight_bytes(self) -> int:
-        """Of a parameter, and of its gradient."""
+        """Bytes of a parameter, and of its gradient."""
         return 2 if self.config.parameters == "bf16" else 4
 
     @property
     def compute_bytes(self) -> int:
-        """Of an operand of a matrix product that is kept for the backward pass."""
+        """Bytes of an element of a matrix product's operand, which is kept for the backward pass."""
         return 4 if self.config.precision == "fp32" else 2
 
     @property
     def residual_bytes(self) -> int:
-        """Of an element of the residual stream: the embedding's type."""
+        """Bytes of an element of the residual stream, which has the embedding's dtype."""
         return self.weight_bytes
 
     @property
     def optimizer_bytes(self) -> float:
-        """Optimizer state per parameter, with the fp32 master weights beside bf16 parameters."""
+        """Bytes of optimizer state per parameter, with fp32 master weights beside bf16 parameters."""
         masters = 4 if self.weight_bytes == 2 else 0
         state = self.config.optimizer.state_bytes(self.parameters, self.model.num_layers * self.block_matrices)
         return state / self.parameters + masters
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of a checkpoint: parameters and optimizer state, once, whatever the layout."""
+        """Bytes of a checkpoint: parameters and optimizer state, once, in every layout."""
         return self.parameters * (self.weight_bytes + self.optimizer_bytes)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to spread the job over the GPUs."""
+    """One way to parallelize a job over the GPUs."""
 
     parallel: ParallelConfig
-    """`data` is not auto."""
+    """Parallelism, with `data` resolved."""
     memory: MemoryConfig
     micro_sequences: int
     data: int
-    """Data-parallel ranks, replicate x shard."""
+    """Data-parallel ranks: replicate x shard."""
     micro_batches: int
-    """Of a data rank in a step."""
+    """Micro-batches of a data-parallel rank in a step."""
 
     @property
     def gpus(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.data * self.parallel.unit
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP2 or ZeRO-1 shards over; context ranks are among them."""
+        """Number of ranks that FSDP2 or ZeRO-1 shards over, including context-parallel ranks."""
         return self.data // self.parallel.replicate * self.parallel.context
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 shards the parameters: a single rank has nothing to shard over."""
+        """Whether FSDP2 shards the parameters, which needs more than one rank."""
         return self.parallel.data in ("zero2", "zero3") and self.shards > 1
 
     @property
     def reduces_once(self) -> bool:
-        """Whether whole gradients are kept between the micro-batches of a step (`parallel.reduce` step)."""
+        """Whether unsharded gradients are kept between the micro-batches of a step (`parallel.reduce: step`)."""
         return self.parallel.pipeline > 1 or self.parallel.reduce == "step"
 
     def in_flight(self) -> float:
-        """Micro-batches whose activations the first pipeline rank keeps at a time, in units of its blocks.
+        """Return the number of micro-batches whose activations the first pipeline rank keeps at once.
 
         p for 1F1B (arXiv:2006.09503) and both zero-bubble schedules (arXiv:2401.10241), m for GPipe, p (1 + (p-1) /
         (p v)) for interleaved 1F1B with v stages on a rank (arXiv:2205.05198, section 4.2.3); never more than m.
@@ -126,7 +127,7 @@ class Layout:
         return min(number, wide + stacked)
 
     def describe(self) -> str:
-        """"TP 4 x PP 8 x DP 8 zero1"."""
+        """Return the layout as text: "TP 4 x PP 8 x DP 8 zero1"."""
         p = self.parallel
         sizes = [("TP", p.tensor), ("PP", p.pipeline), ("CP", p.context), ("DP", self.data)]
         mesh = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one GPU"
@@ -134,43 +135,48 @@ class Layout:
         return mesh + kind + (f" in {p.replicate} copies" if p.replicate > 1 else "")
 
     def settings(self) -> dict[str, object]:
-        """The settings of the training configuration that make this layout."""
-        p, found = self.parallel, dict[str, object]()
-        found["parallel.data"] = p.data
+        """Return the settings of the training configuration that select this layout."""
+        p = self.parallel
+        settings: dict[str, object] = {"parallel.data": p.data}
         for name in ("tensor", "pipeline", "context", "replicate"):
-            found[f"parallel.{name}"] = getattr(p, name)
+            settings[f"parallel.{name}"] = getattr(p, name)
         if p.pipeline > 1:
-            found["parallel.pipeline_schedule"] = p.pipeline_schedule
-        found["memory.activation_checkpointing"] = self.memory.activation_checkpointing
-        found["batch.micro_sequences"] = self.micro_sequences
-        return found
+            settings["parallel.pipeline_schedule"] = p.pipeline_schedule
+        settings["memory.activation_checkpointing"] = self.memory.activation_checkpointing
+        settings["batch.micro_sequences"] = self.micro_sequences
+        return settings
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one pipeline rank holds."""
+    """The part of the model on one pipeline rank."""
 
     rank: int
     blocks: int
     first: bool
-    """Has the embedding."""
+    """Whether it has the embedding."""
     last: bool
-    """Has the final norm and the output."""
+    """Whether it has the final norm and the output matrix."""
     in_flight: float
+    """Micro-batches whose activations it keeps at once."""
 
 
 def shares(job: Job, layout: Layout) -> list[Share]:
-    """The pipeline ranks that matter: the first, the second (which may have a block more) and those with an end."""
+    """Return the pipeline ranks that can be the fullest or slowest: the first two and the last.
+
+    The second may have a block more than the first.
+    """
     parallel, layers = layout.parallel, job.model.num_layers
     if parallel.pipeline == 1:
         return [Share(0, layers, True, True, 1.0)]
     cuts = stages(layers, parallel.pipeline, parallel.pipeline_schedule, parallel.stages_per_rank)
-    most, falls = layout.in_flight(), parallel.pipeline_schedule in ("1f1b", "interleaved_1f1b")
-    found = []
+    most = layout.in_flight()
+    decreases = parallel.pipeline_schedule in ("1f1b", "interleaved_1f1b")
+    ranks = []
     for rank in sorted({0, 1, parallel.pipeline - 1}):
         mine = [stage for stage in cuts if stage.rank == rank]
         # 1F1B: each rank starts one micro-batch fewer than the one before it
-        held = max(1.0, min(layout.micro_batches, most - rank)) if falls else most
-        found.append(Share(rank, sum(len(stage.blocks) for stage in mine), any(s.first for s in mine),
+        held = max(1.0, min(layout.micro_batches, most - rank)) if decreases else most
+        ranks.append(Share(rank, sum(len(stage.blocks) for stage in mine), any(s.first for s in mine),
                            any(s.last for s in mine), held))
-    return found
+    return ranks

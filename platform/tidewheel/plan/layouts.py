@@ -1,8 +1,8 @@
-"""Legal layouts of a job on a cluster, ranked by the time of a step; why the others do not fit, and what does.
+"""Rank the legal layouts of a job on a cluster by step time, and say why others do not fit.
 
-What decides the result (model, global batch, precision, optimizer, virtual ranks) is the configuration's. Free are the
-mesh, what data-parallel ranks share out, the pipeline's schedule, the sequences of a micro-batch, and what activations
-are computed again.
+The configuration fixes everything that decides the result: model, global batch, precision, optimizer, virtual ranks.
+Free are the mesh, the kind of data parallelism, the pipeline schedule, the sequences of a micro-batch, and activation
+checkpointing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ logger = logging.getLogger(__name__)
 Data = Literal["ddp", "zero1", "zero2", "zero3"]
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 LONG_ROWS = 16_384
-"""Context parallelism is tried for rows from here on: Llama 3 used it at 131,072 tokens only (arXiv:2407.21783)."""
+"""Context parallelism is tried for rows of at least this many tokens. Llama 3 used it only at 131,072
+(arXiv:2407.21783)."""
 MICRO_SEQUENCES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A legal layout and what it costs."""
+    """A legal layout with its memory and its step time."""
 
     layout: Layout
     memory: Memory
@@ -44,7 +45,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Refused:
-    """A mesh that cannot be used, and the nearest that can."""
+    """A mesh that cannot be used, and the nearest one that can."""
 
     what: str
     reason: str
@@ -56,24 +57,24 @@ class Ranking:
     """All layouts of a job on a cluster."""
 
     fitting: tuple[Planned, ...]
-    """Quickest first; of each mesh and kind of data parallelism the quickest."""
+    """The fastest layout of each mesh and kind of data parallelism, the fastest first."""
     own: Planned | None
-    """That of the configuration itself, if it is legal on so many GPUs; it may not fit."""
+    """The configuration's own layout, if it is legal on this number of GPUs. It may not fit."""
     own_reason: str
-    """Why it is not legal, or does not fit."""
+    """Why the configuration's own layout is not legal, or does not fit."""
     nearest: Planned | None
-    """The fitting layout that changes least of the configuration's, where that does not fit."""
+    """The fitting layout nearest to the configuration's own, if that does not fit."""
     refused: tuple[Refused, ...]
-    """Meshes none of whose layouts fits."""
+    """Meshes without a fitting layout."""
     tried: int
-    """Legal layouts that were computed."""
+    """Number of legal layouts."""
 
 
 def rank(job: Job, cluster: ClusterConfig) -> Ranking:
-    """Every layout of `job` on `cluster`.
+    """Rank every layout of a job on a cluster.
 
     Raises:
-        ConfigError: not one layout is legal on so many GPUs.
+        ConfigError: no layout is legal on this number of GPUs.
     """
     found = [(layout, memory(job, layout)) for layout in layouts(job, cluster)]
     logger.debug("%d legal layouts on %d GPUs", len(found), cluster.gpus)
@@ -86,14 +87,14 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
     for each in fitting:
         best.setdefault(_mesh(each.layout), each)
     own, reason = _own(job, cluster)
-    nearest = min(fitting, key=lambda each: (_distance(each.layout, _wanted(job, cluster)), _order(each)),
+    nearest = min(fitting, key=lambda each: (_distance(each.layout, _requested(job, cluster)), _order(each)),
                   default=None) if reason else None
     return Ranking(tuple(best.values()), own, reason, nearest, tuple(_refused(job, cluster, found, fitting)),
                    len(found))
 
 
 def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
-    """The legal ones. Tensor and context parallelism stay inside a node, where NVLink is."""
+    """Yield the legal layouts. Tensor and context parallelism stay inside a node, where NVLink is."""
     gpus = cluster.gpus
     for tensor in legal.divisors(gpus):
         for context in _contexts(job, cluster):
@@ -108,7 +109,7 @@ def layouts(job: Job, cluster: ClusterConfig) -> Iterator[Layout]:
 
 
 def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator[Layout]:
-    """What can be chosen once the sizes of the mesh are."""
+    """Yield the legal layouts of one mesh."""
     data = cluster.gpus // mesh.unit
     kinds: tuple[Data, ...] = get_args(Data) if data * mesh.context > 1 else ("ddp",)
     for kind in kinds:
@@ -128,7 +129,7 @@ def _of_mesh(job: Job, cluster: ClusterConfig, mesh: ParallelConfig) -> Iterator
 
 def _legal(job: Job, cluster: ClusterConfig, parallel: ParallelConfig, kept: MemoryConfig,
            micro_sequences: int) -> Layout | str:
-    """The layout, or why it cannot be."""
+    """Return the layout, or the reason why it is not legal."""
     batch = job.config.batch
     unit = batch.virtual_ranks * micro_sequences
     if any(size % unit for size in batch.sizes):
@@ -153,25 +154,26 @@ def _contexts(job: Job, cluster: ClusterConfig) -> list[int]:
 
 
 def _copies(cluster: ClusterConfig, mesh: ParallelConfig, data: int) -> list[int]:
-    """One copy of the model, or one on every node (HSDP)."""
+    """Return the possible numbers of model copies: one, or one per node (HSDP)."""
     inside = max(1, cluster.nodes_of // (mesh.tensor * mesh.context))
     return [1, data // inside] if inside < data and data % inside == 0 else [1]
 
 
 def _reduce(job: Job, kind: str, pipeline: int) -> Literal["auto", "step", "micro_batch"]:
-    """`parallel.reduce`, resolved as training does where it is auto."""
-    wanted = job.config.parallel.reduce
+    """Return `parallel.reduce`, with auto resolved as training does."""
+    reduce = job.config.parallel.reduce
     if kind in ("ddp", "zero1") or pipeline > 1:
         return "step"
-    return wanted if wanted != "auto" else "micro_batch" if job.parameters > KEEP_PARAMETERS else "step"
+    return reduce if reduce != "auto" else "micro_batch" if job.parameters > KEEP_PARAMETERS else "step"
 
 
 # -- the configuration's own -------------------------------------------------------------------
 
 
-def _wanted(job: Job, cluster: ClusterConfig) -> Layout:
-    """The configuration's layout on so many GPUs, legal or not."""
-    p, config = job.config.parallel, job.config
+def _requested(job: Job, cluster: ClusterConfig) -> Layout:
+    """Return the configuration's own layout on this number of GPUs, legal or not."""
+    config = job.config
+    p = config.parallel
     kind = p.data
     if kind == "auto":
         kind = "zero3" if job.parameters > KEEP_PARAMETERS and p.pipeline == 1 else "zero2"
@@ -181,14 +183,14 @@ def _wanted(job: Job, cluster: ClusterConfig) -> Layout:
 
 
 def _own(job: Job, cluster: ClusterConfig) -> tuple[Planned | None, str]:
-    wanted = _wanted(job, cluster)
-    if wanted.gpus != cluster.gpus:
-        return None, (f"{legal.describe(wanted.parallel)} takes a multiple of {wanted.parallel.unit} GPUs, not "
+    requested = _requested(job, cluster)
+    if requested.gpus != cluster.gpus:
+        return None, (f"{legal.describe(requested.parallel)} takes a multiple of {requested.parallel.unit} GPUs, not "
                       f"{cluster.gpus}")
-    made = _legal(job, cluster, wanted.parallel, wanted.memory, wanted.micro_sequences)
-    if isinstance(made, str):
-        return None, made
-    planned = Planned(made, memory(job, made), step_time(job, made, cluster))
+    layout = _legal(job, cluster, requested.parallel, requested.memory, requested.micro_sequences)
+    if isinstance(layout, str):
+        return None, layout
+    planned = Planned(layout, memory(job, layout), step_time(job, layout, cluster))
     return planned, "" if planned.memory.total <= cluster.usable_bytes else _too_much(planned.memory, cluster)
 
 
@@ -196,7 +198,7 @@ def _too_much(used: Memory, cluster: ClusterConfig) -> str:
     largest = sorted(used.parts().items(), key=lambda part: -part[1])[:2]
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in largest)
     return (f"needs {used.total / GB:.1f} GB of the {cluster.usable_bytes / GB:.1f} that a "
-            f"{cluster.gpu} has to give (most of it: {parts})")
+            f"{cluster.gpu} can use (largest parts: {parts})")
 
 
 # -- what does not fit -------------------------------------------------------------------------
@@ -204,13 +206,13 @@ def _too_much(used: Memory, cluster: ClusterConfig) -> str:
 
 def _refused(job: Job, cluster: ClusterConfig, found: list[tuple[Layout, Memory]],
              fitting: list[Planned]) -> Iterator[Refused]:
-    """Sizes of tensor and pipeline, with the rest data parallel, of which nothing fits."""
-    good = {(each.layout.parallel.tensor, each.layout.parallel.pipeline) for each in fitting}
+    """Yield the tensor and pipeline sizes, with the rest data parallel, of which no layout fits."""
+    good = {(planned.layout.parallel.tensor, planned.layout.parallel.pipeline) for planned in fitting}
     for tensor in legal.divisors(cluster.gpus):
         if tensor > cluster.nodes_of:
             yield Refused(f"TP {tensor}", f"parallel.tensor {tensor} would leave the node of {cluster.nodes_of} GPUs",
                           f"TP {cluster.nodes_of}")
-            break  # larger ones all the more
+            break  # larger ones would too
         for pipeline in legal.divisors(cluster.gpus // tensor):
             if (tensor, pipeline) in good:
                 continue
@@ -237,10 +239,10 @@ def _against_mesh(job: Job, cluster: ClusterConfig, tensor: int, pipeline: int) 
 
 def _least(cluster: ClusterConfig, tried: list[tuple[Layout, Memory]]) -> str:
     if not tried:
-        return "no schedule takes the micro-batches that a rank would have"
+        return "no schedule works with the number of micro-batches that a rank would have"
     layout, used = min(tried, key=lambda each: each[1].total)
     kept = layout.memory.activation_checkpointing
-    return f"at the least, {layout.parallel.data} with checkpointing {kept}, {_too_much(used, cluster)}"
+    return f"even {layout.parallel.data} with checkpointing {kept} {_too_much(used, cluster)}"
 
 
 def _none_legal(job: Job, cluster: ClusterConfig) -> str:
@@ -259,7 +261,7 @@ def _mesh(layout: Layout) -> tuple[object, ...]:
 
 
 def _distance(one: Layout, other: Layout) -> float:
-    """How much of the settings differs: doublings of sizes, and one for every choice."""
+    """Return how much two layouts differ: doublings of each size, plus one per different choice."""
     sizes = sum(abs(math.log2(getattr(one.parallel, name) / getattr(other.parallel, name)))
                 for name in ("tensor", "pipeline", "context", "replicate"))
     sizes += abs(math.log2(one.micro_sequences / other.micro_sequences))

@@ -1,4 +1,4 @@
-"""Bytes on the fullest GPU of a layout, part by part, from the shapes and from what the training code keeps.
+"""Bytes on the fullest GPU of a layout, by part, from shapes and from the tensors that the training code keeps.
 
 The arithmetic of parameters, gradients and optimizer state is ZeRO's (arXiv:1910.02054, section 3.1); of activations,
 a count of the tensors that a block saves for its backward pass (as in arXiv:2205.05198, section 4, but of our block:
@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from tidewheel.plan.layout import Job, Layout, Share, shares
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 4096
-"""As in `models.loss`, which needs torch: larger logits are made for so many tokens at a time."""
+"""Above this many bytes, logits are computed for `CHUNK_TOKENS` tokens at a time; as in `models.loss`, which needs
+torch."""
 
 
 @dataclass(frozen=True)
@@ -21,51 +22,59 @@ class Memory:
     """Bytes of one GPU. The parts are not all at their largest at the same moment: their sum is an upper bound."""
 
     parameters: float
-    """Those the optimizer updates (zero3: this rank's rows), or whole ones where every rank computes with its own."""
+    """Parameters that the optimizer updates (zero3: this rank's rows), or unsharded ones where ranks compute with their
+    own."""
     copies: float
-    """What is there beside them between passes: rows beside gathered parameters (zero2), the gathered embedding and
-    output (zero3), 16-bit casts that autocast keeps (ddp, zero1)."""
+    """Copies that stay between passes: rows beside gathered parameters (zero2), the gathered embedding and output
+    (zero3), 16-bit casts that autocast keeps (ddp, zero1)."""
     gradients: float
-    """Between micro-batches."""
+    """Gradients between micro-batches."""
     optimizer: float
     activations: float
-    """Kept for the backward pass, of all micro-batches in flight, and of one block that is computed again."""
+    """Tensors kept for the backward pass: those of all micro-batches in flight, and of one recomputed block."""
     logits: float
     """Logits, their gradient, and the output matrix's gradient where it is made with the loss."""
     communication: float
-    """Gathered blocks, and gradients on their way."""
+    """Gathered blocks, and gradients that are being reduced."""
     update: float
-    """What the optimizer's step needs besides; not at the time of activations, logits and communication."""
+    """Temporary memory of the optimizer's step, which is not needed at the same time as activations, logits and
+    communication."""
 
     @property
     def state(self) -> float:
-        """Parameters, gradients and optimizer state: what the published tables count."""
+        """Parameters, gradients and optimizer state, which published tables count."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """At the fuller of two moments: in a backward pass, and in the optimizer's step."""
+        """The larger of two sums: during a backward pass, and during the optimizer's step."""
         return self.state + self.copies + max(self.activations + self.logits + self.communication, self.update)
 
     def parts(self) -> dict[str, float]:
-        """By name."""
+        """Return the bytes of each part by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def memory(job: Job, layout: Layout) -> Memory:
-    """Of the GPU that has most."""
-    return max((of_share(job, layout, share) for share in shares(job, layout)), key=lambda found: found.total)
+    """Return the memory of the fullest GPU."""
+    return max((of_share(job, layout, share) for share in shares(job, layout)), key=lambda part: part.total)
 
 
 def of_share(job: Job, layout: Layout, share: Share) -> Memory:
-    """Of the GPUs of one pipeline rank."""
+    """Return the memory of a GPU of one pipeline rank.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        share: the pipeline rank's part of the model.
+    """
     parallel, weight = layout.parallel, job.weight_bytes
     block = job.block_matrices / parallel.tensor + job.block_norms
     ends = _ends(job, layout, share)
     blocks = share.blocks * block
     whole, shards = blocks + ends, layout.shards
     host = layout.sharded and parallel.offload
-    gathered = 2 if job.config.precision != "fp32" else weight  # FSDP2 gathers blocks in the type of the products
+    gathered = 2 if job.config.precision != "fp32" else weight  # FSDP2 gathers blocks in the products' dtype
     loss_gradient = _output_gradient(job, layout, share)
     if layout.sharded:
         rows = whole / shards
@@ -74,13 +83,13 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         copies = rows * weight if keeps else ends * weight
         if host:
             parameters, copies = (parameters, 0.0) if keeps else (0.0, copies)
-        # gradients that wait to be reduced are summed in fp32
+        # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
         gradients = 4.0 * whole if waiting else 0.0 if host else rows * weight
-        moving = 0.0 if keeps else 2 * block * gathered  # the block in use and the one that is fetched meanwhile
+        moving = 0.0 if keeps else 2 * block * gathered  # the block in use and the one being prefetched
         if not waiting:
-            moving += block * (gathered + 4)  # its gradient, and that of the one before, in fp32, being reduced
-            loss_gradient += ends * weight  # of embedding and output, until the backward pass ends
+            moving += block * (gathered + 4)  # its gradient, and the previous block's in fp32, which is being reduced
+            loss_gradient += ends * weight  # embedding and output, until the backward pass ends
         optimizer = 0.0 if host else rows * job.optimizer_bytes
         update = 0.0 if host or weight == 4 else 4.0 * rows
     else:
@@ -88,7 +97,7 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         rows = whole / ranks if parallel.data == "zero1" else whole
         parameters, gradients, optimizer = whole * weight, whole * weight, rows * job.optimizer_bytes
         copies = _casts(job, layout, share, block)
-        flat = 4.0 * whole if ranks > 1 else 0.0  # the buckets of the all-reduce, in fp32, all until the last is back
+        flat = 4.0 * whole if ranks > 1 else 0.0  # fp32 buckets of the all-reduce, all kept until the last one returns
         moving, update = flat, 4.0 * rows if weight == 2 else 0.0
     again = max(0.0, kept_per_token(job, layout, "none") - kept_per_token(job, layout))
     tokens = layout.micro_sequences * job.sequence_length / parallel.context
@@ -99,15 +108,18 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
 
 
 def _ends(job: Job, layout: Layout, share: Share) -> float:
-    """Parameters of this rank's embedding, final norm and output."""
+    """Return the parameters of this rank's embedding, final norm and output."""
     matrix = job.vocabulary_matrix / layout.parallel.tensor
     tied = job.model.tie_embeddings and share.first
     return share.first * matrix + share.last * (job.model.dim + (0.0 if tied else matrix))
 
 
 def _casts(job: Job, layout: Layout, share: Share, block: float) -> float:
-    """16-bit copies of fp32 weights: autocast makes them in each forward pass, and the graph keeps them until the
-    backward pass; of blocks that are computed again, only one at a time."""
+    """Return the bytes of 16-bit copies of fp32 weights.
+
+    Autocast makes them in each forward pass, and the graph keeps them until the backward pass. Recomputed blocks have
+    one at a time.
+    """
     if job.weight_bytes == job.compute_bytes:
         return 0.0
     kept = _share_kept(layout) * share.blocks * share.in_flight
@@ -115,13 +127,13 @@ def _casts(job: Job, layout: Layout, share: Share, block: float) -> float:
 
 
 def _share_kept(layout: Layout) -> float:
-    """Share of the blocks that keep everything."""
+    """Return the share of the blocks that keep all activations."""
     kind = layout.memory.activation_checkpointing
     return 1.0 if kind == "none" else 1 - 1 / layout.memory.every if kind == "every_nth" else 0.0
 
 
 def _average_kept(job: Job, layout: Layout) -> float:
-    """Bytes per token and block, over a rank's blocks."""
+    """Return the bytes per token and block, averaged over a rank's blocks."""
     if layout.memory.activation_checkpointing != "every_nth":
         return kept_per_token(job, layout)
     share = _share_kept(layout)
@@ -129,17 +141,24 @@ def _average_kept(job: Job, layout: Layout) -> float:
 
 
 def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
-    """Bytes that one block keeps of one token of this rank's micro-batch.
+    """Return the bytes that one block keeps per token of this rank's micro-batch.
 
-    none, eager: two norms' fp32 inputs 2 x 4 D/T; the products' inputs, which autocast casts once for each of those
-    that read them, of llama five, 5 a D (2 a D where nothing is cast); queries, keys, values a (H + 2 K) E/T;
-    attention's result a H E/T and 4 H/T of normalisers; the inner tensors of the feed-forward, of SwiGLU four, 4 a F/T.
-    none, compiled (what torch's min-cut partitioner saves): r D/T + a D/T of the two residuals, two normed inputs 2 a
-    D, attention as above, of SwiGLU 3 a F/T.
-    full, offload: r D/T, the block's input (offload: in host memory).
-    selective: that and attention's result, and products: all but every `recompute_products`-th of wq, wk, wv, wo, w1,
-    w3, w2; with tensor parallelism also what the collectives returned, two gathered inputs and two outputs.
-    With context parallelism the keys and values of the whole row are kept.
+    - none, eager: fp32 inputs of two norms, 2 x 4 D/T; inputs of the products, which autocast casts once per product
+      (llama has five, 5 a D; 2 a D without casts); queries, keys and values, a (H + 2 K) E/T; attention's output,
+      a H E/T, and normalisers, 4 H/T; inner tensors of the feed-forward (SwiGLU has four, 4 a F/T).
+    - none, compiled (what torch's min-cut partitioner saves): two residuals, r D/T + a D/T; two normed inputs, 2 a D;
+      attention as above; SwiGLU 3 a F/T.
+    - full, offload: the block's input, r D/T (offload: in host memory).
+    - selective: the block's input, attention's output, and all products of wq, wk, wv, wo, w1, w3 and w2 except every
+      `recompute_products`-th. With tensor parallelism also the outputs of the collectives: two gathered inputs and two
+      scattered outputs.
+
+    With context parallelism, keys and values of whole rows are kept.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        kind: activation checkpointing; default: the layout's.
     """
     model, ffn, parallel, memory = job.model, job.model.FEED_FORWARD, layout.parallel, layout.memory
     kind = kind or memory.activation_checkpointing
@@ -166,34 +185,50 @@ def kept_per_token(job: Job, layout: Layout, kind: str | None = None) -> float:
 
 
 def _stage_ends(job: Job, layout: Layout, share: Share, tokens: float) -> float:
-    """Between stages: what a pipeline rank receives, and its gradient, for every micro-batch (torch keeps the buffers);
-    at the end, the input of the final norm."""
+    """Return the bytes at the ends of a stage.
+
+    A pipeline rank has a receive buffer and its gradient for every micro-batch, since torch keeps the buffers. The last
+    rank has the input of the final norm.
+    """
     size = tokens * job.model.dim * job.residual_bytes / layout.parallel.tensor
     buffers = 2 * layout.micro_batches * size if layout.parallel.pipeline > 1 else 0.0
     return buffers + (2 * size if share.last else 0.0)
 
 
 def logit_rows(job: Job, layout: Layout, tokens: float) -> float:
-    """Tokens whose logits exist at a time."""
-    wanted, vocabulary = job.config.objective.logit_tokens, job.vocabulary_size / layout.parallel.tensor
-    if wanted is None:
-        wanted = 0 if tokens * vocabulary * 4 <= WHOLE_LOGITS_BYTES else CHUNK_TOKENS
-    return tokens if not wanted else min(tokens, wanted)
+    """Return the number of tokens whose logits exist at once.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        tokens: tokens of a rank's micro-batch.
+    """
+    chunk = job.config.objective.logit_tokens
+    vocabulary = job.vocabulary_size / layout.parallel.tensor
+    if chunk is None:
+        chunk = 0 if tokens * vocabulary * 4 <= WHOLE_LOGITS_BYTES else CHUNK_TOKENS
+    return min(tokens, chunk) if chunk else tokens
 
 
 def _logits(job: Job, layout: Layout, tokens: float) -> float:
-    """Whole: logits, their fp32 copy, log-softmax and its gradient, a + 12 bytes each. In chunks: logits and gradient
-    of a chunk, fp32 where tensor parallelism computes them uncompiled, and the gradient of the hidden states."""
+    """Return the bytes of the logits and of what is computed from them.
+
+    At once: logits, their fp32 copy, log-softmax and its gradient, a + 12 bytes each. In chunks: logits and gradient of
+    a chunk, in fp32 where tensor parallelism computes them uncompiled, and the gradient of the hidden states.
+    """
     a, vocabulary = job.compute_bytes, job.vocabulary_size / layout.parallel.tensor
     rows = logit_rows(job, layout, tokens)
     if rows == tokens:
         return (a + 12) * rows * vocabulary
-    each = 2 * a if layout.parallel.tensor == 1 else 2 * a + 8
-    return each * rows * vocabulary + tokens * job.model.dim * job.residual_bytes
+    element = 2 * a if layout.parallel.tensor == 1 else 2 * a + 8
+    return element * rows * vocabulary + tokens * job.model.dim * job.residual_bytes
 
 
 def _output_gradient(job: Job, layout: Layout, share: Share) -> float:
-    """In chunks: fp32 gradient of the output matrix, from the forward pass on, its 16-bit copy and a product's."""
+    """Return the bytes of the output matrix's gradient, if logits are computed in chunks.
+
+    They are an fp32 gradient from the forward pass on, its 16-bit copy, and a product's.
+    """
     tokens = layout.micro_sequences * job.sequence_length / layout.parallel.context
     if not share.last or logit_rows(job, layout, tokens) == tokens:
         return 0.0

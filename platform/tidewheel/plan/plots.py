@@ -1,4 +1,4 @@
-"""What failures cost against the interval between checkpoints, a panel for each size of the run."""
+"""Plot of the time lost to failures over the interval between checkpoints, with a panel per size of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 def lost_figure(rows: Sequence[Goodput]) -> str:
-    """A file of its own, SVG on white. Of many sizes the least, the middle and the largest are drawn."""
+    """Return an SVG file on white. Of many sizes, the smallest, the middle and the largest are drawn."""
     sizes = sorted({row.gpus for row in rows})
     sizes = [sizes[round(at * (len(sizes) - 1) / (PANELS - 1))] for at in range(PANELS)] if len(
         sizes) > PANELS else sizes

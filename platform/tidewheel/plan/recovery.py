@@ -1,11 +1,11 @@
-"""Goodput of a long run that fails now and then: a discrete-event simulation of the recovery protocol.
+"""Goodput of a long run with failures: a discrete-event simulation of the recovery protocol.
 
-Failures come as a Poisson process. After each the run is down until it is detected, all ranks are in a process group
-again and the state is loaded; it then repeats what was done since the newest state that survived: the newest committed
-checkpoint, or with a memory tier the newest refresh, unless the copy went with the node or a second failure came while
-the first was being mended. A lost node is replaced at once, so the size stays.
+Failures are a Poisson process. After a failure the run is down until the failure is detected, all ranks have a process
+group again, and the state is loaded. It then repeats the work since the newest state that survived. That is the newest
+committed checkpoint, or with a memory tier the newest refresh, unless its replica was lost with the node or a second
+failure came during the recovery. A lost node is replaced at once, so the size stays the same.
 
-Many traces, and all intervals, are simulated side by side as arrays; only the failures are gone through one by one.
+Many traces and all intervals are simulated together as arrays. Only the failures are looped over.
 """
 
 from __future__ import annotations
@@ -23,39 +23,46 @@ PARTS = ("detection", "restart", "redone", "save_stall", "refresh")
 
 @dataclass(frozen=True)
 class Goodput:
-    """Of one tier at one size and interval, the mean over the traces; all shares of the run's time."""
+    """Goodput of one tier at one size and interval: means over the traces, as shares of the run's time."""
 
     gpus: int
     tier: str
     interval_seconds: float
     goodput: float
-    """Share of the time that went into steps which counted."""
+    """Share of the time that went into steps that were kept."""
     error: float
     """Standard error of that mean."""
     parts: dict[str, float]
-    """What the rest went to: `PARTS`."""
+    """Shares of the lost time, by `PARTS`."""
     failures: float
     """Failures of a run, on average."""
     mtbf_seconds: float
-    """Mean time between them."""
+    """Mean time between failures."""
 
 
 def young_daly(save_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of training between two saves that lose least, sqrt(2 C M) (Young, CACM 1974; Daly, FGCS 2006)."""
+    """Return the interval between saves with the least loss in seconds, sqrt(2 C M) (Young, CACM 1974; Daly, FGCS
+    2006)."""
     return math.sqrt(2 * save_seconds * mtbf_seconds)
 
 
 def daly_goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
-    """Exact long-run goodput of blocking saves under exponential failures, which may come during a restart too.
+    """Return the exact long-run goodput of blocking saves under exponential failures, also during restarts.
 
     Daly (2006), equation 13, as work over expected time: tau / (M e^(R/M) (e^((tau + C)/M) - 1)).
+
+    Args:
+        interval: seconds of training between two saves, tau.
+        save: seconds of a save, C.
+        restart: seconds of a restart, R.
+        mtbf: mean seconds between failures, M.
     """
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf))
 
 
 def table(config: GoodputConfig) -> list[Goodput]:
-    """Every size, tier and interval of `config`."""
-    found = []
+    """Simulate every size, tier and interval of `config`."""
+    rows = []
     intervals = np.array(config.interval_minutes) * 60.0
     for number, gpus in enumerate(config.gpus):
         mtbf = config.failures.mtbf_seconds(gpus)
@@ -68,38 +75,45 @@ def table(config: GoodputConfig) -> list[Goodput]:
                                      nodes=max(2, gpus // GPUS_PER_NODE))
             for at, interval in enumerate(intervals):
                 share = useful[:, at] / horizon
-                found.append(Goodput(
+                rows.append(Goodput(
                     gpus, name, float(interval), float(share.mean()),
                     float(share.std(ddof=1) / math.sqrt(config.runs)),
                     {part: float(spent[:, at].mean() / horizon) for part, spent in parts.items()},
                     float(trace.counts.mean()), mtbf))
-    return found
+    return rows
 
 
 def best(rows: list[Goodput]) -> list[Goodput]:
-    """The best interval of each size and tier."""
-    found: dict[tuple[int, str], Goodput] = {}
+    """Return the best interval of each size and tier."""
+    best_rows: dict[tuple[int, str], Goodput] = {}
     for row in rows:
         key = (row.gpus, row.tier)
-        if key not in found or row.goodput > found[key].goodput:
-            found[key] = row
-    return list(found.values())
+        if key not in best_rows or row.goodput > best_rows[key].goodput:
+            best_rows[key] = row
+    return list(best_rows.values())
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Failures of several runs: [runs, most failures] each."""
+    """Failures of several runs. Arrays are [runs, failures]."""
 
     gaps: np.ndarray
-    """Seconds since the failure before, or since the start."""
+    """Seconds since the previous failure, or since the start."""
     chance: np.ndarray
-    """Uniform in [0, 1): what else the failure took, see `simulate`."""
+    """Uniform in [0, 1): decides whether the failure also takes the replica; see `simulate`."""
     counts: np.ndarray
     """[runs]; failures before the horizon."""
 
 
 def draw(mtbf: float, horizon: float, runs: int, rng: np.random.Generator) -> Trace:
-    """Poisson failures until every run is past `horizon` seconds."""
+    """Draw Poisson failures until every run is past the horizon.
+
+    Args:
+        mtbf: mean seconds between failures.
+        horizon: seconds of a run.
+        runs: number of runs.
+        rng: source of randomness.
+    """
     expected = horizon / mtbf
     most = int(expected + 8 * math.sqrt(expected) + 16)
     gaps = rng.exponential(mtbf, (runs, most))
@@ -113,10 +127,13 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
     """Run every trace with every interval until `horizon`.
 
     Args:
+        tier: times of recovery and saving.
         intervals: [intervals], seconds of training between saves.
+        trace: failures.
+        horizon: seconds of a run.
         joining: seconds that a process group of all ranks adds to each recovery.
-        copy_lost: share of the failures that take the copy in memory as well.
-        nodes: a second failure during a recovery hits the one node that holds the copy with 1 in so many.
+        copy_lost: share of the failures that also take the replica in memory.
+        nodes: number of nodes. A second failure during a recovery hits the node with the replica with chance 1/nodes.
 
     Returns:
         Useful seconds [runs, intervals], and the seconds of each of `PARTS`, which add up to the horizon.
@@ -126,7 +143,7 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
     tau = np.broadcast_to(intervals, shape)
     refresh_cost = tier.refresh_stall_seconds / tier.refresh_seconds if tier.refresh_seconds else 0.0
     slower = 1 + refresh_cost
-    # a save that is due while the one before is still being uploaded waits for it
+    # a save waits for the upload of the previous one
     stall = tier.save_stall_seconds + np.maximum(0.0, tier.upload_seconds - tau * slower)
     segment = Segments(tau, stall, slower, tier.save_stall_seconds + tier.upload_seconds)
     work, stored, left = np.zeros(shape), np.zeros(shape), np.full(shape, float(horizon))
@@ -144,7 +161,7 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
         parts["refresh"] += (reached - work) * refresh_cost
         left = left - gap
         ended = left <= 0
-        recovering = gap <= down  # the failure came before the one before it was mended
+        recovering = gap <= down  # the failure came during the recovery from the previous one
         chance = trace.chance[:, number, None]
         gone = np.where(recovering, chance < copy_lost + (1 - copy_lost) / nodes, chance < copy_lost)
         in_memory = ~gone if tier.refresh_seconds else np.zeros(shape, bool)
@@ -153,8 +170,8 @@ def simulate(tier: TierConfig, intervals: np.ndarray, trace: Trace, horizon: flo
         parts["redone"] += np.where(ended, 0.0, reached - back)
         work, stored = np.where(ended, reached, back), committed
         fallback = tier.storage_seconds if tier.refresh_seconds else tier.restart_seconds + tier.load_seconds
-        mend = np.where(in_memory, tier.restart_seconds + tier.load_seconds, fallback)
-        down = tier.detect_seconds + joining + mend
+        recovery = np.where(in_memory, tier.restart_seconds + tier.load_seconds, fallback)
+        down = tier.detect_seconds + joining + recovery
     return work, parts
 
 
@@ -164,21 +181,30 @@ class Segments:
 
     tau: np.ndarray
     stall: np.ndarray
-    """Seconds that a save stops training for."""
+    """Seconds for which a save stops training."""
     slower: float
-    """Seconds a second of work takes."""
+    """Seconds that a second of work takes."""
     commit: float
-    """Seconds from the beginning of a save until it counts."""
+    """Seconds from the start of a save to its commit."""
 
     def run(self, work: np.ndarray, stored: np.ndarray,
             seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(work reached, work in the newest checkpoint, seconds of stall) after `seconds` from `work`."""
-        due = (np.floor(work / self.tau + 1e-9) + 1) * self.tau  # the first save on the way
+        """Train without a failure.
+
+        Args:
+            work: seconds of work done at the start.
+            stored: work in the newest checkpoint.
+            seconds: time to train.
+
+        Returns:
+            The work done at the end, the work in the newest checkpoint, and the seconds of stall.
+        """
+        due = (np.floor(work / self.tau + 1e-9) + 1) * self.tau  # the next save
         first = (due - work) * self.slower
         cycle = self.tau * self.slower + self.stall
         after = seconds - first
-        saves = np.where(after >= 0, np.floor(after / cycle) + 1, 0.0)  # begun
-        since = after - (saves - 1) * cycle  # seconds since the last one began
+        saves = np.where(after >= 0, np.floor(after / cycle) + 1, 0.0)  # started
+        since = after - (saves - 1) * cycle  # seconds since the last save started
         stalled = np.where(saves > 0, (saves - 1) * self.stall + np.minimum(since, self.stall), 0.0)
         reached = work + (seconds - stalled) / self.slower
         committed = np.clip(np.floor((after - self.commit) / cycle) + 1, 0, saves)

@@ -1,7 +1,7 @@
-"""Seconds of a training step: the passes by FLOPs and bytes (a roofline), the bubble, what communication adds.
+"""Seconds of a training step: a roofline of the passes by FLOPs and bytes, the bubble, and exposed communication.
 
-Every rate is a published or measured one of `hardware.GPUS`; nothing is fitted to step times. What is not in it, and
-makes real steps slower: launches, power limits, stragglers, host work, uneven documents.
+Every rate is a published or measured one of `hardware.GPUS`; nothing is fitted to step times. Real steps are slower,
+since the model leaves out kernel launches, power limits, stragglers, host work and uneven documents.
 """
 
 from __future__ import annotations
@@ -14,41 +14,49 @@ from tidewheel.plan.hardware import ClusterConfig, Gpu
 from tidewheel.plan.layout import Job, Layout, Share, shares
 
 ATTENTION_BACKWARD = 2.5
-"""Of its forward pass: flash attention computes the scores again (arXiv:2205.14135, appendix B.4)."""
+"""Time of attention's backward pass over its forward pass: flash attention recomputes the scores (arXiv:2205.14135,
+appendix B.4)."""
 OPTIMIZER_TRAFFIC = 28.0
-"""Bytes a parameter that AdamW reads and writes: parameter, gradient, two moments in, parameter and moments out."""
+"""Bytes per parameter that AdamW moves: it reads parameter, gradient and two moments, and writes parameter and
+moments."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one step."""
+    """Time of one step."""
 
     seconds: float
     compute: float
-    """Seconds of passes on the busiest rank."""
+    """Seconds of the passes on the busiest rank."""
     bubble: float
-    """Share of the pipeline's time in which a rank waits: (p-1) / (m+p-1) and its like."""
+    """Share of the pipeline's time in which a rank waits; see `bubble`."""
     optimizer: float
     """Seconds of the update."""
     axes: tuple[Axis, ...]
     mfu: float
     """Model FLOPs (`Model.flops_per_token`: attention full, nothing twice) over the peak of all GPUs."""
     tokens_per_second: float
-    """Of all GPUs, without failures."""
+    """Tokens per second of all GPUs, without failures."""
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing but communication goes on."""
+        """Seconds of communication that no computation overlaps."""
         return sum(axis.exposed for axis in self.axes)
 
 
 def bubble(schedule: str, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
-    """Share of the time that ranks wait.
+    """Return the share of the time in which ranks wait.
 
     1F1B, GPipe: (p-1) / (m + p-1) (arXiv:1811.06965, section 2.3); interleaved: (p-1) / (v m + p-1)
     (arXiv:2104.04473, section 2.2). Zero bubble: passes for the weights fill two thirds of that (a forward and the two
     halves of a backward pass take as long each, arXiv:2401.10241, section 2.3: (p-1) / 3 remain of p-1, of stages that
     are 1 / v of a rank's work), with 2 p micro-batches or more.
+
+    Args:
+        schedule: the pipeline schedule.
+        pipeline: pipeline ranks, p.
+        micro_batches: micro-batches of a step, m.
+        stages_per_rank: stages of a rank, v.
     """
     if pipeline == 1:
         return 0.0
@@ -59,9 +67,15 @@ def bubble(schedule: str, pipeline: int, micro_batches: int, stages_per_rank: in
 
 
 def step_time(job: Job, layout: Layout, cluster: ClusterConfig) -> StepTime:
-    """Of the pipeline rank that takes longest."""
+    """Return the step time of the slowest pipeline rank.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        cluster: the cluster.
+    """
     return max((_of_share(job, layout, cluster, share) for share in shares(job, layout)),
-               key=lambda found: found.seconds)
+               key=lambda time: time.seconds)
 
 
 def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> StepTime:
@@ -89,10 +103,17 @@ def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) ->
 
 
 def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass of one micro-batch, recomputation in the latter.
+    """Return the seconds of the forward and the backward pass of one micro-batch; the latter includes recomputation.
 
     Matrix products: 2 FLOPs a parameter and token forward, 4 backward (arXiv:2001.08361, section 2.1). Attention: 4 H
-    E S/2 forward, of the half that is causal, S the length of a document or row. The rest by bytes, see `_traffic`.
+    E S/2 forward, of the half that is causal, S the length of a document or row. The rest is bound by memory traffic,
+    see `_traffic`.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        cluster: the cluster.
+        share: the pipeline rank's part of the model.
     """
     p, model, gpu = layout.parallel, job.model, cluster.kind
     tokens = layout.micro_sequences * job.sequence_length / p.context
@@ -106,32 +127,34 @@ def passes(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> tu
     products_again, elements_again, scores_again = _computed_again(layout)
     backward = products * (2 + products_again) + scores * (ATTENTION_BACKWARD + scores_again)
     backward += elements * (2 + elements_again)
-    if layout.memory.activation_checkpointing == "offload":  # there and back; hidden as far as the passes are longer
+    if layout.memory.activation_checkpointing == "offload":  # the passes overlap the copies as far as they take longer
         moved = tokens * share.blocks * job.residual_bytes * model.dim / p.tensor / gpu.host_link
         forward, backward = max(forward, moved), max(backward, moved)
     if share.last:
         output = tokens * 2 * job.vocabulary_matrix / p.tensor / (gpu.fp32 if job.config.precision == "fp32" else
                                                                  gpu.matmul)
-        # logits are written, read for the softmax's sums, read again for the gradient, which is written and read twice
+        # logits are written, then read for the softmax's sums and for the gradient, which is written and read twice
         passed = tokens * job.vocabulary_size / p.tensor * 6 * job.compute_bytes / gpu.hbm
         forward, backward = forward + output + passed / 2, backward + 2 * output + passed / 2
     return forward, backward
 
 
 def _traffic(job: Job, tensor: int) -> float:
-    """Bytes per token and block that a forward pass reads and writes outside matrix products and attention, each
-    element-wise run fused: a residual is read with the branch that is added, written, and normed: (2 r + 2 a) D/T,
-    twice; RoPE in and out, 2 a (H + K) E/T; SwiGLU, 3 a F/T. Backward twice as much. Not compiled: runs are not fused,
-    twice as much of all (fp32 intermediates)."""
+    """Return the bytes per token and block that a forward pass moves outside matrix products and attention.
+
+    With element-wise operations fused: a residual is read with the branch that is added, written and normed, (2 r + 2
+    a) D/T, twice; RoPE reads and writes 2 a (H + K) E/T; SwiGLU 3 a F/T. A backward pass moves twice as much. Without
+    compilation nothing is fused and intermediates are fp32, which doubles all of it.
+    """
     model, a, r = job.model, job.compute_bytes, job.residual_bytes
     turned = (model.num_heads + model.kv_heads) * model.head_width
     inner = (model.FEED_FORWARD.inputs + 1) * a * model.ffn_width
-    found = (2 * (2 * r + 2 * a) * model.dim + 2 * a * turned + inner) / tensor
-    return found if job.config.compile else 2 * found
+    traffic = (2 * (2 * r + 2 * a) * model.dim + 2 * a * turned + inner) / tensor
+    return traffic if job.config.compile else 2 * traffic
 
 
 def _computed_again(layout: Layout) -> tuple[float, float, float]:
-    """Forward passes of (products, element-wise, attention) inside the backward pass."""
+    """Return how many forward passes of (products, element-wise, attention) the backward pass repeats."""
     memory = layout.memory
     kind = memory.activation_checkpointing
     if kind in ("full", "offload"):
@@ -144,8 +167,17 @@ def _computed_again(layout: Layout) -> tuple[float, float, float]:
 
 
 def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> float:
-    """By memory traffic: AdamW's 28 B a parameter, 12 more to and from fp32 copies beside bf16 parameters, and 4 for
-    the norm; with offload over the link to the host, parameters and gradients only: its own update is not counted."""
+    """Return the seconds of the optimizer's update, by memory traffic.
+
+    AdamW moves 28 bytes per parameter, 12 more to and from fp32 copies beside bf16 parameters, and 4 for the norm. With
+    offload, parameters and gradients go over the link to the host; the update on the host is not counted.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        parameters: parameters of this rank's part of the model, before data parallelism.
+        gpu: the GPU.
+    """
     ranks = layout.shards if layout.sharded else (
         layout.data * layout.parallel.context if layout.parallel.data == "zero1" else 1)
     rows = parameters / ranks

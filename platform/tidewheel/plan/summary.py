@@ -1,4 +1,4 @@
-"""What a whole run takes with one layout: checkpoints, goodput, tokens a day, GPU hours, money."""
+"""Cost of a whole run with one layout: checkpoints, goodput, tokens per day, GPU hours, money."""
 
 from __future__ import annotations
 
@@ -12,42 +12,49 @@ from tidewheel.plan.requests import Requests, requests
 
 DAY = 86_400.0
 INTERVALS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0)
-"""Minutes between saves among which the best is looked for."""
+"""Minutes between saves that are compared to find the best."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the whole run."""
+    """Cost of the whole run."""
 
     checkpoint_bytes: float
     save_stall_seconds: float
-    """The copy to pinned host memory: each GPU's share over its link."""
+    """Time to copy each GPU's share to pinned host memory over its link."""
     upload_seconds: float
-    """To storage, in the background."""
+    """Time to upload a checkpoint to storage, in the background."""
     load_seconds: float
     interval_seconds: float
-    """Between saves, as configured."""
+    """Time between saves, as configured."""
     goodput: float
-    """Expected share of the time that is not lost to failures and saves (docs/goodput.md)."""
+    """Expected share of the time that failures and saves do not take (docs/goodput.md)."""
     best_interval_seconds: float
     best_goodput: float
     mtbf_seconds: float
     tokens_per_day: float
-    """With that goodput."""
+    """Tokens per day at that goodput."""
     tokens: int
-    """Of the whole run."""
+    """Tokens of the whole run."""
     days: float
     gpu_hours: float
     cost: float | None
     requests: tuple[Requests, ...]
-    """To an object store in a day."""
+    """Requests to an object store per day."""
 
 
 def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
-    """Of the run with that layout. Simulates failures, with numpy."""
+    """Return the cost of the run with a layout. Simulates failures, with numpy.
+
+    Args:
+        job: the run.
+        planned: the layout.
+        cluster: the cluster.
+    """
     from tidewheel.plan import recovery
 
-    size, seconds = job.checkpoint_bytes, planned.time.seconds
+    size = job.checkpoint_bytes
+    seconds = planned.time.seconds
     stored = size / (cluster.storage_gbytes_per_gpu * GB * cluster.gpus)
     stall = size / cluster.gpus / cluster.kind.host_link
     tier = _tier(job, seconds, stall, stored)
@@ -61,7 +68,8 @@ def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
         interval = min(interval, job.config.checkpoint.every_seconds)
     rows = recovery.table(GoodputConfig(gpus=(cluster.gpus,), interval_minutes=(interval / 60, *INTERVALS),
                                         tiers={"as configured": tier}, failures=cluster.failures))
-    own, best = rows[0], max(rows, key=lambda row: row.goodput)
+    own = rows[0]
+    best = max(rows, key=lambda row: row.goodput)
     rate = planned.time.tokens_per_second * own.goodput
     from tidewheel.train.batch_size import BatchSizes
 
@@ -74,7 +82,8 @@ def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
 
 
 def _tier(job: Job, seconds: float, stall: float, stored: float) -> TierConfig:
-    """Detection and restart as measured (`plan.config.TIERS`); what depends on the size of the state, computed."""
+    """Return the way to recover: measured detection and restart (`plan.config.TIERS`), and times computed from the size
+    of the state."""
     checkpoint = job.config.checkpoint
     upload = stored if checkpoint.asynchronous else 0.0
     paused = stall if checkpoint.asynchronous else stall + stored

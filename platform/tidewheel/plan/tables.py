@@ -1,4 +1,4 @@
-"""A plan as people read it, and as JSON. Opens the shard set where the configuration names one that is there."""
+"""A plan as tables and as JSON. Opens the shard set that the configuration names, if it exists."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from tidewheel.plan.summary import Summary
 from tidewheel.train.config import TrainConfig
 
 VOCABULARY_SIZE, SEQUENCE_LENGTH = 128_256, 8_192
-"""Llama 3's, when neither an option nor the configuration nor a shard set says."""
+"""Llama 3's, used when neither an option nor the configuration nor a shard set gives them."""
 
 Row = dict[str, Any]
 
 
 def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: int | None) -> tuple[Job, list[str]]:
-    """The job, and where its vocabulary and the length of its sequences come from, if they were assumed.
+    """Return the job, and notes about an assumed vocabulary or sequence length.
+
+    Args:
+        config: the training configuration.
+        vocabulary_size: overrides the vocabulary size.
+        sequence_length: overrides the sequence length.
 
     Raises:
-        ShardError, StorageError: the configuration names a shard set that cannot be read, and it is needed.
+        ShardError, StorageError: the shard set of the configuration is needed, and cannot be read.
     """
     vocabulary = vocabulary_size or config.model.vocabulary_size
     length, notes = sequence_length, list[str]()
@@ -43,16 +48,16 @@ def job_of(config: TrainConfig, vocabulary_size: int | None, sequence_length: in
 
 
 def ranked(ranking: Ranking, top: int) -> list[Row]:
-    """The quickest layout of each mesh (tensor x pipeline x context), quickest first."""
+    """Return rows of the fastest layout of each mesh (tensor x pipeline x context), the fastest first."""
     best: dict[tuple[int, ...], Planned] = {}
-    for each in ranking.fitting:
-        p = each.layout.parallel
-        best.setdefault((p.tensor, p.pipeline, p.context), each)
-    return [layout_row(str(number), each) for number, each in enumerate(list(best.values())[:top], 1)]
+    for planned in ranking.fitting:
+        p = planned.layout.parallel
+        best.setdefault((p.tensor, p.pipeline, p.context), planned)
+    return [layout_row(str(rank), planned) for rank, planned in enumerate(list(best.values())[:top], 1)]
 
 
 def layout_row(name: str, each: Planned) -> Row:
-    """A line of the table of layouts."""
+    """Return a row of the table of layouts."""
     layout, time = each.layout, each.time
     return {"": name, "layout": layout.describe(),
             "schedule": layout.parallel.pipeline_schedule if layout.parallel.pipeline > 1 else "-",
@@ -64,7 +69,7 @@ def layout_row(name: str, each: Planned) -> Row:
 
 
 def memory_rows(plans: Sequence[tuple[str, Planned]]) -> list[Row]:
-    """GB by part, a column for each layout."""
+    """Return rows of GB by part, with a column per layout."""
     names = list(plans[0][1].memory.parts())
     rows: list[Row] = [{"GB on a GPU": name, **{title: f"{each.memory.parts()[name] / GB:.2f}"
                                                for title, each in plans}} for name in names]
@@ -74,14 +79,20 @@ def memory_rows(plans: Sequence[tuple[str, Planned]]) -> list[Row]:
 
 
 def communication_rows(each: Planned) -> list[Row]:
-    """A line for each axis of the mesh."""
+    """Return a row per axis of the mesh."""
     return [{"axis": axis.name, "ranks": axis.ranks, "across nodes": "yes" if axis.across_nodes else "no",
              "GB sent per step and GPU": f"{axis.bytes / GB:.2f}", "s on the links": f"{axis.seconds:.3f}",
              "s not hidden": f"{axis.exposed:.3f}"} for axis in each.time.axes if axis.ranks > 1]
 
 
 def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
-    """The whole run with the first layout."""
+    """Return rows about the whole run.
+
+    Args:
+        job: the run.
+        cluster: the cluster.
+        found: cost of the run.
+    """
     values = {
         "model": f"{job.parameters / 1e9:.2f} B parameters; their state "
                  f"{job.parameters * (2 * job.weight_bytes + job.optimizer_bytes) / GB:,.1f} GB",
@@ -99,7 +110,7 @@ def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
 
 
 def request_rows(found: Summary) -> list[Row]:
-    """Requests of the run to an object store, by purpose."""
+    """Return a row per purpose of the requests to an object store."""
     rows = [{"storage requests": each.what, "a day, at most": f"{each.a_day:,}", "": each.how}
             for each in found.requests]
     total = sum(each.a_day for each in found.requests)
@@ -108,12 +119,21 @@ def request_rows(found: Summary) -> list[Row]:
 
 def show(job: Job, cluster: ClusterConfig, ranking: Ranking, whole: Summary | None, *, notes: Sequence[str],
          top: int) -> None:
-    """Print all tables: layouts, memory, communication, what does not fit, the run."""
+    """Print all tables: layouts, memory, communication, refused meshes, the run.
+
+    Args:
+        job: the run.
+        cluster: the cluster.
+        ranking: its layouts.
+        whole: cost of the run with the first layout, if one fits.
+        notes: assumptions.
+        top: number of layouts to print.
+    """
     own, reason = ranking.own, ranking.own_reason
     columns = [("first", ranking.fitting[0])] if ranking.fitting else []
     columns += [("yours", own)] if own else []
     rows = ranked(ranking, top) + ([layout_row("yours", own)] if own else [])
-    print_table(rows, title=f"{cluster.gpus:,} x {cluster.gpu}: the quickest layout of each mesh, of {ranking.tried:,}")
+    print_table(rows, title=f"{cluster.gpus:,} x {cluster.gpu}: the fastest layout of each mesh, of {ranking.tried:,}")
     for note in notes:
         print(f"assumed: {note}")
     if columns:
@@ -137,7 +157,14 @@ def _options(each: Planned) -> str:
 
 
 def as_json(job: Job, cluster: ClusterConfig, ranking: Ranking, found: Summary | None) -> dict[str, Any]:
-    """Everything, in bytes and seconds."""
+    """Return the plan as JSON values, in bytes and seconds.
+
+    Args:
+        job: the run.
+        cluster: the cluster.
+        ranking: its layouts.
+        found: cost of the run with the first layout, if one fits.
+    """
     return {"model": {"parameters": job.parameters, "vocabulary_size": job.vocabulary_size,
                       "sequence_length": job.sequence_length},
             "cluster": cluster.canonical(), "gpu": cluster.kind.canonical(), "tried": ranking.tried,

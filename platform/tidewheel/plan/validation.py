@@ -1,4 +1,4 @@
-"""How near the simulator comes to real runs: their failures are played to it with other runs' constants."""
+"""Compare the simulator with real runs: replay a run's failures with the constants of other runs."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ RECOVERY = frozenset({"detect_seconds", "restart_seconds"})
 
 @dataclass(frozen=True)
 class Observed:
-    """A real run as the simulator sees one: in seconds of one worker, from its first step on."""
+    """A real run as the simulator sees it, in seconds of one worker from its first step on."""
 
     run: str
     workers: int
     failures: tuple[float, ...]
-    """When they came."""
+    """Times of the failures."""
     seconds: float
-    """Until the last worker ended."""
+    """Time until the last worker ended."""
     goodput: float
-    """Share of that in which steps that counted were done or their data awaited, averaged over the workers."""
+    """Share of that time in steps that were kept, or waiting for their data, averaged over the workers."""
     step_seconds: float
     every_steps: int
-    """Between saves."""
+    """Steps between saves."""
     refresh_steps: int
-    """Between refreshes of the copy in memory; 0: none."""
+    """Steps between refreshes of the replica in memory; 0: no replica."""
     tier: TierConfig
-    """What recovery and saving took, on average."""
+    """Average times of recovery and saving."""
 
 
 def predict(run: Observed, tier: TierConfig, step_seconds: float) -> float:
-    """Goodput of `run`'s failures with these constants in the place of its own."""
+    """Return the simulated goodput of a run's failures with other constants.
+
+    Args:
+        run: the run whose failures are replayed.
+        tier: times of recovery and saving.
+        step_seconds: seconds of a step.
+    """
     if run.refresh_steps:
         tier = tier.model_copy(update={"refresh_seconds": run.refresh_steps * step_seconds})
     gaps = np.append(np.diff(np.array([0.0, *run.failures])), np.inf)[None]
@@ -52,8 +58,10 @@ def predict(run: Observed, tier: TierConfig, step_seconds: float) -> float:
 
 
 def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
-    """A line for each run; its constants are the mean of the other runs': of those with as many workers, which take as
-    long to start, where there are any. With one run they are its own.
+    """Return a row per run with its measured and its predicted goodput.
+
+    The constants are the mean of the other runs', of those with the same number of workers if possible, since these
+    take as long to start. A single run uses its own.
 
     Raises:
         ConfigError: a run has no step, or was resized on purpose, which is not simulated.
@@ -62,9 +70,9 @@ def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
     lines = []
     for run in observed:
         others = [other for other in observed if other is not run] or [run]
-        alike = [other for other in others if other.workers == run.workers]
-        steps = [other.step_seconds for other in alike] or [run.step_seconds]
-        predicted = predict(run, _mean(alike or others), sum(steps) / len(steps))
+        same_size = [other for other in others if other.workers == run.workers]
+        steps = [other.step_seconds for other in same_size] or [run.step_seconds]
+        predicted = predict(run, _mean(same_size or others), sum(steps) / len(steps))
         lines.append({"run": run.run, "workers": run.workers, "failures": len(run.failures),
                       "seconds": round(run.seconds, 1), "predicted": f"{100 * predicted:.1f} %",
                       "measured": f"{100 * run.goodput:.1f} %",
@@ -73,16 +81,22 @@ def predicted_beside_measured(runs: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def observe(place: Store) -> Observed:
-    """What a run's ledger and events say; see `predicted_beside_measured`."""
-    events, config = jsonlog.read(place, "events.jsonl"), place.read_json("run.json")["config"]
+    """Read a run's ledger and events.
+
+    Raises:
+        ConfigError: the run has no step, or was resized on purpose, which is not simulated.
+    """
+    events = jsonlog.read(place, "events.jsonl")
+    config = place.read_json("run.json")["config"]
     summary = summarise(jsonlog.read(place, "ledger.jsonl"), events)
     if any(one.ended_by == "resize" for one in summary.generations):
         raise ConfigError("the run was resized on purpose; only failures are simulated", where=place.uri,
                           mend="compare a run whose number of workers was fixed")
-    begun = [part["start"] for part in summary.records if part["category"] == "productive"]
-    if not begun:
+    starts = [part["start"] for part in summary.records if part["category"] == "productive"]
+    if not starts:
         raise ConfigError("the run has not done a step", where=place.uri, mend="give a run that has")
-    start, end = min(begun), summary.generations[-1].end
+    start = min(starts)
+    end = summary.generations[-1].end
     parts = _of_one_worker(summary, start)
     failures, detections = _failures(summary)
     redos = [time for time in failures if time > start]
@@ -108,14 +122,14 @@ def observe(place: Store) -> Observed:
 
 
 def _interval(saves: Sequence[int]) -> int:
-    """Steps between saves, as a rule; 0 of fewer than two."""
+    """Return the median number of steps between saves; 0 for fewer than two saves."""
     steps = sorted(set(saves))
     gaps = sorted(after - before for before, after in itertools.pairwise(steps))
     return gaps[len(gaps) // 2] if gaps else 0
 
 
 def _of_one_worker(summary: LedgerSummary, start: float) -> dict[str, float]:
-    """Seconds by category from `start` on, the workers of each generation averaged."""
+    """Return seconds by category from `start` on, averaged over the workers of each generation."""
     sizes = {one.number: one.workers for one in summary.generations}
     parts: dict[str, float] = {}
     for part in summary.records:
@@ -125,7 +139,7 @@ def _of_one_worker(summary: LedgerSummary, start: float) -> dict[str, float]:
 
 
 def _failures(summary: LedgerSummary) -> tuple[list[float], list[float]]:
-    """(when, seconds until it was known) of each failure, by the workers' own clocks."""
+    """Return the time of each failure, and the seconds until it was detected, by the workers' own clocks."""
     times, seconds = [], []
     for one in summary.generations:
         if one.ended_by != "failure":
@@ -138,10 +152,10 @@ def _failures(summary: LedgerSummary) -> tuple[list[float], list[float]]:
 
 
 def _mean(runs: Sequence[Observed]) -> TierConfig:
-    """What recoveries took, the mean over all failures; what saves did, over the runs."""
+    """Return mean times: of recoveries over all failures, of saves over the runs."""
     failures = sum(len(run.failures) for run in runs)
-    found = {}
+    means = {}
     for name in TierConfig.model_fields:
         values = [(getattr(run.tier, name), len(run.failures) if failures and name in RECOVERY else 1) for run in runs]
-        found[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
-    return TierConfig(**found)
+        means[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+    return TierConfig(**means)

@@ -1,4 +1,4 @@
-"""The report's section about sources: how much of each is left, which stage took most, and an alarm for the worst."""
+"""The report's section about sources: the share of each that is kept, the stage that took most, and an alarm."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ _BARS = 16
 
 
 def alarming(came: int, kept: int, usual: float) -> bool:
-    """Whether a source lost so much that someone should look; `usual` is the share that all sources keep."""
+    """Return whether a source lost so much that someone should look.
+
+    Args:
+        came: documents read.
+        kept: documents kept.
+        usual: share that all sources together keep.
+    """
     return came >= ALARM_DOCUMENTS and came - kept >= ALARM_SHARE * came and kept < usual / 2 * came
 
 
 def section(told: Sequence[Mapping[str, Any]], drops: Sequence[Mapping[str, Any]]) -> list[Html]:
-    """Blocks of the section; [] with fewer than two sources.
+    """Return the blocks of the section; [] with fewer than two sources.
 
     Args:
         told: `sources` of summary.json: for each stage in order {"stage", "left": {source: [documents, bytes]}}.
@@ -41,7 +47,7 @@ def section(told: Sequence[Mapping[str, Any]], drops: Sequence[Mapping[str, Any]
 
 
 def tokens_section(told: Mapping[str, Sequence[int]]) -> list[Html]:
-    """Blocks of the section about tokens; [] when nothing was packed.
+    """Return the blocks of the section about tokens; [] if nothing was packed.
 
     Args:
         told: `source_tokens` of summary.json: {source: [documents, tokens]}.
@@ -67,7 +73,7 @@ def tokens_section(told: Mapping[str, Sequence[int]]) -> list[Html]:
 
 
 def _usual(sources: Mapping[str, Mapping[str, Sequence[int]]], stages: Sequence[str]) -> float:
-    """Share of all documents that is kept."""
+    """Return the share of all documents that is kept."""
     came, kept = (sum(entry[0] for entry in sources[stage].values()) for stage in (stages[0], stages[-1]))
     return kept / came if came else 1.0
 
@@ -77,13 +83,13 @@ def _documents(sources: Mapping[str, Mapping[str, Sequence[int]]], stage: str, n
 
 
 def _taken(sources: Mapping[str, Mapping[str, Sequence[int]]], stages: Sequence[str], name: str) -> dict[str, int]:
-    """Documents of a source that each stage took."""
+    """Return how many documents of a source each stage took."""
     left = [_documents(sources, stage, name) for stage in stages]
     return {stage: before - after for stage, before, after in zip(stages[1:], left, left[1:], strict=False)}
 
 
 def _bars(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[str], colours: Mapping[str, str]) -> Html:
-    """A bar of 100 % for each source: kept, and what each stage took."""
+    """Draw a bar of 100 % for each source: the share kept, and the shares that stages took."""
     left, right, row = 270.0, 940.0, 26.0
     svg = Svg(len(names) * row + 4, "share of each source that is kept, and what each stage took of it")
     scale = Scale(0, 1, left, right)

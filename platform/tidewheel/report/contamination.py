@@ -1,4 +1,4 @@
-"""The report's section about decontamination: what was found of each benchmark, the matched text, and the recheck."""
+"""The report's section about decontamination: items of each benchmark, the matched text, and the second search."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tidewheel.report.page import Html, badge, details, join, percent, shorten, 
 
 NOTE = ("Evaluation items found in documents, before anything was removed. A document counts once for each benchmark, "
         "under the item that matches it best.")
-_ACTIONS = {"drop": "dropped", "cut": "cut around the match", "annotate": "told of, and left as they are"}
+_ACTIONS = {"drop": "dropped", "cut": "cut around the match", "annotate": "reported, and not changed"}
 _MATCH_CHARACTERS = 240
 
 
 def section(found: Mapping[str, Any]) -> list[Html]:
-    """Blocks of the section from `contamination` of summary.json; [] when the recipe has no such step."""
+    """Return the blocks of the section from `contamination` of summary.json; [] if the recipe has no such step."""
     if not found:
         return []
     documents, came = found["documents"], found["documents_in"]
@@ -33,7 +33,7 @@ def section(found: Mapping[str, Any]) -> list[Html]:
 
 
 def _packed(packed: Mapping[str, Any] | None) -> Html | None:
-    """What the search through the packed rows found."""
+    """Return the result of the search through the packed rows."""
     if packed is None:
         return None
     clean = not packed["found"]

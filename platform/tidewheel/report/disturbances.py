@@ -1,4 +1,4 @@
-"""What each failure, drain and join cost: the time without a step, the steps done again, and worker seconds lost."""
+"""Cost of each failure, drain and join: time without a step, repeated steps, and lost worker seconds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ AT_MOST = 300
 
 @dataclass
 class Disturbance:
-    """What began at one moment and ended when the workers trained again."""
+    """One or several events, from the first one until the workers train again."""
 
     begin: Event
     end: float = float("inf")
-    """When training went on."""
+    """Time at which training continued."""
     kinds: list[str] = field(default_factory=list)
     workers: tuple[int, int] = (0, 0)
-    """Before and after; 0: nobody trained."""
+    """Number of workers before and after; 0: none trained."""
     redone: int = 0
-    """Steps."""
+    """Steps done again."""
     pause: float = 0.0
     """Longest time without a step, seconds."""
     cost: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Disturbance:
 
     @property
     def name(self) -> str:
-        """"node lost", "join + node lost": causes in order, without their consequences."""
+        """The causes in order, without their consequences: "node lost", "join + node lost"."""
         causes = [kind for kind in dict.fromkeys(self.kinds) if kind in CAUSES]
         if "node_lost" in causes and "failure" in causes:
             causes.remove("failure")
@@ -43,7 +43,7 @@ class Disturbance:
 
 
 def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Disturbance]:
-    """All there were, oldest first; the start of the run is the first one."""
+    """Return all disturbances, the oldest first. The start of the run is the first one."""
     found: list[Disturbance] = []
     size, opened = 0, False
     for event in events:
@@ -66,7 +66,7 @@ def disturbances(events: Sequence[Event], metrics: Sequence[dict]) -> list[Distu
 
 
 def _pauses(found: Sequence[Disturbance], metrics: Sequence[dict]) -> None:
-    """Each gap between two steps is the pause of the first that was not over when it began and began before its end."""
+    """Set each disturbance's pause: the gap between two steps belongs to the first disturbance that overlaps it."""
     times = sorted(float(line["time"]) for line in metrics if "loss" in line and "time" in line)
     if found and times:
         found[0].pause = max(0.0, times[0] - found[0].begin.time)
@@ -79,7 +79,7 @@ def _pauses(found: Sequence[Disturbance], metrics: Sequence[dict]) -> None:
 
 
 def disturbance_table(found: Sequence[Disturbance], began: float) -> Html:
-    """A row for each, and their sum."""
+    """Return a table with a row per disturbance, and their sum."""
     if not found:
         return Html("")
     used = [name for name in SHOWN if any(each.cost.get(name, 0) >= 0.05 for each in found)]

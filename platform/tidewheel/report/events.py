@@ -1,4 +1,4 @@
-"""What happened to a run and what each event cost, from events.jsonl and ledger.jsonl."""
+"""The events of a run and their cost, from events.jsonl and ledger.jsonl."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from tidewheel.report.training_plots import Mark
 
-# What makes trainers stop and start. The rest follows from one of these, if one came before.
+# Events that stop and start workers. The others follow from one of these, if one came before.
 FAILURES = frozenset({"node_lost", "failure"})
 CAUSES = FAILURES | {"driver_start", "node_draining", "node_joined"}
 CONSEQUENCES = frozenset({"start", "resize", "resume"})
-QUIET = frozenset({"save", "commit"})  # handed over, and published; many, so a row of the clock figure of their own
-SAME_FAILURE_SECONDS = 30.0  # a lost node and the failure of its workers are noticed apart
-GUARD = "guard"  # a bad step: marked on the loss curve itself, there may be many
-SAYS_ITS_STEP = QUIET | {"start", "resume", "finish", GUARD, "rollback"}  # for the others the metrics say it
+QUIET = frozenset({"save", "commit"})  # there are many, so they have a row of their own in the clock figure
+SAME_FAILURE_SECONDS = 30.0  # a lost node and the failure of its workers are noticed separately
+GUARD = "guard"  # a bad step; marked on the loss curve, since there may be many
+SAYS_ITS_STEP = QUIET | {"start", "resume", "finish", GUARD, "rollback"}  # the metrics say the step of the others
 SLACK_SECONDS = 0.05  # between a worker's clock reading and the event's
 LOST = ("redone", "save_stall", "detection", "restart", "idle")
 
@@ -32,19 +32,25 @@ class Event:
 
     @property
     def label(self) -> str:
-        """Short words for a figure."""
+        """A short label for a figure."""
         words = self.kind.replace("_", " ")
         return f"{words} → {workers(self.size)}" if self.size and self.kind != "finish" else words
 
     @property
     def size(self) -> int:
-        """Workers after the event, 0 when it does not say."""
+        """Number of workers after the event; 0 if it does not say."""
         size = self.detail.get("to", self.detail.get("world_size", self.detail.get("size")))
         return size if isinstance(size, int) else 0
 
 
 def read_events(records: Sequence[dict], metrics: Sequence[dict], ledger: Sequence[dict]) -> list[Event]:
-    """Events in order of time, each with the step the run was at and what it cost."""
+    """Return the events in order of time, each with the run's step and its cost.
+
+    Args:
+        records: lines of events.jsonl.
+        metrics: lines of metrics.jsonl.
+        ledger: records of the time ledger.
+    """
     events = [Event(float(record.get("time", 0)), str(record.get("kind", "")), dict(record.get("detail") or {}))
               for record in sorted(records, key=lambda record: record.get("time", 0))]
     reached = sorted((float(line["time"]), int(line["step"])) for line in metrics if "loss" in line and "time" in line)
@@ -60,7 +66,7 @@ def read_events(records: Sequence[dict], metrics: Sequence[dict], ledger: Sequen
 
 
 def marks(events: Sequence[Event]) -> list[Mark]:
-    """The events a figure shows: no saves; what follows from an event at the same step is named with it."""
+    """Return the events that a figure shows, without saves. A consequence at the same step is merged into its cause."""
     lost = [event.time for event in events if event.kind == "node_lost"]
     shown: list[Mark] = []
     for event in events:
@@ -81,25 +87,26 @@ def marks(events: Sequence[Event]) -> list[Mark]:
 
 
 def bad_steps(events: Sequence[Event]) -> list[Mark]:
-    """What the guards noticed, as marks on the loss curve."""
+    """Return the steps that guards noticed, as marks on the loss curve."""
     return [Mark(event.time, event.step, GUARD, f"{event.detail.get('reason', 'bad step')} at step {event.step}: "
                  f"{event.detail.get('action', '')}") for event in events if event.kind == GUARD]
 
 
 def checkpoints(events: Sequence[Event]) -> list[Event]:
-    """One event for each checkpoint: when it was published, or handed over where nothing says that it was."""
+    """Return one event per checkpoint: its commit, or its save if no commit is recorded."""
     return ([event for event in events if event.kind == "commit"]
             or [event for event in events if event.kind == "save"])
 
 
 def workers(number: int) -> str:
-    """1 worker, 2 workers."""
+    """Format a number of workers: 1 worker, 2 workers."""
     return f"{number} worker" + ("s" if number != 1 else "")
 
 
 def _share_cost(events: Sequence[Event], ledger: Sequence[dict]) -> None:
-    """Lost time goes to the cause before it, the time of a save to the nearest save."""
-    causes, saves = _causes(events), [event for event in events if event.kind == "save"]
+    """Assign lost time to the cause before it, and the time of a save to the nearest save."""
+    causes = _causes(events)
+    saves = [event for event in events if event.kind == "save"]
     for part in ledger:
         category, start, end = str(part.get("category")), float(part["start"]), float(part["end"])
         if category not in LOST:
@@ -108,7 +115,7 @@ def _share_cost(events: Sequence[Event], ledger: Sequence[dict]) -> None:
             culprit = min(saves, key=lambda event: abs(event.time - end))
         else:
             culprits = [event for event in causes if event.time <= end + SLACK_SECONDS]
-            if category == "detection":  # a failure is noticed when this time is over, not before
+            if category == "detection":  # the failure is noticed at the end of this time
                 culprits = [event for event in causes if event.time >= start][:1] or culprits
             if not culprits:
                 continue
@@ -117,14 +124,17 @@ def _share_cost(events: Sequence[Event], ledger: Sequence[dict]) -> None:
 
 
 def _causes(events: Sequence[Event]) -> list[Event]:
-    """Events that lost time is counted to. Until trainers run again only a first failure can follow another cause."""
-    found: list[Event] = []
-    waiting = ""  # kind of the cause whose trainers do not run yet
+    """Return the events that lost time is assigned to.
+
+    Until workers train again, only a first failure can follow another cause.
+    """
+    causes: list[Event] = []
+    waiting = ""  # kind of the cause after which no worker trains yet
     for event in events:
         first_failure = event.kind in FAILURES and waiting not in FAILURES
         if event.kind in CAUSES | CONSEQUENCES and (not waiting or first_failure):
-            found.append(event)
+            causes.append(event)
             waiting = event.kind
         if event.kind in ("start", "resume"):
             waiting = ""
-    return found
+    return causes

@@ -18,13 +18,13 @@ QUARANTINE_EXAMPLES, QUARANTINE_FILES, QUARANTINE_BYTES = 3, 32, 1 << 20
 
 def side_by_side(kept: Sequence[Mapping[str, Any]], samples: Mapping[str, Mapping[str, list[Mapping[str, Any]]]],
                  dropped: Mapping[str, Mapping[str, int]], colours: Mapping[str, str]) -> Html | None:
-    """Two columns, documents that stayed and documents that went; None without examples of both.
+    """Return two columns, kept and dropped documents; None without examples of both.
 
     Args:
         kept: `kept` of summary.json.
         samples: `samples` of it.
-        dropped: {stage: {reason: documents}}; what else is in `samples` was edited.
-        colours: of reasons.
+        dropped: {stage: {reason: documents}}; other entries of `samples` are edits.
+        colours: colours of reasons.
     """
     gone = _taken_in_turn([(stage, reason, samples.get(stage, {}).get(reason, []))
                            for stage, counted in dropped.items()
@@ -40,7 +40,7 @@ def side_by_side(kept: Sequence[Mapping[str, Any]], samples: Mapping[str, Mappin
 
 def _taken_in_turn(found: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]
                    ) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """The first example of each reason, then the second of each."""
+    """Return the first example of each reason, then the second of each, and so on."""
     longest = max((len(examples) for _, _, examples in found), default=0)
     return [(stage, reason, examples[at]) for at in range(longest) for stage, reason, examples in found
             if at < len(examples)]
@@ -56,15 +56,15 @@ def _card(example: Mapping[str, Any], colour: str, why: str) -> Html:
 
 
 def one_line(text: Any, limit: int) -> str:
-    """Return the beginning of a text in one line, control characters spelled out."""
+    """Return the beginning of a text in one line, with control characters spelled out."""
     return shorten(printable(" ".join(str(text).split())), limit)
 
 
 def quarantined(output: Store, reasons: Mapping[str, int]) -> Html | None:
-    """A folded table of examples for each reason; None when there are none.
+    """Return a folded table of examples per reason; None without examples.
 
     Args:
-        output: what the pipeline wrote.
+        output: the pipeline's output.
         reasons: `quarantine` of summary.json, with the number of records.
     """
     found: dict[str, list[dict[str, Any]]] = {reason: [] for reason, count in reasons.items() if count}
@@ -92,7 +92,7 @@ def _place(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _records(output: Store) -> Iterator[dict[str, Any]]:
-    """Lines of the first quarantine files."""
+    """Yield the records of the first quarantine files."""
     files = [stamp.key for stamp in output.list("quarantine") if stamp.key.endswith(".jsonl")]
     for key in files[:QUARANTINE_FILES]:
         with output.open(key) as stream:

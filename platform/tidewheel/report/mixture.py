@@ -1,4 +1,4 @@
-"""The report's section about a mixture: what each domain gives to the run, how often it is read, and the phases."""
+"""The report's section about a mixture: each domain's share of the run, how often it is read, and the phases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTE = ("What the planned run reads of each domain: whole sequences, fixed by th
 
 
 def section(found: Mapping[str, Any]) -> list[Html]:
-    """Blocks of the section from `data.mixture` of run.json; [] when the run reads one shard set."""
+    """Return the blocks of the section from `data.mixture` of run.json; [] if the run reads one shard set."""
     domains: Sequence[Mapping[str, Any]] = found.get("proportions") or []
     if not domains:
         return []
@@ -32,7 +32,7 @@ def section(found: Mapping[str, Any]) -> list[Html]:
 
 
 def _spans(spans: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Html:
-    """Shares from phase to phase; a domain that was read as often as it may be leaves its share to the others."""
+    """Return a table of shares by phase. A domain that reached its limit leaves its share to the others."""
     rows = [(f"{span['start']:,}", "the end" if span["end"] is None else f"{span['end']:,}",
              *(percent(span["shares"].get(name, 0), 1, 2) for name in names)) for span in spans]
     return table(("from sequence", "to", *names), rows, numeric=range(len(names) + 2))

@@ -1,4 +1,4 @@
-"""The report's section about near-deduplication: what the bands should find and what they found, and the clusters."""
+"""The report's section about near-deduplication: expected and measured recall of the bands, and the clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_PAIRS = 5  # fewer in a bin say nothing
 
 
 def section(found: Mapping[str, Any]) -> list[Html]:
-    """Blocks of the section from `near_dedup` of summary.json; [] when the recipe has no such step."""
+    """Return the blocks of the section from `near_dedup` of summary.json; [] if the recipe has no such step."""
     if not found:
         return []
     sample = found.get("sample") or {}
@@ -38,7 +38,7 @@ def _cards(found: Mapping[str, Any], sample: Mapping[str, Any]) -> Html:
         ("Candidate pairs", count(found["candidates"]), f"{count(found['edges'])} at {found['min_jaccard']:g} or above",
          ""),
         ("Signatures", f"{found['bands']} × {found['rows']}", f"bands × rows over {unit} {found['ngram']}-grams", ""),
-        ("Largest cluster", count(found.get("largest_cluster")), "a survivor and what went for it", ""),
+        ("Largest cluster", count(found.get("largest_cluster")), "a kept document and its duplicates", ""),
     ]
     if sample.get("precision") is not None:
         shown.append(("Precision", percent(sample["precision"]),
@@ -47,11 +47,18 @@ def _cards(found: Mapping[str, Any], sample: Mapping[str, Any]) -> Html:
 
 
 def s_curve(bands: int, rows: int, threshold: float, bins: Sequence[Mapping[str, Any]]) -> Html:
-    """The probability 1 - (1 - s^rows)^bands that a pair of similarity s is compared, and the recall measured."""
+    """Draw the probability 1 - (1 - s^rows)^bands that a pair of similarity s is compared, and the measured recall.
+
+    Args:
+        bands: bands of a signature.
+        rows: hash values in a band.
+        threshold: least similarity of duplicates.
+        bins: measured recall by similarity, as in summary.json.
+    """
     svg = Svg(270, "share of pairs found, by similarity: theory and measurement")
     left, right = 60.0, 900.0
     x, y = Scale(0, 1, left, right), Scale(0, 1, 230, 30)
-    grid(svg, y, left, right, "share of pairs that are compared", wanted=5, form="{:.0%}")
+    grid(svg, y, left, right, "share of pairs that are compared", count=5, form="{:.0%}")
     for tenth in range(11):
         svg.text(x(tenth / 10), 250, f"{tenth / 10:g}", "middle")
     svg.text(right + 14, 250, "Jaccard similarity")

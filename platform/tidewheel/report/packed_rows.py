@@ -1,4 +1,4 @@
-"""The report's section about packed rows: a few of them as text again, with their segments and the loss mask."""
+"""The report's section about packed rows: a few rows as text, with their segments and the loss mask."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tidewheel.storage import Store
 
 NOTE = ("The first rows of the training set, decoded. Bars and frames of one colour are one segment, a piece of one "
         "document that attends to itself alone. `tidewheel shards inspect` shows any row, also by source.")
-MASK_NOTE = "Marked text is learnt; a model only reads the rest."
+MASK_NOTE = "The model learns the marked text; it only reads the rest."
 SHOWN_ROWS, SHOWN_SEGMENTS, SHOWN_CHARACTERS = 3, 6, 500
 SEGMENTS = 6
-"""Colours of segments in page.css; neighbours differ."""
+"""Number of segment colours in page.css; neighbours differ."""
 
 
 def section(output: Store, name: str = "shards") -> list[Html]:
-    """Blocks of the section; [] when the pipeline packed nothing."""
+    """Return the blocks of the section; [] if the pipeline packed nothing."""
     if not output.exists(f"{name}/manifest.json"):
         return []
     try:
@@ -41,7 +41,7 @@ def _row(row: Row) -> Html:
 
 
 def _bar(row: Row) -> Html:
-    """The row's room, segment by segment; what is learnt is filled."""
+    """Draw a row, segment by segment. Segments with loss are filled."""
     svg = Svg(16, f"segments of row {row.row}")
     scale = WIDTH / max(row.room, 1)
     svg.rect(0, 2, WIDTH, 12, "var(--grid)", "padding", radius=3)

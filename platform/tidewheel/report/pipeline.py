@@ -1,4 +1,4 @@
-"""The report of a pipeline: what each stage kept, what it dropped and why, with examples. From summary.json alone."""
+"""The report of a pipeline: what each stage kept, what it dropped and why, with examples. Reads summary.json alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_SAMPLES = 8
 
 
 def write_pipeline_report(output_uri: str) -> str:
-    """Write report.html beside a pipeline's summary.json; returns its URI.
+    """Write report.html beside a pipeline's summary.json, and return its URI.
 
     Raises:
         StorageError: there is no summary.json, or it is damaged.
@@ -49,7 +49,7 @@ def write_pipeline_report(output_uri: str) -> str:
 
 
 def pipeline_cards(summary: dict[str, Any]) -> Html:
-    """Headline figures of a pipeline."""
+    """Return a pipeline's headline figures."""
     stages = summary.get("stages", [])
     came = max([stage.get("documents_in", 0) for stage in stages], default=0)
     kept = stages[-1].get("documents_out", 0) if stages else 0
@@ -62,12 +62,18 @@ def pipeline_cards(summary: dict[str, Any]) -> Html:
                ] if (found := summary.get("dataset")) else []
     return cards([
         ("Documents kept", count(kept), f"of {count(came)} read ({percent(kept, came)})", "good"), *packed, *written,
-        ("Quarantined records", count(bad), "unreadable or invalid, set aside with their place" if bad else "none", ""),
+        ("Quarantined records", count(bad), "unreadable or invalid, with file and offset" if bad else "none", ""),
         ("Time", seconds(sum(stage.get("seconds", 0) for stage in stages)), f"{len(stages)} stages", "")])
 
 
 def add_sections(page: Page, summary: dict[str, Any], output: storage.Store) -> None:
-    """The sections about a pipeline, for its own page and for a run's; output: what it wrote."""
+    """Add the sections about a pipeline to its own page or to a run's.
+
+    Args:
+        page: the page.
+        summary: the pipeline's summary.json.
+        output: the pipeline's output.
+    """
     stages = [stage for stage in summary.get("stages", []) if stage.get("documents_in") or stage.get("documents_out")]
     if stages:
         page.section("What each stage kept", funnel(stages), tag("h3", "Stages"), _stages(summary),
@@ -88,10 +94,10 @@ def add_sections(page: Page, summary: dict[str, Any], output: storage.Store) -> 
     page.section("Near-duplicates", *near_dedup.section(summary.get("near_dedup", {})), note=near_dedup.NOTE)
     page.section("Contamination", *contamination.section(summary.get("contamination", {})), note=contamination.NOTE)
     page.section("Document statistics", _histograms(summary.get("histograms", {})),
-                 note="All documents that were judged; dashed: the thresholds of the quality filter.")
+                 note="All documents that the filter judged. Dashed lines are the thresholds of the quality filter.")
     page.section("Quarantine", _quarantine(summary.get("quarantine", {})),
                  examples.quarantined(output, summary.get("quarantine", {})),
-                 note="Records that could not be read or are invalid; quarantine/*.jsonl has file, offset and reason.")
+                 note="Records that cannot be read or are invalid. quarantine/*.jsonl has file, offset and reason.")
     page.section("How it was made", *recipe.section(summary.get("made", {})), note=recipe.NOTE)
 
 
@@ -113,7 +119,7 @@ def _stages(summary: dict[str, Any]) -> Html:
 
 
 def _filters(stages: list[dict[str, Any]]) -> list[Html]:
-    """A table of what filters cost; none where every unit was there already."""
+    """Return a table of each filter's cost; [] if every unit was already published."""
     rows = [(cost["name"], stage["name"], f"{cost['documents']:,}",
              f"{cost['documents'] / max(cost['seconds'], 1e-9):,.0f}", seconds(cost["seconds"]))
             for stage in stages for cost in stage.get("filters", ())]
@@ -131,7 +137,7 @@ def _reasons(stages: list[dict[str, Any]]) -> Html:
 
 
 def _other_verdicts(stages: list[dict[str, Any]]) -> list[Html]:
-    """Tables of what was edited, and of what steps that only annotate would have dropped."""
+    """Return tables of edits, and of documents that steps which only annotate would have dropped."""
     blocks: list[Html] = []
     for key, title in (("edits", "Edited"), ("would_drop", "Would be dropped (steps that only annotate)")):
         rows = [(reason.replace("_", " "), stage["name"], f"{number:,}", percent(number, stage["documents_in"], 2))
@@ -144,7 +150,7 @@ def _other_verdicts(stages: list[dict[str, Any]]) -> list[Html]:
 
 
 def _samples(stages: list[dict[str, Any]], samples: dict[str, dict[str, list[dict[str, Any]]]]) -> Html:
-    """Folded tables of examples, a table for each stage and reason."""
+    """Return folded tables of examples, one per stage and reason."""
     dropped = {stage["name"]: {**stage.get("dropped", {}), **stage.get("edits", {})} for stage in stages}
     of_reason = colours.of_reasons(stages)
     blocks: list[Html] = []

@@ -1,6 +1,6 @@
-"""Figures as inline SVG. Colours are the page's CSS variables, so a figure follows light and dark by itself.
+"""Figures as inline SVG. Colours are the page's CSS variables, so figures follow light and dark mode.
 
-Made by hand rather than with a plotting library: no import to wait for, a tenth of the bytes, text that stays text.
+They are written directly rather than by a plotting library: no slow import, a tenth of the bytes, text that stays text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tidewheel.report.page import Html, count, join, swatch, tag
 
 WIDTH = 1060.0
 CHARACTER = 6.5  # width of an average character of the figure's text, in the figure's units
-NEAR_BINS = 3  # a histogram is drawn as far as a threshold that is this near to its bins
+NEAR_BINS = 3  # a histogram extends to a threshold within this many bins
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear map from values to places in the figure."""
+    """A linear map from values to coordinates in the figure."""
 
     low: float
     high: float
@@ -27,14 +27,15 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
+        """Return the coordinate of a value, clipped to the figure."""
         span = (self.high - self.low) or 1.0
-        place = self.start + (value - self.low) / span * (self.end - self.start)
-        return round(min(max(place, min(self.start, self.end)), max(self.start, self.end)), 2)
+        coordinate = self.start + (value - self.low) / span * (self.end - self.start)
+        return round(min(max(coordinate, min(self.start, self.end)), max(self.start, self.end)), 2)
 
 
 @dataclass
 class Svg:
-    """A figure being drawn; lengths are in units of 1/1060 of its width."""
+    """A figure. Lengths are in units of 1/1060 of its width."""
 
     height: float
     label: str
@@ -43,23 +44,64 @@ class Svg:
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = "var(--grid)", width: float = 1,
              dash: str | None = None) -> None:
+        """Draw a line.
+
+        Args:
+            x1: start.
+            y1: start.
+            x2: end.
+            y2: end.
+            stroke: colour.
+            width: width of the stroke.
+            dash: pattern of dashes, "4 3"; None: solid.
+        """
         self.parts.append(tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, stroke_width=width,
                               stroke_dasharray=dash))
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str, title: str = "", radius: float = 0,
              opacity: float | None = None) -> None:
+        """Draw a rectangle.
+
+        Args:
+            x: left edge.
+            y: upper edge.
+            width: its width.
+            height: its height.
+            fill: colour.
+            title: text shown on hover.
+            radius: radius of the corners.
+            opacity: from 0 to 1.
+        """
         tip = (tag("title", title),) if title else ()
         self.parts.append(tag("rect", *tip, x=round(x, 2), y=round(y, 2), width=round(max(width, 0.4), 2),
                               height=round(height, 2), fill=fill, rx=radius or None, opacity=opacity))
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", fill: str | None = None,
              class_: str | None = None) -> None:
+        """Write text.
+
+        Args:
+            x: anchor of the text.
+            y: its base line.
+            text: the text.
+            anchor: start, middle or end.
+            fill: colour.
+            class_: CSS class.
+        """
         self.parts.append(tag("text", text, x=round(x, 2), y=round(y, 2), class_=class_,
                               text_anchor=anchor if anchor != "start" else None,
                               style=f"fill:{fill}" if fill else None))
 
     def curve(self, points: Sequence[tuple[float, float]], stroke: str, width: float = 2,
               opacity: float | None = None) -> None:
+        """Draw a curve through points, or a dot for a single point.
+
+        Args:
+            points: coordinates (x, y).
+            stroke: colour.
+            width: width of the stroke.
+            opacity: from 0 to 1.
+        """
         if len(points) > 1:
             self.parts.append(tag("polyline", points=" ".join(f"{x:g},{y:g}" for x, y in points), fill="none",
                                   stroke=stroke, stroke_width=width, stroke_linejoin="round", opacity=opacity))
@@ -67,34 +109,57 @@ class Svg:
             self.dot(*points[0], fill=stroke)
 
     def dot(self, x: float, y: float, fill: str, radius: float = 3.5, title: str = "") -> None:
+        """Draw a dot.
+
+        Args:
+            x: centre.
+            y: centre.
+            fill: colour.
+            radius: its radius.
+            title: text shown on hover.
+        """
         tip = (tag("title", title),) if title else ()
         self.parts.append(tag("circle", *tip, cx=round(x, 2), cy=round(y, 2), r=radius, fill=fill,
                               stroke="var(--panel)", stroke_width=1.5))
 
     def render(self) -> Html:
+        """Return the figure's markup."""
         drawing = tag("svg", *self.parts, viewBox=f"0 0 {self.width:g} {self.height:g}", role="img",
                       aria_label=self.label)
         return tag("div", drawing, class_="scroll") if self.width == WIDTH else drawing
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round values between low and high, about as many as wanted."""
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return round values between `low` and `high`.
+
+    Args:
+        low: lower end.
+        high: upper end.
+        count: the most values to return, about.
+    """
     span = high - low
     if not (span > 0 and math.isfinite(span)):
         return [low]
-    step = 10 ** math.floor(math.log10(span / wanted))
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10, 20) if span / (step * factor) <= wanted)
+    step = 10 ** math.floor(math.log10(span / count))
+    step *= next(factor for factor in (1, 2, 2.5, 5, 10, 20) if span / (step * factor) <= count)
     first = math.ceil(low / step - 1e-9)
     return [round((first + number) * step, 10) for number in range(int((high / step) - first + 1e-9) + 1)]
 
 
-def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places moved apart so that neighbours keep `gap`, in the same order, inside [low, high] where they fit."""
-    order = sorted(range(len(places)), key=lambda at: places[at])
-    moved = list(places)
+def move_apart(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move positions apart so that neighbours keep a gap, in the same order.
+
+    Args:
+        positions: coordinates of labels.
+        gap: least distance of neighbours.
+        low: lower limit.
+        high: upper limit; both hold if the labels fit.
+    """
+    order = sorted(range(len(positions)), key=lambda at: positions[at])
+    moved = list(positions)
     limit = low
     for at in order:
-        moved[at] = limit = max(places[at], limit)
+        moved[at] = limit = max(positions[at], limit)
         limit += gap
     limit = high
     for at in reversed(order):
@@ -104,7 +169,15 @@ def spread(places: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def lanes(labels: Sequence[tuple[float, str]], right: float) -> list[tuple[float, str, int]]:
-    """For (place, text) sorted by place: (place, anchor, lane) such that no two texts of a lane overlap."""
+    """Assign labels to lanes so that no two texts of a lane overlap.
+
+    Args:
+        labels: (x, text), sorted by x.
+        right: right edge of the figure.
+
+    Returns:
+        (x, anchor, lane) of each label.
+    """
     taken: list[list[tuple[float, float]]] = []
     placed = []
     for at, text in labels:
@@ -119,21 +192,31 @@ def lanes(labels: Sequence[tuple[float, str]], right: float) -> list[tuple[float
     return placed
 
 
-def grid(svg: Svg, scale: Scale, left: float, right: float, name: str, wanted: int = 4, form: str = "{:g}") -> None:
-    """Horizontal rules with their values, and the panel's name above."""
-    for value in ticks(scale.low, scale.high, wanted):
+def grid(svg: Svg, scale: Scale, left: float, right: float, name: str, count: int = 4, form: str = "{:g}") -> None:
+    """Draw horizontal rules with their values, and the panel's name above.
+
+    Args:
+        svg: the figure.
+        scale: vertical scale.
+        left: left edge.
+        right: right edge.
+        name: name of the panel.
+        count: number of rules, about.
+        form: format of the values.
+    """
+    for value in ticks(scale.low, scale.high, count):
         svg.line(left, scale(value), right, scale(value))
         svg.text(left - 8, scale(value) + 4, form.format(value), "end")
     svg.text(left, min(scale.start, scale.end) - 7, name, class_="label")
 
 
 def legend(items: Sequence[tuple[str, str]]) -> Html:
-    """(colour, text) in a row below a figure."""
+    """Return a row of (colour, text) below a figure."""
     return tag("div", *(tag("span", swatch(colour), text) for colour, text in items), class_="legend")
 
 
 def funnel(stages: Sequence[dict]) -> Html:
-    """What each stage kept and why it dropped the rest; a stage is as in summary.json."""
+    """Draw what each stage kept, and why it dropped the rest. A stage is as in summary.json."""
     left, right, row = 150.0, 800.0, 34.0
     svg = Svg(len(stages) * row + 6, "documents kept and dropped by each stage")
     whole = max([stage.get("documents_in", 0) for stage in stages], default=0) or 1
@@ -161,7 +244,13 @@ def funnel(stages: Sequence[dict]) -> Html:
 
 
 def histogram(name: str, edges: Sequence[float], counts: Sequence[float], threshold: object) -> Html:
-    """Counts between edges, with the thresholds (a number, several, or None) as dashed lines.
+    """Draw counts between edges, with the thresholds as dashed lines.
+
+    Args:
+        name: name of the statistic.
+        edges: edges of the bins.
+        counts: a count per bin.
+        threshold: a number, several, or None.
 
     Bins are drawn equally wide whatever their edges, so that edges in powers of ten read as a logarithmic axis.
     """
@@ -189,13 +278,13 @@ def histogram(name: str, edges: Sequence[float], counts: Sequence[float], thresh
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """At most `limit` characters, with an ellipsis in the middle: the two ends of a path tell most."""
+    """Return at most `limit` characters, with an ellipsis in the middle: the ends of a path say most."""
     half = (limit - 1) // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
 
 
 def short(value: float) -> str:
-    """0.25, 50, 2k, 1M: for the ends of bins."""
+    """Format the edge of a bin: 0.25, 50, 2k, 1M."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:g}{unit}"
@@ -203,7 +292,7 @@ def short(value: float) -> str:
 
 
 def _drawn(edges: Sequence[float], counts: Sequence[float], limits: Sequence[float]) -> tuple[int, int]:
-    """First and last edge to draw: all bins that hold something, and the thresholds next to them."""
+    """Return the first and the last edge to draw: all bins with counts, and thresholds near them."""
     full = [at for at, number in enumerate(counts) if number] or [0]
     first, last = full[0], full[-1] + 1
     for value in limits:
@@ -222,7 +311,12 @@ def _numbers(value: object) -> list[float]:
 
 
 def stacked(parts: Sequence[tuple[str, float, str]], form) -> Html:
-    """One bar of (name, amount, colour), with the shares written in it where they fit."""
+    """Draw one bar of (name, amount, colour), with the shares written in it where they fit.
+
+    Args:
+        parts: name, amount and colour of each part.
+        form: formats an amount.
+    """
     svg = Svg(40, "shares of " + ", ".join(name for name, _, _ in parts))
     whole = sum(amount for _, amount, _ in parts) or 1.0
     at = 0.0

@@ -1,4 +1,4 @@
-"""The page of a preview: thresholds with a slider each, and what they do to the documents."""
+"""The page of a preview: a slider for each threshold, and its effect on the documents."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ SCRIPT = Path(__file__).parent / "preview.js"
 
 
 def render(preview: Preview, *, name: str, input: str) -> bytes:
-    """One self-contained HTML page."""
+    """Return one self-contained HTML page.
+
+    Args:
+        preview: the preview.
+        name: name of the recipe.
+        input: URI of the documents.
+    """
     page = Page(f"Preview of {name}", subtitle=f"{len(preview.documents)} documents of {input}")
     page.section("Thresholds", tag("p", "", id="preview-kept"),
                  tag("div", tag("table", tag("thead", tag("tr", *(tag("th", title) for title in _TITLES))),
                                 tag("tbody", id="preview-thresholds")), class_="table"),
                  tag("pre", "", id="preview-overrides"),
-                 note="Each limit is judged over all documents, with the text that earlier filters leave. Duplicates "
-                      "are not looked for. To use limits that you moved, add the lines below the table to "
+                 note="Each limit applies to all documents, with the text that earlier filters leave. The preview does "
+                      "not look for duplicates. To use limits that you moved, add the lines below the table to "
                       "`tidewheel data run`.")
     only = tag("label", tag("input", type="checkbox", id="preview-only-dropped"), " only what is dropped")
     page.section("Documents", only, tag("div", id="preview-documents"))
@@ -35,7 +41,7 @@ def render(preview: Preview, *, name: str, input: str) -> bytes:
 
 
 def _data(preview: Preview) -> Html:
-    """The preview as JSON that cannot end its element."""
+    """Return the preview as JSON that cannot end its element."""
     documents = [{**asdict(each), "id": printable(each.id), "source": printable(each.source),
                   "text": printable_lines(each.text)} for each in preview.documents]
     value = {"documents": documents,

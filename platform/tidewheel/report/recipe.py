@@ -12,7 +12,7 @@ NOTE = "All settings, defaults included. recipe.json has the same, and inputs.js
 
 
 def section(made: dict[str, Any]) -> list[Html]:
-    """Return the blocks of the section from `made` of summary.json; [] where an earlier version recorded nothing."""
+    """Return the blocks of the section from `made` of summary.json; [] if an earlier version recorded nothing."""
     if not made:
         return []
     recipe = yaml.safe_dump(_set_only(made.get("recipe", {})), sort_keys=False, allow_unicode=True, width=110)
@@ -28,7 +28,7 @@ def section(made: dict[str, Any]) -> list[Html]:
 
 
 def _set_only(value: Any) -> Any:
-    """Return JSON values without those that are null: the kinds that a step is not."""
+    """Return JSON values without nulls, which are the kinds that a step is not."""
     if isinstance(value, dict):
         return {name: _set_only(inner) for name, inner in value.items() if inner is not None}
     return [_set_only(inner) for inner in value] if isinstance(value, list | tuple) else value

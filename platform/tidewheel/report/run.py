@@ -1,4 +1,4 @@
-"""The report of a training run, with its pipeline's if that is known: one page that says everything."""
+"""The report of a training run on one page, with its pipeline's if that is known."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DAY = 86_400
 
 @dataclass
 class _Run:
-    """Everything a run's folder holds, as far as it is there."""
+    """The files of a run's folder, as far as they exist."""
 
     place: Store
     run: dict[str, Any]
@@ -58,7 +58,7 @@ class _Run:
     events: list[Event]
     pipeline: dict[str, Any]
     output: Store | None
-    """What the pipeline wrote."""
+    """Output of the pipeline."""
     checkpoints: list[str]
 
     @property
@@ -66,21 +66,21 @@ class _Run:
         return self.run.get("config", {})
 
     def last(self, key: str) -> Any:
-        """The newest value of a metric, None when there is none."""
+        """Return the newest value of a metric, or None."""
         return next((line[key] for line in reversed(self.metrics) if line.get(key) is not None), None)
 
 
 def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
-    """Write report.html into a run's folder; returns its URI. An unfinished run is reported as far as it came.
+    """Write report.html into a run's folder, and return its URI. The run may be unfinished.
 
     Args:
         run_uri: the run's folder.
-        pipeline_uri: what the run's pipeline wrote; default: found from the shard set the run reads.
+        pipeline_uri: output of the run's pipeline; default: taken from the shard set that the run reads.
 
     Raises:
         StorageError: there is no run.json, or a file is damaged.
     """
-    logger.debug("writes the report of %s", run_uri)
+    logger.debug("writing the report of %s", run_uri)
     read = _read(storage.store(run_uri), pipeline_uri)
     audit, audit_error = _audit(run_uri)
     page = Page(f"Run {read.run.get('id') or run_uri.rstrip('/').rpartition('/')[2]}", _status(read),
@@ -89,15 +89,15 @@ def write_run_report(run_uri: str, pipeline_uri: str | None = None) -> str:
     page.section("Loss", loss_figure(read.metrics, marks(read.events), _references(read), bad_steps(read.events)),
                  _reading(read),
                  note="Training loss (thin: each step, thick: smoothed), validation loss, and the entropies of the "
-                      "same validation text; red dots are steps that a guard noticed; under it the speed and the "
-                      "number of workers.")
+                      "same validation text. Red dots are steps that a guard noticed. Speed and number of workers are "
+                      "below.")
     page.section("Validation", *validation.section(read.metrics), note=validation.NOTE)
     page.section("By the clock", clock_figure(read.metrics, marks(read.events), _saves(read), read.ledger),
-                 note="The line falls back where steps were done again after a failure. Below it: how many workers "
-                      "trained, checkpoints as dots, and a row for each worker, coloured by what its time went to.")
-    page.section("Where the time went", *_time(read), note="Every second of every worker is in one category.")
+                 note="The line falls back where steps were repeated after a failure. Below it are the number of "
+                      "workers, checkpoints as dots, and a row for each worker, coloured by where its time went.")
+    page.section("Where the time went", *_time(read), note="Each second of each worker is in one category.")
     page.section("What each event cost", _disturbances(read),
-                 note="Pause: the longest time without a step. Then what it cost in worker time, all workers together.")
+                 note="The pause is the longest time without a step. The cost is worker time, over all workers.")
     page.section("Events", _events(read.events),
                  note="Cost: worker seconds lost until the next event, from the ledger.")
     page.section("Audit", _audit_block(audit, audit_error))
@@ -131,15 +131,15 @@ def _read(place: Store, pipeline_uri: str | None) -> _Run:
 
 
 def _ledger(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ledger with its gaps filled: restarts and detection are time in which nobody was there to write."""
+    """Return the ledger with its gaps filled: no worker exists to record restarts and detection."""
     from tidewheel.train.time_ledger import summarise
 
-    whole = [part for part in records if {"rank", "generation", "category", "start", "end"} <= part.keys()]
-    return list(summarise(whole, [event for event in events if {"time", "kind", "detail"} <= event.keys()]).records)
+    complete = [part for part in records if {"rank", "generation", "category", "start", "end"} <= part.keys()]
+    return list(summarise(complete, [event for event in events if {"time", "kind", "detail"} <= event.keys()]).records)
 
 
 def _pipeline(run: dict[str, Any], uri: str | None) -> tuple[dict[str, Any], Store | None]:
-    """The pipeline's summary and its output; ({}, None) when it is not known: a run may read shards from elsewhere."""
+    """Return the pipeline's summary and output, or ({}, None) if the run reads shards from elsewhere."""
     shards = run.get("data", {}).get("shards", {}).get("uri") or run.get("config", {}).get("data", {}).get("uri") or ""
     place = uri or (shards.rstrip("/").rpartition("/")[0] if "/" in shards else "")
     if not place:
@@ -212,33 +212,33 @@ def _beside(read: _Run) -> str:
 
 
 def _references(read: _Run) -> dict[str, float]:
-    """Reference lines of the loss figure: what a model that counts words, or pairs of words, would reach."""
+    """Return reference lines for the loss figure: the loss of models that count tokens, or pairs of tokens."""
     entropy = read.pipeline.get("ngram_entropy", {})
     named = {"unigram entropy": "unigram", "bigram entropy": "bigram", "bigram model": "bigram_model"}
     return {name: float(entropy[key]) for name, key in named.items() if _number(entropy.get(key))}
 
 
 def _reading(read: _Run) -> Html | None:
-    """A sentence that says what the reference lines mean."""
+    """Return a note that explains the reference lines."""
     entropy = read.pipeline.get("ngram_entropy", {})
     if not _number(entropy.get("bigram")):
         return None
     fit = ", ".join(f"{name} {entropy[key]:.3f}" for name, key in
                     (("unigram", "unigram_model"), ("bigram", "bigram_model")) if _number(entropy.get(key)))
-    return note("The entropies are those of the validation text's own counts, which no model has seen: on a small "
-                "split the bigram one is far too low to reach. Fair opponents are counts from the training text"
+    return note("The entropies use the validation text's own counts, which no model has seen. On a small split no "
+                "model reaches the bigram entropy. A fair comparison uses counts from the training text"
                 + (f": {fit}." if fit else "."))
 
 
 def _workers(sizes: list[int]) -> tuple[str, str]:
-    """"2 → 1 → 2"; of many changes the first size and the last, and how many there were."""
+    """Return "2 → 1 → 2", or for many changes the first and the last size, and the number of changes."""
     if len(sizes) <= 5:
         return " → ".join(map(str, sizes)) or "–", ""
     return f"{sizes[0]} … {sizes[-1]}", f"{len(sizes) - 1} changes, between {min(sizes)} and {max(sizes)}"
 
 
 def _sizes(read: _Run) -> list[int]:
-    """World sizes in order of appearance."""
+    """Return the world sizes in order of appearance."""
     sizes = [int(line["world_size"]) for line in read.metrics if line.get("world_size")]
     return [size for at, size in enumerate(sizes) if at == 0 or size != sizes[at - 1]]
 
@@ -251,7 +251,7 @@ def _number(value: Any) -> bool:
 
 
 def _parts(ledger: list[dict[str, Any]]) -> tuple[dict[str, float], float | None]:
-    """Worker seconds by category, and the productive share of them (None of an empty ledger)."""
+    """Return worker seconds by category, and their productive share (None for an empty ledger)."""
     parts = dict.fromkeys(CATEGORIES, 0.0)
     for part in ledger:
         parts[part["category"]] = parts.get(part["category"], 0.0) + part["end"] - part["start"]
@@ -286,7 +286,7 @@ def _saves(read: _Run) -> list[float]:
 
 
 def _events(events: list[Event]) -> Html:
-    """A row for each event but the saves, which are one row."""
+    """Return a row per event; all saves are one row."""
     if not events:
         return Html("")
     begin = events[0].time
@@ -332,7 +332,7 @@ def _cost(cost: dict[str, float]) -> Html | str:
 
 
 def _audit(run_uri: str) -> tuple[Any, str]:
-    """(result, "") or (None, why there is none)."""
+    """Return (result, ""), or (None, the reason why there is no result)."""
     try:
         from tidewheel.train.audit import audit
 
@@ -340,7 +340,7 @@ def _audit(run_uri: str) -> tuple[Any, str]:
     except (TidewheelError, FileNotFoundError) as error:
         return None, str(error).partition("\n")[0]
     except (KeyError, TypeError, ImportError) as error:
-        return None, f"the run's files do not say enough to audit it ({type(error).__name__}: {error})"
+        return None, f"the run's files are not complete enough for an audit ({type(error).__name__}: {error})"
 
 
 def _audit_block(audit: Any, error: str) -> Html:
@@ -351,7 +351,7 @@ def _audit_block(audit: Any, error: str) -> Html:
 
 
 def _configuration(read: _Run) -> list[Html]:
-    """Resolved settings, versions and where things are, folded; secrets blacked out."""
+    """Return resolved settings, versions and paths, folded, without secrets."""
     versions = read.run.get("versions", {})
     blocks = [details("Resolved settings", tag("pre", _yaml(redact(read.config)))) if read.config else Html("")]
     if versions:
@@ -364,7 +364,7 @@ def _configuration(read: _Run) -> list[Html]:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """The value with secrets replaced: settings whose name says so, and passwords in URIs."""
+    """Replace secrets in a value: settings whose name says that they are secret, and passwords in URIs."""
     if isinstance(value, dict):
         return {name: redact(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list):

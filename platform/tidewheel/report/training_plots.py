@@ -1,4 +1,4 @@
-"""Figures of a run: the loss by step with the world size under it, and the run by the clock, worker by worker."""
+"""Figures of a run: loss by step with the world size below it, and the run by the clock, worker by worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidewheel.report.page import Html, join, seconds
-from tidewheel.report.plots import CHARACTER, Scale, Svg, grid, lanes, legend, spread, stacked, ticks
+from tidewheel.report.plots import CHARACTER, Scale, Svg, grid, lanes, legend, move_apart, stacked, ticks
 
 CATEGORIES = ("productive", "redone", "data_wait", "save_stall", "detection", "restart", "idle")
 COLOURS = {name: f"var(--{name})" for name in CATEGORIES}
@@ -18,13 +18,13 @@ TONES = {"node_lost": "var(--bad)", "failure": "var(--bad)", "rollback": "var(--
 LEFT, RIGHT = 52.0, 880.0
 LANE = 17.0
 MAX_WORKERS_DRAWN = 16
-MAX_LANES = 6  # of labels above a figure; what does not fit is a line without a name
+MAX_LANES = 6  # of labels above a figure; further events are lines without a label
 NOT_TRAINING = frozenset({"restart", "detection", "idle"})
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event as the figures show it."""
+    """An event, as figures show it."""
 
     time: float
     step: int
@@ -34,7 +34,13 @@ class Mark:
 
 def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict[str, float],
                 bad_steps: Sequence[Mark] = ()) -> Html:
-    """Training and validation loss by step, reference entropies, tokens/s, world size and events; bad steps as dots.
+    """Draw training and validation loss by step, reference entropies, tokens/s, world size and events.
+
+    Args:
+        metrics: lines of metrics.jsonl.
+        marks: events.
+        references: entropies by name.
+        bad_steps: steps that a guard noticed, drawn as dots.
 
     A step done again after a failure counts as it was done last; the clock figure shows both.
     """
@@ -64,7 +70,7 @@ def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict
     svg.curve([(x(step), y(valid[step])) for step in sorted(valid)], "var(--second)", 1.6)
     for step in sorted(valid):
         svg.dot(x(step), y(valid[step]), "var(--second)", title=f"validation loss {valid[step]:.3f} at step {step}")
-    for mark in bad_steps:  # one whose loss is no number is drawn at the top
+    for mark in bad_steps:  # a loss that is no number is drawn at the top
         loss = steps.get(mark.step, {}).get("loss", y.high)
         svg.dot(x(min(max(mark.step, x.low), x.high)), y(loss), "var(--bad)", title=mark.label)
     _speed(svg, [(x(step), steps[step].get("tokens_per_second")) for step in order], speed_start, speed_end)
@@ -77,7 +83,14 @@ def loss_figure(metrics: Sequence[dict], marks: Sequence[Mark], references: dict
 
 def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence[float],
                  ledger: Sequence[dict]) -> Html:
-    """Steps, checkpoints and what every worker did, by seconds since the run began."""
+    """Draw steps, checkpoints and what every worker did, by seconds since the run started.
+
+    Args:
+        metrics: lines of metrics.jsonl.
+        marks: events.
+        saves: times of checkpoints, Unix seconds.
+        ledger: records of the time ledger.
+    """
     times = [*(float(line["time"]) for line in metrics if "time" in line), *(mark.time for mark in marks),
              *(float(part[edge]) for part in ledger for edge in ("start", "end"))]
     if len(times) < 2:
@@ -118,7 +131,7 @@ def clock_figure(metrics: Sequence[dict], marks: Sequence[Mark], saves: Sequence
 
 
 def _sizes_by_clock(svg: Svg, ledger: Sequence[dict], x: Scale, begin: float, top: float, bottom: float) -> None:
-    """The number of workers while they trained, a band for each generation."""
+    """Draw the number of training workers, a band per generation."""
     spans: dict[int, tuple[float, float, int]] = {}
     for part in ledger:
         if part["category"] not in NOT_TRAINING:
@@ -139,14 +152,14 @@ def _sizes_by_clock(svg: Svg, ledger: Sequence[dict], x: Scale, begin: float, to
 
 
 def time_bar(parts: dict[str, float]) -> Html:
-    """Where the worker time went, as one bar."""
+    """Draw where the worker time went, as one bar."""
     known = [(name.replace("_", " "), parts.get(name, 0.0), COLOURS[name]) for name in CATEGORIES]
     return join([stacked(known, seconds), legend([(colour, f"{name} {seconds(amount)}")
                                                   for name, amount, colour in known if amount > 0])])
 
 
 def worker_names(ledger: Sequence[dict]) -> dict[str, str]:
-    """Node ids are long and random: "node 1", "node 2" in order of appearance."""
+    """Return short names of nodes, "node 1", "node 2", in order of appearance: their ids are long and random."""
     nodes = dict.fromkeys(str(part.get("node", "")) for part in sorted(ledger, key=lambda part: part.get("start", 0)))
     nodes.pop("", None)
     return {**{node: f"node {number}" for number, node in enumerate(nodes, 1)}, "": "not placed"}
@@ -160,7 +173,7 @@ def _marks(svg: Svg, marks: Sequence[Mark], labels: Sequence[tuple[float, str]],
            places: Sequence[tuple[float, str, int]], bottom: float) -> None:
     for mark, (at, _), (_, _, lane) in zip(marks, labels, places):
         svg.line(at, 4 + min(lane, MAX_LANES) * LANE, at, bottom, TONES.get(mark.kind, "var(--warm)"), 1.2, "2 3")
-    for mark, (at, text), (_, anchor, lane) in zip(marks, labels, places):  # above all lines, so that none crosses it
+    for mark, (at, text), (_, anchor, lane) in zip(marks, labels, places):  # after all lines, so that none crosses it
         if lane >= MAX_LANES:
             continue
         colour = TONES.get(mark.kind, "var(--warm)")
@@ -170,7 +183,7 @@ def _marks(svg: Svg, marks: Sequence[Mark], labels: Sequence[tuple[float, str]],
 
 def _references(svg: Svg, y: Scale, references: dict[str, float], losses: Sequence[float], valid: dict[int, float],
                 panel: tuple[float, float]) -> None:
-    """Dashed lines of the entropies, and the names of all lines at the right, moved apart."""
+    """Draw dashed lines of the entropies, and the names of all lines at the right, moved apart."""
     names = [(y(value), f"{name} {value:.2f}", "var(--soft)") for name, value in references.items()]
     for value in references.values():
         svg.line(LEFT, y(value), RIGHT, y(value), "var(--faint)", 1.2, "6 4")
@@ -178,7 +191,7 @@ def _references(svg: Svg, y: Scale, references: dict[str, float], losses: Sequen
     if valid:
         last = valid[max(valid)]
         names.append((y(last), f"validation {last:.2f}", "var(--second)"))
-    for place, (_, text, colour) in zip(spread([at for at, _, _ in names], 16, *panel), names):
+    for place, (_, text, colour) in zip(move_apart([at for at, _, _ in names], 16, *panel), names):
         svg.text(RIGHT + 14, place + 4, text, "start", colour, "label")
 
 
@@ -192,7 +205,7 @@ def _speed(svg: Svg, points: Sequence[tuple[float, float | None]], top: float, b
 
 
 def _sizes(svg: Svg, points: Sequence[tuple[int, int]], x: Scale, top: float, bottom: float) -> None:
-    """World size as a filled step band, its value written in each stretch that is wide enough."""
+    """Draw the world size as a filled step band, with its value in each stretch that is wide enough."""
     svg.text(LEFT, top - 7, "workers", class_="label")
     high = max(size for _, size in points)
     begin, current = points[0]
@@ -210,7 +223,7 @@ def _sizes(svg: Svg, points: Sequence[tuple[int, int]], x: Scale, top: float, bo
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of about 3 % of the steps: unlike a running average it does not lag behind."""
+    """Return the mean over a centred window of about 3 % of the steps, which does not lag like a running average."""
     reach = max(1, len(values) // 60)
     sums = list(itertools.accumulate(values, initial=0.0))
     spans = [min(reach, at, len(values) - 1 - at) for at in range(len(values))]
@@ -218,7 +231,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _runs(done: Sequence[tuple[float, int]]) -> list[list[tuple[float, int]]]:
-    """Cut where the step goes back: each piece is one life of the trainers."""
+    """Cut the steps where they go back: each piece is one generation."""
     runs: list[list[tuple[float, int]]] = [[]]
     for at, step in sorted(done):
         if runs[-1] and step <= runs[-1][-1][1]:
@@ -228,7 +241,7 @@ def _runs(done: Sequence[tuple[float, int]]) -> list[list[tuple[float, int]]]:
 
 
 def _workers(ledger: Sequence[dict]) -> list[tuple[str, list[dict]]]:
-    """A row for each node; where one node holds several workers, for each of them."""
+    """Return a row per node, or per worker of a node with several workers."""
     names = worker_names(ledger)
     ranks: dict[tuple[str, int], set[int]] = {}
     for part in ledger:
@@ -244,7 +257,7 @@ def _workers(ledger: Sequence[dict]) -> list[tuple[str, list[dict]]]:
 
 
 def _merged(parts: Sequence[dict], x: Scale, begin: float) -> list[tuple[str, float, float]]:
-    """What most of each unit of the figure's width went to; neighbours of one category as one rectangle."""
+    """Return rectangles of the main category in each unit of the figure's width, with equal neighbours merged."""
     columns: dict[int, dict[str, float]] = {}
     for part in parts:
         start, end = x(float(part["start"]) - begin), x(float(part["end"]) - begin)

@@ -1,4 +1,4 @@
-"""Validation of a run by domain: loss and bits per byte by step, the last figures, and texts written on the way."""
+"""Validation of a run by domain: loss and bits per byte by step, the last figures, and text samples over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tidewheel.printable import printable
 from tidewheel.report.colours import PALETTE
 from tidewheel.report.page import Html, shorten, table, tag
-from tidewheel.report.plots import Scale, Svg, grid, spread, ticks
+from tidewheel.report.plots import Scale, Svg, grid, move_apart, ticks
 
 NOTE = ("Bits per byte: the bits that the predicted tokens cost, over the bytes of text they stand for. It can be "
         "compared between tokenizers; the loss per token cannot.")
@@ -19,7 +19,7 @@ MAX_SAMPLES = 12
 
 
 def section(metrics: Sequence[dict[str, Any]]) -> list[Html]:
-    """The section's blocks; [] when nothing was evaluated."""
+    """Return the section's blocks; [] if nothing was evaluated."""
     curves = _curves(metrics)
     if not curves:
         return []
@@ -33,7 +33,7 @@ def section(metrics: Sequence[dict[str, Any]]) -> list[Html]:
 
 
 def samples(metrics: Sequence[dict[str, Any]]) -> list[Html]:
-    """Texts written while it trained, oldest first; [] when there are fewer than two."""
+    """Return the text samples of a run, the oldest first; [] if there are fewer than two."""
     found = [(f"{int(line['step']):,}", tag("code", shorten(printable(str(line["sample"])), 300)))
              for line in metrics if line.get("sample")]
     if len(found) < 2:
@@ -43,7 +43,7 @@ def samples(metrics: Sequence[dict[str, Any]]) -> list[Html]:
 
 
 def figure(curves: dict[str, dict[int, dict[str, Any]]]) -> Html:
-    """A panel for the loss and one for bits per byte, a curve for each domain."""
+    """Draw a panel for the loss and one for bits per byte, with a curve per domain."""
     shown = [name for name in PANELS if any(_known(scores.get(name)) for points in curves.values()
                                             for scores in points.values())]
     steps = [step for points in curves.values() for step in points]
@@ -76,12 +76,12 @@ def _panel(svg: Svg, x: Scale, name: str, curves: dict[str, dict[int, dict[str, 
         for step, value in found:
             svg.dot(x(step), y(value), colour, 2.5, f"{domain or 'validation'} {value:.3f} at step {step}")
         ends.append((y(found[-1][1]), f"{domain or 'validation'} {found[-1][1]:.3f}", colour))
-    for place, (_, text, colour) in zip(spread([at for at, _, _ in ends], 16, top, bottom), ends):
+    for place, (_, text, colour) in zip(move_apart([at for at, _, _ in ends], 16, top, bottom), ends):
         svg.text(RIGHT + 14, place + 4, text, "start", colour, "label")
 
 
 def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """{domain: {step: scores}}; an evaluation done again counts as it was done last."""
+    """Return {domain: {step: scores}}, with the last result of a repeated evaluation."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for line in metrics:
         for domain, scores in (line.get("validation") or {}).items():

@@ -135,7 +135,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(("options", "told"), [
-    (["--gpus", "8", "--gpu", "h300"], "did you mean"), (["--gpus", "12"], "nearest that are: 16"),
+    (["--gpus", "8", "--gpu", "h300"], "did you mean"), (["--gpus", "12"], "the nearest number is 16"),
     (["--gpus", "8", "--assume", "netwrok_gbytes=3"], "did you mean 'network_gbytes'")])
 def test_wrong_options(options: list[str], told: str, capsys: pytest.CaptureFixture[str]):
     assert run_command(["plan", "jobs/configs/llama_1b.yaml", *options]) == 2

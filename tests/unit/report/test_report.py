@@ -248,7 +248,7 @@ def test_labels_never_overlap() -> None:
         for other in spans.setdefault(lane, []):
             assert begin >= other[1] or begin + len(text) * plots.CHARACTER <= other[0]
         spans[lane].append((begin, begin + len(text) * plots.CHARACTER))
-    moved = plots.spread([10.0, 11.0, 12.0, 300.0], 16, 0, 400)
+    moved = plots.move_apart([10.0, 11.0, 12.0, 300.0], 16, 0, 400)
     assert all(b - a >= 16 for a, b in itertools.pairwise(moved))
 
 
