@@ -92,7 +92,7 @@ def run(config: PipelineConfig, *, input: str, output: str, on_progress: OnProgr
 
 def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> PipelineSummary:
     _remove_partial_files(job)
-    hub_commits.note(job.store, job.commits)
+    hub_commits.record(job.store, job.commits)
     replace.begin(job)
     ledger = Ledger()
     with placed(job.config.placement.selector):

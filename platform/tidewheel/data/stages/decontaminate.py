@@ -1,7 +1,7 @@
-"""Decontamination, partition by partition: documents that hold evaluation items are dropped, cut, or only told of.
+"""Decontamination, partition by partition: drop, cut or annotate documents that contain evaluation items.
 
-Two stages: `decontaminate_index` makes the index of all items once, `decontaminate` judges the documents. A third,
-`decontaminate_packed`, searches the packed rows again, decoded, and only tells.
+The stage `decontaminate_index` builds the index of all items once, and `decontaminate` judges the documents. After
+packing, `decontaminate_packed` decodes the rows, searches them again and reports matches.
 """
 
 from __future__ import annotations
@@ -34,17 +34,27 @@ REASON, REASON_CUT = "contaminated", "contaminated_cut"
 INDEX_VERSION = Version("evaluation_index", uses=(text.VERSION,))
 VERSION = Version("decontaminate", uses=(INDEX_VERSION, drops.VERSION, outcomes.VERSION, rewrite.VERSION))
 _MATCH_CHARACTERS = 500
-_TOP = 100  # items that the summary tells one by one
-_FOUND = pa.schema([("benchmark", pa.string()), ("item", pa.string()), ("id", pa.string()), ("score", pa.float64()),
+_TOP = 100
+"""Items that the summary lists one by one."""
+_ITEMS = pa.schema([("benchmark", pa.string()), ("item", pa.string()), ("id", pa.string()), ("score", pa.float64()),
                     ("match", pa.string())])
 
 
 def run(job: Job, runner: Runner, parts: list[Part], fail_above: float | None = None
         ) -> tuple[Finished, list[Part], dict[str, Any]]:
-    """Judge every partition; also gives what the summary tells of it under `contamination`.
+    """Judge every partition.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+        fail_above: overrides `fail_above` of the recipe.
+
+    Returns:
+        The units, the partitions after the stage, and the entry `contamination` of the summary.
 
     Raises:
-        InputError: a larger share of the documents than `fail_above` (or the recipe's) holds evaluation items.
+        InputError: a larger share of the documents than `fail_above` contains evaluation items.
     """
     step: DecontaminateStep = job.config.step(STAGE)
     index = runner.complete(INDEX, [_index_task(job)], lambda missing: (_publish_index(task, job) for task in missing))
@@ -54,9 +64,9 @@ def run(job: Job, runner: Runner, parts: list[Part], fail_above: float | None = 
     todo = part_tasks(job, STAGE, parts, settings=[settings, minhash, stamp.hash], version=VERSION,
                       together=False, more={"index": stamp, **settings})
     done = runner.complete(STAGE, todo, lambda missing: map_units(missing, judge_part), note=f"{len(job.evals)} items")
-    told = _summary(job, done.units, index.units[0].summary["sets"], step.action)
-    _gate(job, told, step.fail_above if fail_above is None else fail_above)
-    return Finished(done.units, done.reused, done.seconds + index.seconds), after(parts, done.units), told
+    summary = _summary(job, done.units, index.units[0].summary["sets"], step.action)
+    _check_share(job, summary, step.fail_above if fail_above is None else fail_above)
+    return Finished(done.units, done.reused, done.seconds + index.seconds), after(parts, done.units), summary
 
 
 def _index_task(job: Job) -> Task:
@@ -66,8 +76,9 @@ def _index_task(job: Job) -> Task:
 
 
 def _publish_index(task: Task, job: Job) -> Published:
-    """The index over all items, built once; it is small beside the documents, so here and not in a task."""
-    index, writer = EvalIndex.build(job.evals), task.writer()
+    """Build the index of all items. It is small compared to the documents, so the driver builds it."""
+    index = EvalIndex.build(job.evals)
+    writer = task.writer()
     writer.file("index", index.to_bytes())
     return writer.publish({"sets": [dict(entry) for entry in index.sets]})
 
@@ -83,10 +94,12 @@ def _search(task: Task) -> tuple[EvalIndex, Rules]:
 
 
 def judge_part(task: Task) -> Published:
-    """The unit of one partition: verdicts, every item found (`items`), and with `cut` the documents written anew."""
+    """Publish the unit of one partition: verdicts, matching items (`items`), and for `cut` the edited documents."""
     index, rules = _search(task)
     action = task.inputs["action"]
-    judged, heads, found = [], [outcomes.HEADS.empty_table()], [_FOUND.empty_table()]
+    judged: list[pa.Table] = []
+    heads = [outcomes.HEADS.empty_table()]
+    found = [_ITEMS.empty_table()]
     with contextlib.ExitStack() as closing:
         rewriter = closing.enter_context(Rewriter(task)) if action == "cut" else None
         for table in load_documents(task.store, task.inputs):
@@ -94,7 +107,7 @@ def judge_part(task: Task) -> Published:
             rows = np.array([bool(some) for some in matches], bool)
             chosen = [contamination.primary(some) for some in matches if some]
             hit = table.filter(pa.array(rows))
-            found.append(_found(hit["id"].to_pylist(), chosen))
+            found.append(_items(hit["id"].to_pylist(), chosen))
             texts = hit["text"].to_pylist()
             cuts = [contamination.cut(index, text, some, rules) for text, some in zip(
                 texts, (some for some in matches if some), strict=True)] if rewriter is not None else [""] * len(texts)
@@ -110,15 +123,15 @@ def judge_part(task: Task) -> Published:
                    writer)
 
 
-def _found(ids: Sequence[str], chosen: Sequence[Sequence[Match]]) -> pa.Table:
+def _items(ids: Sequence[str], chosen: Sequence[Sequence[Match]]) -> pa.Table:
     rows = [{"benchmark": match.benchmark, "item": match.item, "id": identity, "score": match.score,
              "match": match.text[:_MATCH_CHARACTERS]}
             for identity, matches in zip(ids, chosen, strict=True) for match in matches]
-    return pa.Table.from_pylist(rows, schema=_FOUND)
+    return pa.Table.from_pylist(rows, schema=_ITEMS)
 
 
 def _verdicts(ids: pa.ChunkedArray, chosen: Sequence[Sequence[Match]], action: str, cuts: Sequence[str]) -> pa.Table:
-    """A row for each contaminated document: its best match, and how many items there are."""
+    """Return a verdict for each contaminated document, with its best match and the number of matching items."""
     best = [matches[0] for matches in chosen]
     details = [json.dumps({"benchmark": match.benchmark, "item": match.item, "match": match.text[:_MATCH_CHARACTERS],
                            "items": len(matches)}, ensure_ascii=False)
@@ -126,17 +139,18 @@ def _verdicts(ids: pa.ChunkedArray, chosen: Sequence[Sequence[Match]], action: s
     kinds = [verdicts.KEEP if action == "annotate" else verdicts.EDIT if text else verdicts.DROP for text in cuts]
     reasons = [REASON_CUT if kind == verdicts.EDIT else REASON for kind in kinds]
     table = verdicts.rows("", ids, reasons, scores=[match.score for match in best], details=details)
-    place = table.schema.get_field_index("verdict")
-    return table.set_column(place, table.schema.field(place), pa.array(kinds, pa.string()))
+    column = table.schema.get_field_index("verdict")
+    return table.set_column(column, table.schema.field(column), pa.array(kinds, pa.string()))
 
 
 def _heads(judged: pa.Table, texts: Sequence[str], cuts: Sequence[str], ids: Sequence[str]) -> pa.Table:
-    """`outcomes.HEADS` of the documents that samples may show."""
+    """Return `outcomes.HEADS` of the documents that samples may show."""
     rows = []
     for row in verdicts.sampled(judged).tolist():
-        head, after = verdicts.head(texts[row]), None
         if cuts[row]:
             head, after = verdicts.change(texts[row], cuts[row])
+        else:
+            head, after = verdicts.head(texts[row]), None
         rows.append({"id": ids[row], "reason": judged["reason"][row].as_py(), "head": head, "after": after})
     return pa.Table.from_pylist(rows, schema=outcomes.HEADS)
 
@@ -148,16 +162,16 @@ def _rewrite(rewriter: Rewriter, table: pa.Table, rows: np.ndarray, cuts: Sequen
         texts[row] = rest
         kept[row] = bool(rest)
     if texts:
-        place = table.schema.get_field_index("text")
-        table = table.set_column(place, table.schema.field(place), pa.array(texts, table.schema.field(place).type))
+        column = table.schema.get_field_index("text")
+        table = table.set_column(column, table.schema.field(column), pa.array(texts, table.schema.field(column).type))
     if kept.any():
         rewriter.add(table.filter(pa.array(kept)), (rows & kept)[kept])
 
 
 def _summary(job: Job, units: Sequence[Published], sets: Sequence[dict[str, Any]], action: str) -> dict[str, Any]:
-    """For `summary.json`: documents, by benchmark {items, items_found, documents}, and the items found most often."""
+    """Return the entry of `summary.json`: counts, by benchmark {items, items_found, documents}, and the top items."""
     tables = [read_table(job.store, unit.files["items"]) for unit in units if "items" in unit.files]
-    table = pa.concat_tables([_FOUND.empty_table(), *tables])
+    table = pa.concat_tables([_ITEMS.empty_table(), *tables])
     by_item = table.group_by(["benchmark", "item"]).aggregate([("id", "count_distinct")])
     by_benchmark = table.group_by("benchmark").aggregate([("id", "count_distinct")])
     documents = dict(zip(by_benchmark["benchmark"].to_pylist(), by_benchmark["id_count_distinct"].to_pylist(),
@@ -178,20 +192,29 @@ def _summary(job: Job, units: Sequence[Published], sets: Sequence[dict[str, Any]
     }
 
 
-def _gate(job: Job, told: dict[str, Any], limit: float | None, what: str = "documents hold") -> None:
-    count, total = told["documents"], told["documents_in"]
+def _check_share(job: Job, summary: dict[str, Any], limit: float | None) -> None:
+    count = summary["documents"]
+    total = summary["documents_in"]
     if limit is not None and count > limit * total:
-        names = ", ".join(f"{name} in {entry['documents']}" for name, entry in sorted(
-            told["benchmarks"].items(), key=lambda pair: (-pair[1]["documents"], pair[0])) if entry["documents"])
-        raise InputError(f"{count} of {total} {what} evaluation items, more than the allowed share of {limit:g} "
-                         f"({names})", where=job.input, mend="verdicts/decontaminate in the output has the matches; "
-                         "remove the documents at their source, or raise fail_above")
+        benchmarks = sorted(summary["benchmarks"].items(), key=lambda pair: (-pair[1]["documents"], pair[0]))
+        names = ", ".join(f"{name} in {entry['documents']}" for name, entry in benchmarks if entry["documents"])
+        raise InputError(f"{count} of {total} documents hold evaluation items, more than the allowed share of "
+                         f"{limit:g} ({names})", where=job.input,
+                         mend="verdicts/decontaminate in the output has the matches; remove the documents at their "
+                         "source, or raise fail_above")
 
 
 def check_packed(job: Job, runner: Runner, packed: Sequence[Published], tokenizer: Stamp) -> dict[str, Any] | None:
-    """Search the packed rows again, as text: {"segments", "found", "matches"}; None when the recipe does not ask.
+    """Decode the packed rows and search them again. A match shows a fault between decontamination and packing.
 
-    A document that was dropped or cut before must not turn up here; one that is found shows a fault on the way.
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        packed: units of the pack stage.
+        tokenizer: file of the tokenizer.
+
+    Returns:
+        {"segments", "found", "matches"}; None if the recipe does not ask for the check.
     """
     step: DecontaminateStep | None = job.config.step(STAGE)
     if step is None or not step.check_packed or job.config.read.kind == "preferences":
@@ -218,12 +241,14 @@ def _shards(unit: Published) -> list[tuple[str, Stamp]]:
 
 
 def check_unit(task: Task) -> Published:
-    """The matches in the shards of one unit: every segment decoded and searched alone."""
+    """Publish the matches in the shards of one unit; each segment is decoded and searched by itself."""
     from tidewheel.data.stages.pack import encoder_of
 
     index, rules = _search(task)
     encoder = encoder_of(task)
-    segments, found, told = 0, 0, []
+    segments = 0
+    found = 0
+    reported: list[dict[str, Any]] = []
     for stamp in task.inputs["shards"]:
         for ids, texts in _segments(read_file(task.store, stamp), encoder):
             segments += len(texts)
@@ -231,13 +256,13 @@ def check_unit(task: Task) -> Published:
                 if matches:
                     found += 1
                     best = contamination.primary(matches)[0]
-                    told.append({"id": identity, "benchmark": best.benchmark, "item": best.item, "score": best.score,
-                                 "match": best.text[:_MATCH_CHARACTERS]})
-    return task.writer().publish({"segments": segments, "found": found, "matches": told[:_TOP]})
+                    reported.append({"id": identity, "benchmark": best.benchmark, "item": best.item,
+                                     "score": best.score, "match": best.text[:_MATCH_CHARACTERS]})
+    return task.writer().publish({"segments": segments, "found": found, "matches": reported[:_TOP]})
 
 
 def _segments(data: bytes, encoder: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """(document ids, texts) of the segments of each batch of rows of a shard."""
+    """Yield (document ids, texts) of the segments, for each batch of rows of a shard."""
     table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
     for batch in table.to_batches(max_chunksize=256):
         tokens = batch["tokens"].flatten().to_numpy().reshape(batch.num_rows, -1)

@@ -1,7 +1,7 @@
-"""Lines and paragraphs that stand in several documents: hashes meet, and the losers' partitions are written anew.
+"""Remove lines or paragraphs that several documents contain: shuffle their hashes, then rewrite the partitions.
 
-A hash partition holds one row for each distinct piece of each document (hash, id and order, no text), so memory is
-bounded by the partition, however often a piece is repeated elsewhere.
+A hash partition has one row for each distinct piece of each document (hash, id and order, no text), so memory is
+bounded by the partition, however often a piece repeats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ REPEATS = dedup_lines.REPEAT_SCHEMA.append(pa.field("partition", pa.int32()))
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Part]]:
-    """Cut repeated lines or paragraphs out of the documents that are left."""
+    """Cut repeated lines or paragraphs out of the remaining documents.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+
+    Returns:
+        The units, and the partitions with the edited documents.
+    """
     step: DedupLinesStep = job.config.step(STAGE)
     todo = part_tasks(job, STAGE, parts, settings=[step.decisive(), keys.minhash_settings(job.config)],
                       version=VERSION, together=True,
@@ -45,22 +54,22 @@ def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Par
 
 def _execute(job: Job, todo: list[Task], missing: list[Task]) -> Iterator[Published]:
     step = job.config.step(STAGE)
-    wanted = {task.unit.number: task for task in missing}
+    pending = {task.unit.number: task for task in missing}
     hops = [Hop("bucket", functools.partial(losers, job.partitions, step.max_repeats, step.keep), REPEATS),
-            Hop("partition", functools.partial(_home, dict(wanted)))]
+            Hop("partition", functools.partial(_edit_pending, dict(pending)))]
     for unit in shuffle_units(todo, read_rows, ROWS, hops, job.partitions):
-        del wanted[unit.unit.number]
+        del pending[unit.unit.number]
         yield unit
-    for task in wanted.values():  # nothing of theirs is repeated
+    for task in pending.values():  # these partitions have no repeated piece
         yield publish(task, verdicts.VERDICT_SCHEMA.empty_table(), None)
 
 
 def read_rows(task: Task) -> Iterator[pa.Table]:
-    """Rows of the pieces of one partition's documents, each with the bucket its hash falls into."""
+    """Yield a row for each piece of a partition's documents, with the bucket of its hash."""
     step = task.inputs["step"]
     order = load_keys(task.store, task.inputs, tuple(name for name, _ in dedup.ORDER_COLUMNS))
     first = 0
-    for table in load_documents(task.store, task.inputs):  # both are in order of id
+    for table in load_documents(task.store, task.inputs):  # documents and keys are both in order of id
         rows = dedup_lines.rows(table["text"], order.slice(first, len(table)), step["unit"], step["min_characters"])
         first += len(table)
         buckets = verdicts.partition_of(rows["hash_hi"].to_numpy(), task.inputs["partitions"])
@@ -68,53 +77,62 @@ def read_rows(task: Task) -> Iterator[pa.Table]:
 
 
 def losers(partitions: int, max_repeats: int, keep: str, _: int, table: pa.Table) -> pa.Table:
-    """Who loses which piece of one bucket, with the partition of its document; `REPEATS`."""
-    found = dedup_lines.repeats(table.select(dedup_lines.ROW_SCHEMA.names), max_repeats=max_repeats, keep=keep)
-    numbers = verdicts.partition_of(verdicts.hash_ids(found["id"]), partitions)
-    return found.append_column("partition", pa.array(numbers))
+    """Return the pieces of one bucket that documents lose, with the partition of each document; `REPEATS`.
+
+    Args:
+        partitions: number of partitions.
+        max_repeats: documents that may contain the same piece.
+        keep: setting `keep` of the step.
+        _: number of the bucket.
+        table: rows of the bucket, in any order.
+    """
+    repeats = dedup_lines.repeats(table.select(dedup_lines.ROW_SCHEMA.names), max_repeats=max_repeats, keep=keep)
+    numbers = verdicts.partition_of(verdicts.hash_ids(repeats["id"]), partitions)
+    return repeats.append_column("partition", pa.array(numbers))
 
 
-def _home(wanted: Mapping[int, Task], number: int, table: pa.Table) -> Published | None:
-    return edit(wanted[number], table.select(dedup_lines.REPEAT_SCHEMA.names)) if number in wanted else None
+def _edit_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published | None:
+    return edit(pending[number], table.select(dedup_lines.REPEAT_SCHEMA.names)) if number in pending else None
 
 
 def edit(task: Task, repeated: pa.Table) -> Published:
-    """The unit of one partition: its documents and keys without the pieces in `repeated` (`REPEAT_SCHEMA`)."""
+    """Publish the documents and keys of one partition without the pieces in `repeated` (`REPEAT_SCHEMA`)."""
     step = task.inputs["step"]
     judged: list[pa.Table] = []
     heads = [outcomes.HEADS.empty_table()]
     with Rewriter(task) as rewriter:
         for table in load_documents(task.store, task.inputs):
             mine = repeated.filter(pc.is_in(repeated["id"], value_set=table["id"].combine_chunks()))
-            found = dedup_lines.cut(table, mine, step["unit"], step["min_characters"])
-            empty = pc.equal(pc.binary_length(pc.utf8_trim_whitespace(found.texts)), 0).to_numpy(zero_copy_only=False)
-            touched = found.pieces > 0
+            cut = dedup_lines.cut(table, mine, step["unit"], step["min_characters"])
+            empty = pc.equal(pc.binary_length(pc.utf8_trim_whitespace(cut.texts)), 0).to_numpy(zero_copy_only=False)
+            touched = cut.pieces > 0
             for verdict, reason, rows in ((verdicts.EDIT, REASON, np.flatnonzero(touched & ~empty)),
                                           (verdicts.DROP, EMPTY, np.flatnonzero(touched & empty))):
-                judged.append(_verdicts(verdict, reason, table, found, rows))
-                heads.append(_heads(judged[-1], table, found, rows))
+                judged.append(_verdicts(verdict, reason, table, cut, rows))
+                heads.append(_heads(judged[-1], table, cut, rows))
             kept = pa.array(~(touched & empty))
-            place = table.schema.get_field_index("text")
-            after_cut = table.set_column(place, table.schema.field(place), found.texts).filter(kept)
+            column = table.schema.get_field_index("text")
+            after_cut = table.set_column(column, table.schema.field(column), cut.texts).filter(kept)
             if len(after_cut):
                 rewriter.add(after_cut, touched[kept.to_numpy(zero_copy_only=False)])
     return publish(task, verdicts.merge(judged), pa.concat_tables(heads), writer=rewriter.writer)
 
 
-def _verdicts(verdict: str, reason: str, table: pa.Table, found: dedup_lines.Cut, rows: np.ndarray) -> pa.Table:
-    """Verdict rows of documents that lost pieces: how many, and who keeps the first of them."""
-    places = pa.array(rows, pa.int64())
-    before, now = (pc.binary_length(texts.take(places)).to_pylist() for texts in (table["text"], found.texts))
-    details = [json.dumps({"pieces": pieces, "bytes_before": one, "bytes_after": other})
-               for pieces, one, other in zip(found.pieces[rows].tolist(), before, now, strict=True)]
-    return verdicts.rows(verdict, table["id"].take(places), reason, details=details,
-                         survivors=[found.survivors[row] for row in rows.tolist()])
+def _verdicts(verdict: str, reason: str, table: pa.Table, cut: dedup_lines.Cut, rows: np.ndarray) -> pa.Table:
+    """Return verdicts on documents that lost pieces: the number of pieces, and the document that keeps the first."""
+    indices = pa.array(rows, pa.int64())
+    before = pc.binary_length(table["text"].take(indices)).to_pylist()
+    after_cut = pc.binary_length(cut.texts.take(indices)).to_pylist()
+    details = [json.dumps({"pieces": pieces, "bytes_before": old, "bytes_after": new})
+               for pieces, old, new in zip(cut.pieces[rows].tolist(), before, after_cut, strict=True)]
+    return verdicts.rows(verdict, table["id"].take(indices), reason, details=details,
+                         survivors=[cut.survivors[row] for row in rows.tolist()])
 
 
-def _heads(judged: pa.Table, table: pa.Table, found: dedup_lines.Cut, rows: np.ndarray) -> pa.Table:
-    """What samples show of these documents: the text around the first change; `outcomes.HEADS`."""
+def _heads(judged: pa.Table, table: pa.Table, cut: dedup_lines.Cut, rows: np.ndarray) -> pa.Table:
+    """Return the text around the first change of the documents that samples may show; `outcomes.HEADS`."""
     chosen = verdicts.sampled(judged)
     picked = judged.take(pa.array(chosen))
-    shown = [verdicts.change(table["text"][row].as_py(), found.texts[row].as_py()) for row in rows[chosen].tolist()]
-    return pa.table([picked["id"], picked["reason"], pa.array([one for one, _ in shown], pa.string()),
-                     pa.array([other for _, other in shown], pa.string())], schema=outcomes.HEADS)
+    changes = [verdicts.change(table["text"][row].as_py(), cut.texts[row].as_py()) for row in rows[chosen].tolist()]
+    return pa.table([picked["id"], picked["reason"], pa.array([before for before, _ in changes], pa.string()),
+                     pa.array([changed for _, changed in changes], pa.string())], schema=outcomes.HEADS)

@@ -1,7 +1,7 @@
-"""Near-deduplication: similar pairs are found (`near_edges`), verified (`near_exact`) and decided (`near_rounds`).
+"""Near-deduplication: find similar pairs (`near_edges`), verify them (`near_exact`) and decide them (`near_rounds`).
 
-The rule is `dedup.cluster`'s. Every document that goes is recorded with the document it resembles, its score, and the
-index that one is in when it belongs to an earlier dump.
+`dedup.cluster` defines the rule. The verdict on a dropped document names the document it resembles, the score, and the
+index of that document if it belongs to an earlier dump.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ from tidewheel.versions import Version
 STAGE = "dedup_near"
 REASON = "near_duplicate"
 VERSION = Version("dedup_near", uses=(near_rounds.VERSION, drops.VERSION))
-COUNTED_CLUSTERS = 1 << 20  # about as many survivors are counted at most, chosen by the hash of their id
+COUNTED_CLUSTERS = 1 << 20
+"""About the maximum number of survivors whose clusters are counted, chosen by the hash of their id."""
 _SIZES = [2, 3, 4, 5, 7, 11, 21, 51, 101, 1001, 1 << 62]
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> tuple[Finished, list[Part]]:
-    """Find the near-duplicates among the documents that are left."""
+    """Find the near-duplicates among the remaining documents.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+
+    Returns:
+        The units of all stages of near-deduplication, and the partitions without the duplicates.
+    """
     step = job.config.step(STAGE)
     edges, tasks = near_edges.run(job, runner, parts)
     compared = near_exact.run(job, runner, tasks, edges.units)
@@ -63,26 +73,31 @@ def _decide(job: Job, runner: Runner, parts: list[Part], states: list[State], ve
 
 
 def _publish_all(job: Job, source: list[Task], missing: list[Task]) -> Iterator[Published]:
-    wanted = {task.unit.number: task for task in missing}
-    home = Hop("partition", functools.partial(_publish_wanted, dict(wanted)))
+    pending = {task.unit.number: task for task in missing}
+    home = Hop("partition", functools.partial(_publish_pending, dict(pending)))
     read = functools.partial(read_last, job.partitions)
     for unit in shuffle_units(source, read, DROP_SCHEMA, [home], job.partitions) if source else ():
-        del wanted[unit.unit.number]
+        del pending[unit.unit.number]
         yield unit
-    yield from map_units(list(wanted.values()), publish_part) if wanted else ()
+    yield from map_units(list(pending.values()), publish_part) if pending else ()
 
 
 def read_last(partitions: int, task: Task) -> Iterator[pa.Table]:
-    """What the edges decide that are still open; `DROP_SCHEMA`."""
+    """Yield the documents that the remaining open edges drop; `DROP_SCHEMA`."""
     yield with_partition(near_rounds.last(task), partitions)
 
 
-def _publish_wanted(wanted: Mapping[int, Task], number: int, table: pa.Table) -> Published | None:
-    return publish_part(wanted[number], table) if number in wanted else None
+def _publish_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published | None:
+    return publish_part(pending[number], table) if number in pending else None
 
 
 def publish_part(task: Task, decided: pa.Table | None = None) -> Published:
-    """The unit of one partition: what rounds dropped there, and what was `decided` (`DROP_SCHEMA`) from open edges."""
+    """Publish the unit of one partition.
+
+    Args:
+        task: the partition, with the documents that rounds dropped.
+        decided: documents that the remaining open edges drop (`DROP_SCHEMA`).
+    """
     stamp = task.inputs["dropped_so_far"]
     gone = read_table(task.store, stamp) if stamp else dedup.DROPPED_SCHEMA.empty_table()
     if decided is not None:
@@ -96,11 +111,12 @@ def publish_part(task: Task, decided: pa.Table | None = None) -> Published:
 
 
 def report(job: Job, units: list[Published]) -> dict[str, Any]:
-    """What the report shows of near-deduplication, from all units of `run`; JSON values.
+    """Return the report's section on near-deduplication as JSON values, from all units of `run`.
 
-    `cluster_sizes`: clusters (a survivor and what was dropped for it) by number of documents, of one survivor in
-    `clusters_counted_one_in`. `sample`: recall of the bands by bin of exact similarity, measured with one band less
-    (it drew the pairs) and as that many bands would have it, beside the S-curve; and how well candidates were judged.
+    `cluster_sizes` counts clusters (a survivor and the documents dropped for it) by size, for one survivor in
+    `clusters_counted_one_in`. `sample` has the recall of the bands by bin of exact similarity, beside the S-curve, and
+    the precision of the verification. Recall is measured without the last band, which drew the sampled pairs, and
+    then extrapolated to all bands.
     """
     step: DedupNearStep = job.config.step(STAGE)
     edges = [unit for unit in units if unit.unit.stage == near_edges.STAGE]

@@ -1,4 +1,4 @@
-"""What every stage that drops documents has in common: verdicts for each partition, and the partitions after it."""
+"""Shared by all stages that drop documents: publish verdicts on each partition, and derive the partitions after it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,25 @@ from tidewheel.data.stages.partition import Part, load_keys
 from tidewheel.versions import Version
 
 VERSION = Version("drops", uses=(verdicts.VERSION, by_source.VERSION, partition.VERSION))
-"""How a stage's verdicts on its partitions are written."""
-#: Rows that a stage hands to `publish`: which document goes, for which better one, how alike; `partition` is the id's.
+"""Version of how a stage's verdicts on its partitions are written."""
 DROP_SCHEMA = pa.schema([("id", pa.string()), ("survivor", pa.string()), ("score", pa.float64()),
                          ("partition", pa.int32())])
+"""A dropped document, the better document it duplicates, their similarity, and the partition of the dropped one."""
 
 
 def part_tasks(job: Job, stage: str, parts: Sequence[Part], *, settings: Any, version: Version, together: bool,
                more: Mapping[str, Any] | None = None) -> list[Task]:
-    """One unit for each partition. `together`: its verdicts follow from all partitions, not from its own alone."""
+    """Return a task for each partition.
+
+    Args:
+        job: what the stage works on.
+        stage: name of the stage.
+        parts: the partitions.
+        settings: settings of the stage for the keys of its units, as JSON values.
+        version: version of the stage.
+        together: a partition's verdicts depend on all partitions, not on that partition alone.
+        more: additional inputs of the tasks.
+    """
     everything = [identity for part in parts for identity in part.content()] if together else []
     return [
         Task(job.output, Unit(stage, f"part-{part.number:05d}", unit_key(
@@ -40,31 +50,46 @@ def part_tasks(job: Job, stage: str, parts: Sequence[Part], *, settings: Any, ve
 
 def shuffle_drops(sources: Sequence[Task], read: Callable[[Task], Iterable[pa.Table]], rows: pa.Schema,
                   hops: Sequence[Hop], missing: Sequence[Task], *, reason: str, partitions: int) -> Iterator[Published]:
-    """Publish the `missing` partitions' verdicts: `hops` end in rows of `DROP_SCHEMA`, sent home to their partition."""
-    wanted = {task.unit.number: task for task in missing}
-    home = Hop("partition", functools.partial(_home, dict(wanted), reason))
+    """Publish the verdicts on the `missing` partitions.
+
+    Args:
+        sources: tasks to read.
+        read: yields the rows of a task.
+        rows: schema of these rows.
+        hops: shuffles; the last one returns rows of `DROP_SCHEMA`, which are then sent to their partition.
+        missing: tasks of the partitions to publish.
+        reason: reason of the verdicts.
+        partitions: number of partitions.
+    """
+    pending = {task.unit.number: task for task in missing}
+    home = Hop("partition", functools.partial(_publish_pending, dict(pending), reason))
     for unit in shuffle_units(sources, read, rows, [*hops, home], partitions) if sources else ():
-        del wanted[unit.unit.number]
+        del pending[unit.unit.number]
         yield unit
-    for task in wanted.values():  # nothing of theirs is dropped
+    for task in pending.values():  # these partitions lose no document
         yield publish_duplicates(task, reason, DROP_SCHEMA.empty_table())
 
 
-def _home(wanted: Mapping[int, Task], reason: str, number: int, table: pa.Table) -> Published | None:
-    return publish_duplicates(wanted[number], reason, table) if number in wanted else None
+def _publish_pending(pending: Mapping[int, Task], reason: str, number: int, table: pa.Table) -> Published | None:
+    return publish_duplicates(pending[number], reason, table) if number in pending else None
 
 
 def with_partition(dropped: pa.Table, partitions: int) -> pa.Table:
-    """`dedup.DROPPED_SCHEMA` with the partition of each id: `DROP_SCHEMA`."""
+    """Return rows of `dedup.DROPPED_SCHEMA` with the partition of each id: `DROP_SCHEMA`."""
     numbers = verdicts.partition_of(verdicts.hash_ids(dropped["id"]), partitions)
     return dropped.append_column("partition", pa.array(numbers))
 
 
-def publish_duplicates(task: Task, reason: str, table: pa.Table, writer: UnitWriter | None = None,
-            costs: Mapping[str, Cost] | None = None) -> Published:
-    """The unit of one partition of a deduplication, from its rows of `DROP_SCHEMA`.
+def publish_duplicates(task: Task, reason: str, table: pa.Table, writer: UnitWriter | None = None) -> Published:
+    """Publish the unit of one partition of a deduplication.
 
-    A survivor of an earlier dump is recorded by its id, and its index (of `against` in the inputs) in the detail.
+    A survivor of an earlier dump is recorded by its id; the detail names its index (one of `against` in the inputs).
+
+    Args:
+        task: the partition.
+        reason: reason of the verdicts.
+        table: dropped documents (`DROP_SCHEMA`).
+        writer: writer of the unit, if some of its files are written already.
     """
     heads = None
     survivors = table["survivor"]
@@ -87,15 +112,15 @@ def _details(survivors: pa.ChunkedArray, against: Sequence[str]) -> list[str]:
 def publish(task: Task, judged: pa.Table, heads: pa.Table | None, summary: Mapping[str, Any] | None = None,
             writer: UnitWriter | None = None,
             costs: Mapping[str, Cost] | None = None) -> Published:
-    """The unit of one partition, from its verdict rows.
+    """Publish the unit of one partition, from its verdicts.
 
     Args:
-        task: the partition, `Part.inputs` among its inputs.
-        judged: `VERDICT_SCHEMA`, any verdicts, sorted by id; at most one drop a document.
-        heads: what `verdicts.samples` needs of the judged documents; None without any.
-        summary: more counts of the stage.
-        writer: with files of the unit that are written already, such as those of a `Rewriter`.
-        costs: of the filters that judged.
+        task: the partition, with `Part.inputs` among its inputs.
+        judged: verdicts of any kind (`VERDICT_SCHEMA`), sorted by id; at most one drop for each document.
+        heads: columns of the judged documents that `verdicts.samples` needs; None without verdicts.
+        summary: additional counts of the stage.
+        writer: writer of the unit, if some of its files are written already, for example by a `Rewriter`.
+        costs: costs of the filters that judged.
     """
     writer = writer or task.writer()
     gone = verdicts.dropped_ids(judged)
@@ -113,7 +138,7 @@ def publish(task: Task, judged: pa.Table, heads: pa.Table | None, summary: Mappi
 
 
 def _by_source(task: Task, writer: UnitWriter, gone: pa.Array | pa.ChunkedArray) -> by_source.BySource:
-    """What the stage leaves of its partition."""
+    """Count the documents that the stage leaves in its partition, by source."""
     columns = ("id", "source", "length")
     if "keys" in writer.files:
         left = read_table(task.store, writer.files["keys"], columns)
@@ -123,13 +148,14 @@ def _by_source(task: Task, writer: UnitWriter, gone: pa.Array | pa.ChunkedArray)
 
 
 def after(parts: Sequence[Part], units: Sequence[Published]) -> list[Part]:
-    """The partitions without what a stage dropped, and with what it rewrote (`Rewriter`)."""
+    """Return the partitions after a stage: without the documents it dropped, with those it rewrote (`Rewriter`)."""
     return [_after(part, unit) for part, unit in zip(parts, units, strict=True)]
 
 
 def _after(part: Part, unit: Published) -> Part:
-    count, files = unit.summary["documents"], unit.files
-    if "documents" in files:  # these are the documents that are left
+    count = unit.summary["documents"]
+    files = unit.files
+    if "documents" in files:  # the stage rewrote the remaining documents
         return replace(part, documents=files["documents"], keys=files["keys"], dropped=(), count=count)
     dropped = (*part.dropped, files["verdicts"]) if "verdicts" in files else part.dropped
     return replace(part, dropped=dropped, count=count)

@@ -1,4 +1,4 @@
-"""Errors about results that are empty, which say where every record went."""
+"""Errors for empty results; each message says what happened to the records."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ def nothing_left(stages: Sequence[Mapping[str, Any]], reasons: Mapping[str, int]
     """Return the error for a recipe that leaves no document.
 
     Args:
-        stages: lines of the summary so far.
-        reasons: quarantined records by reason.
+        stages: counts of the stages so far, as in the summary.
+        reasons: number of quarantined records by reason.
+        job: what the stages work on.
     """
-    came, bad = stages[0]["documents_in"], sum(reasons.values())
-    told = [f"{came:,} record{'s' * (came != 1)} read"]
+    read = stages[0]["documents_in"]
+    bad = sum(reasons.values())
+    parts = [f"{read:,} record{'s' * (read != 1)} read"]
     if bad:
-        told.append(f"{bad:,} cannot be used ({_by_count(reasons)})")
-    told += [f"{entry['name']} dropped {sum(entry['dropped'].values()):,} ({_by_count(entry['dropped'])})"
-             for entry in stages if entry["dropped"]]
+        parts.append(f"{bad:,} cannot be used ({_by_count(reasons)})")
+    parts += [f"{entry['name']} dropped {sum(entry['dropped'].values()):,} ({_by_count(entry['dropped'])})"
+              for entry in stages if entry["dropped"]]
     most = max(stages, key=lambda entry: sum(entry["dropped"].values()))
     dropped = sum(most["dropped"].values())
-    if not came and job.config.read.sample is not None:
+    if not read and job.config.read.sample is not None:
         mend = f"raise read.sample ({job.config.read.sample:g}): no document is in it"
-    elif not came:
+    elif not read:
         mend = "correct --input or read.paths"
     elif bad >= dropped:
         first = max(reasons, key=lambda reason: reasons[reason])
@@ -52,7 +54,7 @@ def nothing_left(stages: Sequence[Mapping[str, Any]], reasons: Mapping[str, int]
     else:
         mend = (f"loosen {most['name']}, which drops most, or give other documents; "
                 f"{job.output}/verdicts/{most['name']} has each one's reason")
-    return InputError(f"no document is left: {'; '.join(told)}", where=job.input, mend=mend)
+    return InputError(f"no document is left: {'; '.join(parts)}", where=job.input, mend=mend)
 
 
 def no_training_row(packed: Sequence[Published], job: Job) -> InputError | None:
@@ -69,5 +71,5 @@ def no_training_row(packed: Sequence[Published], job: Job) -> InputError | None:
 def _by_count(reasons: Mapping[str, int]) -> str:
     """Return the most frequent reasons with their counts."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-    told = [f"{reason} {count:,}" for reason, count in ordered[:SHOWN]]
-    return ", ".join([*told, *([f"{len(ordered) - SHOWN} other reasons"] if len(ordered) > SHOWN else [])])
+    shown = [f"{reason} {count:,}" for reason, count in ordered[:SHOWN]]
+    return ", ".join([*shown, *([f"{len(ordered) - SHOWN} other reasons"] if len(ordered) > SHOWN else [])])

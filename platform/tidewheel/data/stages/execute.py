@@ -1,7 +1,7 @@
-"""Units on Ray Data: one streaming execution a stage, and shuffles as keyed repartitions.
+"""Run units on Ray Data: a streaming execution for each stage, and shuffles as keyed repartitions.
 
-The only module of the data room, with its settings in `ray_data`, that talks to Ray. A stage hands over pure functions;
-whatever Ray does with them (order, retries, which node), the same units are published.
+Only this module and `ray_data`, which has its settings, use Ray. A stage passes pure functions, so the published units
+do not depend on Ray's order, retries or placement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ _RESULT = pa.schema([pa.field("published", pa.string()), pa.field("costs", pa.st
 
 @dataclass(frozen=True)
 class Task:
-    """One unit to do: where, and what it needs, as JSON values and `Stamp`s."""
+    """One unit of work.
+
+    Args:
+        output: URI of the pipeline's output.
+        unit: the unit.
+        inputs: arguments of the work, as JSON values and `Stamp`s.
+    """
 
     output: str
     unit: Unit
@@ -40,16 +46,19 @@ class Task:
         return store(self.output)
 
     def writer(self) -> UnitWriter:
-        """Collects the unit's files."""
+        """Return a writer for the unit's files."""
         return UnitWriter(self.output, self.unit)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A shuffle and what follows it: rows with one value of the int32 column `key` come together in `reduce`.
+    """A shuffle and the reduction after it.
 
-    `reduce(number, rows)` gives rows of `schema` for the next hop; that of the last hop, without a schema, gives the
-    `Published` unit `number`, or None when that is published already. It must not care about the order of its rows.
+    Args:
+        key: int32 column; all rows with the same value go to one call of `reduce`.
+        reduce: called with (value, rows), whose order it must not depend on. It returns rows of `schema` for the next
+            hop. In the last hop it returns the `Published` unit of that number, or None if that is published already.
+        schema: schema of the returned rows; None for the last hop.
     """
 
     key: str
@@ -59,7 +68,13 @@ class Hop:
 
 @dataclass
 class Finished:
-    """The units of a stage in order, how many of them were there before, and the wall time."""
+    """Result of a stage.
+
+    Args:
+        units: the units, in order.
+        reused: number of units that had been published before.
+        seconds: wall time.
+    """
 
     units: list[Published]
     reused: int
@@ -68,74 +83,101 @@ class Finished:
 
 @dataclass
 class Runner:
-    """Completes stages: looks up what is published, executes the rest, tells of progress."""
+    """Runner of stages: it looks up published units, executes the missing ones, and reports progress.
+
+    Args:
+        output: URI of the pipeline's output.
+        on_progress: called with (stage, finished units, all units, note).
+        verify: read published units and make damaged ones again.
+        completed: keys of the manifests of all units so far.
+    """
 
     output: str
     on_progress: OnProgress | None = None
     verify: bool = False
-    """Read what is published, too, and do again what is damaged."""
     completed: list[str] = field(default_factory=list)
-    """Manifests of the units of all stages so far."""
 
     def complete(self, stage: str, tasks: Sequence[Task], execute: Callable[[list[Task]], Iterator[Published]],
                  note: str = "", follow: Callable[[Mapping[str, Published]], None] | None = None) -> Finished:
-        """Every unit of `tasks`, published. `execute` gets the missing ones, and may leave out none; `follow` gets
-        those that are published, by key, at first and again whenever one more is."""
+        """Publish every unit of a stage.
+
+        Args:
+            stage: name of the stage.
+            tasks: all tasks of the stage.
+            execute: yields the units of the tasks it gets, which are the missing ones; it must publish all of them.
+            note: text for the progress bar.
+            follow: called with the published units by key, first at the beginning and then after each new unit.
+        """
         began = time.monotonic()
-        found = lookup(store(self.output), [task.unit for task in tasks], verify=self.verify)
-        reused, total = len(found), len(tasks)
-        self.tell(stage, reused, total, f"{reused} there already" if reused else note)
+        published = lookup(store(self.output), [task.unit for task in tasks], verify=self.verify)
+        reused = len(published)
+        total = len(tasks)
+        self.report(stage, reused, total, f"{reused} there already" if reused else note)
         if follow is not None:
-            follow(found)
-        missing = [task for task in tasks if task.unit.key not in found]
+            follow(published)
+        missing = [task for task in tasks if task.unit.key not in published]
         if missing:
-            wanted = {task.unit.key for task in missing}
+            requested = {task.unit.key for task in missing}
             seen: set[str] = set()
             documents = 0
             for entry in execute(missing):
-                assert entry.unit.key in wanted, f"{stage}: a unit that was not asked for: {entry.unit}"
+                assert entry.unit.key in requested, f"{stage}: a unit that was not requested: {entry.unit}"
                 assert entry.unit.key not in seen, f"{stage}: unit {entry.unit.label} came twice; a shuffle split it"
                 seen.add(entry.unit.key)
-                found[entry.unit.key] = entry
+                published[entry.unit.key] = entry
                 documents += entry.summary.get("records", entry.summary.get("documents_in", 0))
                 if follow is not None:
-                    follow(found)
-                self.tell(stage, len(found), total, _pace(note, documents, time.monotonic() - began))
-        units = [found[task.unit.key] for task in tasks]
+                    follow(published)
+                self.report(stage, len(published), total, _pace(note, documents, time.monotonic() - began))
+        units = [published[task.unit.key] for task in tasks]
         self.completed += [unit.unit.manifest_key for unit in units]
         return Finished(units, reused, round(time.monotonic() - began, 3))
 
     def tidy(self, folder: str, units: Sequence[Published]) -> None:
-        """Remove from a shared folder what earlier inputs or recipes left there: files of no unit of `units`."""
-        place = store(self.output)
+        """Remove files from a shared folder that belong to no unit of `units`: earlier inputs or recipes left them."""
+        output = store(self.output)
         kept = {stamp.key for unit in units for stamp in unit.files.values()}
-        for found in place.list(folder):
-            if found.key not in kept:
-                place.delete(found.key)
+        for file in output.list(folder):
+            if file.key not in kept:
+                output.delete(file.key)
 
-    def tell(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """Progress of a stage, in units."""
+    def report(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Report the progress of a stage.
+
+        Args:
+            stage: name of the stage.
+            done: finished units.
+            total: all units.
+            note: text for the progress bar.
+        """
         if self.on_progress is not None:
             self.on_progress(stage, done, total, note)
 
 
 def _pace(note: str, documents: int, seconds: float) -> str:
-    """What stands behind the bar: the stage's note, documents done and documents a second."""
+    """Return the text beside the progress bar: the stage's note, finished documents, and documents per second."""
     pace = f"{documents:,} documents, {documents / max(seconds, 1e-3):,.0f}/s" if documents else ""
     return "; ".join(filter(None, (note, pace)))
 
 
 def map_units(tasks: Sequence[Task], work: Callable[[Task], Published]) -> Iterator[Published]:
-    """Do independent units, in any order."""
+    """Run independent tasks, and yield their units in any order."""
     yield from _results(tasks, lambda dataset: dataset.map_batches(
         functools.partial(_do, work), batch_format="pyarrow", batch_size=None))
 
 
 def shuffle_units(tasks: Sequence[Task], read: Callable[[Task], Iterable[pa.Table]], schema: pa.Schema,
                   hops: Sequence[Hop], partitions: int) -> Iterator[Published]:
-    """Read rows of `schema` task by task, shuffle them through `hops`; the last one publishes units.
+    """Read rows and shuffle them through hops; yield the units that the last hop publishes.
 
-    Partition numbers without any row publish nothing: the caller sees to them.
+    A partition without rows publishes nothing; the caller handles it.
+
+    Args:
+        tasks: tasks to read.
+        read: yields the rows of a task.
+        schema: schema of these rows.
+        hops: the shuffles, in order.
+        partitions: number of partitions of each shuffle.
     """
     def chain(dataset: Any) -> Any:
         dataset = dataset.map_batches(functools.partial(_read, read, schema), batch_format="pyarrow", batch_size=None)
@@ -160,18 +202,18 @@ def _read(read: Callable[[Task], Iterable[pa.Table]], schema: pa.Schema, table: 
 
 
 def _reduce(hop: Hop, table: pa.Table) -> pa.Table:
-    """Ray may put several of our partitions into one block, by its own hash: take them one at a time."""
-    found: list[Any] = []
+    """Reduce each partition by itself: Ray's own hash may put several of our partitions into one block."""
+    results: list[Any] = []
     if table.num_rows:
         if len(table[hop.key].unique()) > 1:
             table = table.sort_by(hop.key)
         numbers = table[hop.key].to_numpy()
         bounds = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
         for first, last in itertools.pairwise(bounds):
-            found.append(hop.reduce(int(numbers[first]), table.slice(first, last - first)))
+            results.append(hop.reduce(int(numbers[first]), table.slice(first, last - first)))
     if hop.schema is None:
-        return _table([unit for unit in found if unit is not None])
-    return pa.concat_tables([hop.schema.empty_table(), *(rows.cast(hop.schema) for rows in found)])
+        return _table([unit for unit in results if unit is not None])
+    return pa.concat_tables([hop.schema.empty_table(), *(rows.cast(hop.schema) for rows in results)])
 
 
 def _table(units: Sequence[Published]) -> pa.Table:
@@ -180,7 +222,7 @@ def _table(units: Sequence[Published]) -> pa.Table:
 
 
 def units_of(table: pa.Table) -> Iterator[Published]:
-    """Yield the units in what `_do` or `_reduce` gave."""
+    """Yield the units in a table that `_do` or `_reduce` returned."""
     rows = zip(table["published"].to_pylist(), table["costs"].to_pylist(), strict=True) if table.num_rows else ()
     for published, costs in rows:
         yield replace(Published.from_json(published), costs={name: Cost(*cost) for name, cost in
@@ -190,7 +232,7 @@ def units_of(table: pa.Table) -> Iterator[Published]:
 def _results(tasks: Sequence[Task], chain: Callable[[Any], Any], partitions: int = 1) -> Iterator[Published]:
     import ray.data
 
-    with settings(partitions):  # from the start: a dataset keeps the settings it was made under
+    with settings(partitions):  # a dataset keeps the settings under which it was created
         dataset = chain(ray.data.from_arrow([pa.table({"task": [_encode(task)]}) for task in tasks]))
         try:
             for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
@@ -199,7 +241,7 @@ def _results(tasks: Sequence[Task], chain: Callable[[Any], Any], partitions: int
             cause = root_cause(error)
             if cause is error:
                 raise
-            raise cause from None  # what a person can mend is told without Ray's traces
+            raise cause from None  # a user's error is shown without Ray's traces
 
 
 def _encode(task: Task) -> str:
@@ -215,5 +257,5 @@ def _stamp(value: Any) -> Any:
 
 
 def _decode(text: str) -> Task:
-    values = json.loads(text, object_hook=lambda found: Stamp(*found["_stamp"]) if "_stamp" in found else found)
+    values = json.loads(text, object_hook=lambda value: Stamp(*value["_stamp"]) if "_stamp" in value else value)
     return Task(values["output"], Unit(*values["unit"]), values["inputs"])

@@ -1,6 +1,6 @@
-"""Filters applied to documents: each sees what those before it left, and what they measure is measured once.
+"""Apply filters to documents. Each filter sees the results of those before it, and shared measures are made once.
 
-A filter travels to workers as JSON values, `bound`; for keys it is another form, `identity`.
+`bound` returns a filter as JSON values for workers; `identity` returns the form that unit keys use.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from tidewheel.versions import Version
 
 MEASURING = "one pass over the text, for the filters that share it"
 
+
 @dataclass(frozen=True)
 class Edited:
-    """What one filter changed.
+    """Changes made by one filter.
 
     Args:
         reason: `Filter.EDITS`.
-        rows: documents, int64 [m].
-        details: m JSON objects: bytes_before, bytes_after and `Filter.DETAILS`.
-        before, after: the texts of all n documents before and after this filter.
+        rows: indices of the changed documents, int64 [m].
+        details: m JSON objects with bytes_before, bytes_after and `Filter.DETAILS`.
+        before: texts of all n documents before this filter.
+        after: texts of all n documents after this filter.
     """
 
     reason: str
@@ -46,17 +48,17 @@ class Edited:
 
 @dataclass
 class Judged:
-    """What filters made of n documents.
+    """Results of filters on n documents.
 
     Args:
-        reasons: object [n], "" = keep, else that of the first filter that drops the document.
-        texts: the texts after all edits; those of dropped documents as they were when they were dropped.
-        edits: what was changed, filter by filter; only of documents that the filter and those before it keep.
+        reasons: object [n]; "" to keep, else the reason of the first filter that drops the document.
+        texts: texts after all edits; of a dropped document, its text when it was dropped.
+        edits: changes by each filter, of documents that the filter and those before it keep.
         statistics: float64 [n] by name.
-        histograms: of the statistics, over all n documents.
-        metas: JSON objects in place of meta; None when no filter gives them.
-        quality: float32 [n]; None when no filter gives it.
-        seconds: taken by each filter, and by the pass that measures for several (`MEASURING`).
+        histograms: histograms of the statistics over all n documents.
+        metas: JSON objects that replace meta; None if no filter returns them.
+        quality: float32 [n]; None if no filter returns it.
+        seconds: seconds taken by each filter, and by the pass that measures for several (`MEASURING`).
     """
 
     reasons: np.ndarray
@@ -70,17 +72,18 @@ class Judged:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Count the time of the block for a filter."""
+        """Add the duration of the block to a filter's seconds."""
         began = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def bound(filter: Filter, references: Mapping[str, str] | None = None) -> list[Any]:
-    """Return the JSON form of a filter for workers: name, settings, and where code from outside the package is.
+    """Return a filter as JSON values for workers: name, settings, and the location of code from outside the package.
 
     Args:
-        references: of the files in its settings, by path (`resources`).
+        filter: the filter.
+        references: references of the files in its settings, by path (see `resources`).
     """
     code = Code.of(type(filter))
     if references is not None:
@@ -89,10 +92,15 @@ def bound(filter: Filter, references: Mapping[str, str] | None = None) -> list[A
 
 
 def received(name: str, settings: Mapping[str, Any], code: Mapping[str, str] | None) -> Filter:
-    """Return a filter from what `bound` gave.
+    """Return the filter from the values that `bound` returned.
+
+    Args:
+        name: name of the filter.
+        settings: its settings.
+        code: location of its code; None for a built-in filter.
 
     Raises:
-        ConfigError: its module is not on this node, or has another source here.
+        ConfigError: the filter's module is missing on this node, or has a different source here.
     """
     if code is not None:
         Code(**code).arrive()
@@ -100,8 +108,11 @@ def received(name: str, settings: Mapping[str, Any], code: Mapping[str, str] | N
 
 
 def identity(filter: Filter, references: Mapping[str, str] | None = None) -> list[Any]:
-    """Return the JSON form of a filter for unit keys: its name, the settings that differ from their defaults with the
-    content of files in place of their paths, and the source of code from outside the package."""
+    """Return a filter as JSON values for unit keys.
+
+    They hold its name, the settings that differ from their defaults (with the content of files instead of their
+    paths), and the source of code from outside the package.
+    """
     name = name_of(type(filter))
     if references is not None:
         known = references
@@ -111,7 +122,7 @@ def identity(filter: Filter, references: Mapping[str, str] | None = None) -> lis
 
 
 def versions(filters: Iterable[Filter]) -> tuple[Version, ...]:
-    """Return the versions of these filters, for the keys of units that apply them."""
+    """Return the versions of filters, for the keys of units that apply them."""
     return tuple(OWN if is_own(name_of(type(filter))) else _version(filter) for filter in filters)
 
 
@@ -122,18 +133,19 @@ def _version(filter: Filter) -> Version:
 
 
 def judge(filters: Sequence[Filter], table: pa.Table) -> Judged:
-    """Apply filters, one after the other; each sees the texts and metas that those before it leave.
+    """Apply filters one after another; each sees the texts and metas that those before it return.
 
     Args:
-        table: documents, columns id, text, source and meta (`DOCUMENT_SCHEMA`).
+        filters: the filters.
+        table: documents with the columns id, text, source and meta (`DOCUMENT_SCHEMA`).
     """
     judged = Judged(np.full(len(table), "", dtype=object), _texts(table["text"]))
-    measured: textpass.Measured | None = None  # of the texts as they are now
+    measured: textpass.Measured | None = None  # measures of the current texts
     asked = Measures()
-    for place, filter in enumerate(filters):
+    for index, filter in enumerate(filters):
         needs = filter.measures()
         if needs is not None and (measured is None or not asked.covers(needs)):
-            asked = Measures.of_all(rule.measures() for rule in filters[place:])
+            asked = Measures.of_all(other.measures() for other in filters[index:])
             with judged.timed(MEASURING):
                 measured = textpass.measure(judged.texts, asked)
         name = name_of(type(filter))
@@ -144,7 +156,7 @@ def judge(filters: Sequence[Filter], table: pa.Table) -> Judged:
         if verdicts.texts is not None:
             rows = _edit(judged, name, filter, verdicts.texts, verdicts.statistics)
             if measured is not None and len(rows):
-                rest = Measures.of_all(rule.measures() for rule in filters[place + 1 :])
+                rest = Measures.of_all(other.measures() for other in filters[index + 1 :])
                 with judged.timed(MEASURING):
                     measured = textpass.again(measured, judged.texts, rows, rest) if _known(asked, rest) else None
                 asked = rest
@@ -159,12 +171,12 @@ def judge(filters: Sequence[Filter], table: pa.Table) -> Judged:
 
 
 def _known(asked: Measures, rest: Measures) -> bool:
-    """Whether filters that follow want measures, and none that were not made."""
+    """Return whether the remaining filters need measures, all of which have been made."""
     return bool(rest.asked()) and asked.covers(rest)
 
 
 def _view(table: pa.Table, judged: Judged) -> pa.Table:
-    """The documents as a filter that looks at more than the text finds them."""
+    """Return the documents with their current texts and metas."""
     columns = {"id": table["id"], "text": judged.texts, "source": table["source"],
                "meta": table["meta"] if judged.metas is None else judged.metas}
     return pa.table(columns)
@@ -172,16 +184,20 @@ def _view(table: pa.Table, judged: Judged) -> pa.Table:
 
 def _edit(judged: Judged, name: str, filter: Filter, edited: pa.Array, statistics: Mapping[str, np.ndarray]
           ) -> np.ndarray:
-    """Take over the texts of documents that are still there: which ones, int64 [m]. One without any text left is
-    dropped."""
-    before, edited = judged.texts, _texts(edited)
+    """Take over the edited texts of documents that are not dropped yet; drop a document that has no text left.
+
+    Returns:
+        Indices of the edited documents, int64 [m].
+    """
+    before = judged.texts
+    edited = _texts(edited)
     keeps = pa.array(judged.reasons == "")
     changed = pc.and_(keeps, pc.not_equal(before, edited))
     rows = np.flatnonzero(changed.to_numpy(zero_copy_only=False))
     if not len(rows):
         return rows
-    places = pa.array(rows)
-    empty = pc.equal(pc.binary_length(pc.utf8_trim_whitespace(edited.take(places))), 0).to_numpy(zero_copy_only=False)
+    indices = pa.array(rows)
+    empty = pc.equal(pc.binary_length(pc.utf8_trim_whitespace(edited.take(indices))), 0).to_numpy(zero_copy_only=False)
     judged.reasons[rows[empty]] = f"{name}_nothing_left"
     changed = changed.to_numpy(zero_copy_only=False).copy()
     changed[rows[empty]] = False

@@ -1,4 +1,4 @@
-"""What the input is made of: files by format, and the first record of each, for a look before anything is run."""
+"""Group the input files by format and read the first record of each format, for `--dry-run`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class FormatLine:
-    """The files of one format.
+    """Input files of one format.
 
     Args:
-        format: the format with its compression, or why they cannot be read.
-        files, bytes: how many there are, as stored.
-        example: name of the first.
-        record: the first record of the first: how its text begins, or what is wrong with it.
-        is_usable: False when that record, or the format, cannot be used.
+        format: the format with its compression, or why the files cannot be read.
+        files: number of files.
+        bytes: size of the files as stored.
+        example: name of the first file.
+        record: first record of the first file: the beginning of its text, or what is wrong with it.
+        is_usable: False if that record, or the format, cannot be used.
     """
 
     format: str
@@ -35,13 +36,13 @@ class FormatLine:
     is_usable: bool
 
     def row(self) -> dict[str, str]:
-        """For a table."""
+        """Return a table row."""
         return {"format": self.format, "files": f"{self.files:,}", "MB": f"{self.bytes / 1e6:,.1f}",
                 "such as": self.example, "first record": self.record}
 
 
 def by_format(files: Sequence[SourceFile], config: ReadConfig) -> tuple[FormatLine, ...]:
-    """A line for each format, the one with most bytes first; reads one record of each."""
+    """Return a line for each format, the one with most bytes first; read one record of each."""
     groups: dict[str, list[SourceFile]] = {}
     for file in files:
         groups.setdefault(str(file.shape), []).append(file)

@@ -1,4 +1,4 @@
-"""Histograms with fixed edges, so that those of units add up and do not depend on what is in them."""
+"""Histograms with fixed edges, so that the histograms of units add up and do not depend on their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.versions import Version
 
 VERSION = Version("histograms")
 _WORDS = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000]
-_NGRAMS = [*(edge / 100 for edge in range(31)), 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]  # the thresholds are edges
+_NGRAMS = [*(edge / 100 for edge in range(31)), 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]  # every default threshold is an edge
 _COUNTS = [0, 1, 2, 3, 5, 10, 20, 50, 100, 1_000]
 _EDGES: dict[str, list[float]] = {
     "words": [float(edge) for edge in _WORDS],
@@ -34,10 +34,12 @@ Histogram = dict[str, Any]
 
 
 def histogram(name: str, values: np.ndarray, limits: tuple[float | None, float | None] = (None, None)) -> Histogram:
-    """{"edges", "counts", "threshold", "limits"} of a statistic; values beyond the last edge count in the last bin.
+    """Return {"edges", "counts", "threshold", "limits"} of a statistic; values beyond the edges go to the outer bins.
 
-    Statistics without edges of their own are taken for shares from 0 to 1. `limits` are the smallest and largest
-    value that is kept; the threshold is the first of them that there is.
+    Args:
+        name: name of the statistic. One without its own edges is taken to be a share from 0 to 1.
+        values: float [n].
+        limits: smallest and largest value that is kept; the threshold is the first one that is not None.
     """
     edges = _EDGES.get(name, _SHARES)
     clipped = np.clip(np.asarray(values, np.float64), edges[0], edges[-1])
@@ -47,13 +49,13 @@ def histogram(name: str, values: np.ndarray, limits: tuple[float | None, float |
 
 
 def merge(parts: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
-    """The sum of histograms, by name."""
+    """Return the sum of histograms, by name."""
     total: dict[str, Histogram] = {}
     for part in parts:
-        for name, found in part.items():
+        for name, added in part.items():
             if name not in total:
-                total[name] = {**found, "counts": list(found["counts"])}
+                total[name] = {**added, "counts": list(added["counts"])}
             else:
                 counts = total[name]["counts"]
-                total[name]["counts"] = [a + b for a, b in zip(counts, found["counts"], strict=True)]
+                total[name]["counts"] = [a + b for a, b in zip(counts, added["counts"], strict=True)]
     return dict(sorted(total.items()))

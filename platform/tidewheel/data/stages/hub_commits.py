@@ -1,7 +1,7 @@
-"""Which commit of a data set on the Hugging Face hub a recipe reads: found once, noted in the output, kept for reruns.
+"""Pin data sets of the Hugging Face hub to the commits that the first run into an output reads.
 
-A branch moves; the bytes of an output must not. So the first run notes in `hub_commits.json` what each URI of the hub
-stood for, and later runs into the same output read the same commits.
+A branch moves, but the bytes of an output must not change. So the first run records in `hub_commits.json` the commit
+of each hub URI, and later runs into the same output read the same commits.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ FILE = "hub_commits.json"
 
 
 def resolved(uris: Iterable[str], output: str) -> dict[str, str]:
-    """Return the commit of each data set that the URIs name, by its URI with the revision as it is given.
+    """Return the commit of each data set that the URIs name, by its URI with the revision as given.
 
     Raises:
-        StorageError: a data set or revision is not there, or the hub does not answer.
+        StorageError: a data set or revision does not exist, or the hub does not answer.
     """
     places = {place.repository: place for place in (hub.place_of(uri) for uri in uris if hub.is_hub(uri))}
     if not places:
         return {}
-    noted = _noted(store(output))
-    return {name: noted.get(name) or (place.revision if hub.is_commit(place.revision) else hub.commit_of(place))
+    recorded = _recorded(store(output))
+    return {name: recorded.get(name) or (place.revision if hub.is_commit(place.revision) else hub.commit_of(place))
             for name, place in sorted(places.items())}
 
 
-def note(place: Store, commits: Mapping[str, str]) -> None:
-    """Write to an output which commits it is made of, beside those of earlier runs."""
-    noted = _noted(place)
-    if commits and {**noted, **commits} != noted:
-        place.write_json(FILE, {**noted, **commits})
+def record(output: Store, commits: Mapping[str, str]) -> None:
+    """Record in an output the commits that it is made from, beside those of earlier runs."""
+    recorded = _recorded(output)
+    if commits and {**recorded, **commits} != recorded:
+        output.write_json(FILE, {**recorded, **commits})
 
 
 def at_commit(uri: str, commits: Mapping[str, str]) -> str:
-    """Return a URI of the hub with its commit as revision; others as they are."""
+    """Return a hub URI with its commit as revision; return other URIs unchanged."""
     if not hub.is_hub(uri):
         return uri
     place = hub.place_of(uri)
@@ -44,7 +44,7 @@ def at_commit(uri: str, commits: Mapping[str, str]) -> str:
 
 
 def as_given(uri: str, commits: Mapping[str, str]) -> str:
-    """Return the URI that `at_commit` was given: what a file is called does not depend on the commit."""
+    """Return the URI that `at_commit` got, so that names of files do not depend on the commit."""
     if not hub.is_hub(uri):
         return uri
     place = hub.place_of(uri)
@@ -53,9 +53,9 @@ def as_given(uri: str, commits: Mapping[str, str]) -> str:
     return place.at(hub.place_of(names[0]).revision) if names else uri
 
 
-def _noted(place: Store) -> dict[str, str]:
+def _recorded(output: Store) -> dict[str, str]:
     try:
-        value = place.read_json(FILE)
+        value = output.read_json(FILE)
     except FileNotFoundError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,6 @@
-"""Stage 1: source files, and ranges of large ones -> valid documents with their hashes; bad records to quarantine.
+"""Stage 1: read source files, or ranges of large ones, into valid documents with their hashes.
 
-One pass does everything that looks at one document alone, leading filters too. Memory is bounded by a batch.
+Bad records go to quarantine. The same pass applies the leading filters. Memory is bounded by the size of a batch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,21 @@ from tidewheel.errors import InputError
 from tidewheel.storage import store
 from tidewheel.versions import Version
 
-STAGE, FILTER = "ingest", "filter"  # what leading filters decide is told as a stage of its own
+STAGE = "ingest"
+FILTER = "filter"
+"""Stage under which the leading filters are reported."""
 BATCH_DOCUMENTS = 2048
-_SAMPLE_SALT = 0x5A3B1E  # keeps the sample independent of partitions and of the validation split
 BATCH_CHARACTERS = 8 << 20
+_SAMPLE_SALT = 0x5A3B1E
+"""Makes the sample independent of partitions and of the validation split."""
 VERSION = Version("ingest", uses=(document.VERSION, quarantine.VERSION, keys.VERSION, by_source.VERSION))
 
 
 def schema(num_permutations: int) -> pa.Schema:
-    """Rows of a unit: the document, where it was, what orders and compares it. No signature columns for 0."""
+    """Return the schema of a unit's documents: the document, its position in the file, and its key columns.
+
+    With `num_permutations` 0 there are no columns for signatures.
+    """
     fields = [*DOCUMENT_SCHEMA, pa.field("line", pa.int64()), pa.field("offset", pa.int64()),
               pa.field("priority", pa.int32()), pa.field("quality", pa.float32()), pa.field("length", pa.int64()),
               pa.field("hash_hi", pa.uint64()), pa.field("hash_lo", pa.uint64())]
@@ -51,13 +57,13 @@ def schema(num_permutations: int) -> pa.Schema:
 
 
 def leading_filters(config: PipelineConfig) -> list[FilterStep]:
-    """The filter steps before the first step that looks at more than one document."""
+    """Return the filter steps before the first step that compares documents."""
     leading = itertools.takewhile(lambda step: step.filter is not None, config.steps)
     return [step.filter for step in leading if step.filter is not None]
 
 
 def tasks(job: Job) -> list[Task]:
-    """One for each source file or range of one. Neither the patterns are part of the key nor what other files hold."""
+    """Return a task for each source file or range. Its key covers neither the patterns nor the other files."""
     read = job.config.read.decisive()
     for name in ("paths", "split", "subset", "unit_bytes", "limit"):
         read.pop(name, None)
@@ -68,9 +74,9 @@ def tasks(job: Job) -> list[Task]:
     }
     leading = [filter for step in leading_filters(job.config) for filter in step.filters]
     filtering = (FILTERING, *filters.versions(leading)) if leading else ()
-    rules = grouped(leading_filters(job.config), job.bound)
+    bound_filters = grouped(leading_filters(job.config), job.bound)
     reading = bound(job.config.read, read)
-    found: list[Task] = []
+    todo: list[Task] = []
     for file in job.files:
         reader = reader_of(file.shape.format, job.config.read)
         version = VERSION.using(version_of(reader), *filtering)
@@ -79,13 +85,13 @@ def tasks(job: Job) -> list[Task]:
             inputs = [file.name, file.fingerprint, *packages, *(map(str, span or ()))]
             inputs += [] if file.limit is None else [f"limit {file.limit}"]
             unit = Unit(STAGE, _label(file, span, reader),
-                        unit_key(STAGE, settings=settings, version=version, inputs=inputs), len(found))
-            found.append(Task(job.output, unit, {**settings, "read": reading, "filters": rules, "root": file.root,
-                                                 "key": file.key, "name": file.name, "fingerprint": file.fingerprint,
-                                                 "span": span,
-                                                 "shape": sniff.values_of(file.shape), "limit": file.limit,
-                                                 "members": [(one.key, one.name) for one in file.members]}))
-    return found
+                        unit_key(STAGE, settings=settings, version=version, inputs=inputs), len(todo))
+            todo.append(Task(job.output, unit, {
+                **settings, "read": reading, "filters": bound_filters, "root": file.root, "key": file.key,
+                "name": file.name, "fingerprint": file.fingerprint, "span": span,
+                "shape": sniff.values_of(file.shape), "limit": file.limit,
+                "members": [(member.key, member.name) for member in file.members]}))
+    return todo
 
 
 def _label(file: SourceFile, span: tuple[int, int] | None, reader: Reader) -> str:
@@ -95,14 +101,14 @@ def _label(file: SourceFile, span: tuple[int, int] | None, reader: Reader) -> st
 
 
 def run(job: Job, runner: Runner) -> Finished:
-    """Every file, read.
+    """Read every file.
 
     Raises:
         InputError: too large a share of the records is bad.
     """
     def execute(missing: list[Task]) -> Iterator[Published]:
-        if not warm_up.is_warm():  # none came with the package for this processor, and workers would each compile them
-            runner.tell(STAGE, 0, len(missing), "compiling text kernels for this processor, a minute or two, once")
+        if not warm_up.is_warm():  # the package has no machine code for this processor; workers would each compile it
+            runner.report(STAGE, 0, len(missing), "compiling text kernels for this processor, a minute or two, once")
             warm_up.warm_up()
         return map_units(missing, ingest_file)
 
@@ -112,30 +118,34 @@ def run(job: Job, runner: Runner) -> Finished:
 
 
 def check_share(units: Sequence[Published], job: Job) -> None:
-    """InputError, naming the worst file, when more than the configured share of all records is bad."""
+    """Check the share of bad records.
+
+    Raises:
+        InputError: more than the configured share of all records is bad; the error names the worst file.
+    """
     total = sum(unit.summary["records"] for unit in units)
     bad = sum(unit.summary["bad"] for unit in units)
     if bad <= job.config.max_bad_fraction * total:
         return
     if (error := empty.only_empty_files(units, job)) is not None:
         raise error
-    counted = {unit.summary["name"]: Counter[str]() for unit in units}  # of a file, its ranges together
+    counted = {unit.summary["name"]: Counter[str]() for unit in units}  # the ranges of a file together
     for unit in units:
         counted[unit.summary["name"]].update(records=unit.summary["records"], bad=unit.summary["bad"])
     worst = max(counted, key=lambda name: (counted[name]["bad"], name))
-    found = counts((unit for unit in units if unit.summary["name"] == worst), "quarantined")
-    reasons = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-    told = ", ".join(f"{reason} {count} ({quarantine.REASONS[reason]})" for reason, count in reasons[:3])
+    by_reason = counts((unit for unit in units if unit.summary["name"] == worst), "quarantined")
+    reasons = sorted(by_reason.items(), key=lambda item: (-item[1], item[0]))
+    frequent = ", ".join(f"{reason} {count} ({quarantine.REASONS[reason]})" for reason, count in reasons[:3])
     raise InputError(
         f"{bad} of {total} records cannot be used, more than the allowed share of {job.config.max_bad_fraction:g}; "
-        f"most of them, {counted[worst]['bad']} of {counted[worst]['records']}, in this file: {told}", where=worst,
+        f"most of them, {counted[worst]['bad']} of {counted[worst]['records']}, in this file: {frequent}", where=worst,
         mend=f"see {job.output}/quarantine for each one with its line; correct the file or read.text and read.id, "
              "or raise max_bad_fraction")
 
 
 @dataclass
 class Tally:
-    """What has been counted of a file so far."""
+    """Counts of a file so far."""
 
     records: int = 0
     bad: list[Bad] = field(default_factory=list)
@@ -148,16 +158,19 @@ class Tally:
 
 
 def ingest_file(task: Task) -> Published:
-    """The unit of one source file or range. Files: documents (`schema`), and verdicts, annotations and quarantine where
-    there are any."""
-    writer, tally = task.writer(), Tally()
+    """Publish the unit of one source file or range.
+
+    Its files are the documents (`schema`), and verdicts, annotations and quarantine if there are any.
+    """
+    writer = task.writer()
+    tally = Tally()
     try:
-        _documents(task, writer, tally)
+        _write_documents(task, writer, tally)
     except UnreadableFile as error:
-        tally = _aside(task, "unreadable_file", max(tally.records, 1), str(error))
-        _no_documents(task, writer)
+        tally = _quarantined_file(task, "unreadable_file", max(tally.records, 1), str(error))
+        _write_no_documents(task, writer)
     if not tally.records and _is_empty(task):
-        tally = _aside(task, "empty_file", 1, "")
+        tally = _quarantined_file(task, "empty_file", 1, "")
     judged = tally.outcomes.verdicts()
     if len(judged):
         writer.shared("verdicts", f"verdicts/{FILTER}", ".parquet", verdicts.encode(judged))
@@ -178,9 +191,9 @@ def ingest_file(task: Task) -> Published:
 
 
 def _is_empty(task: Task) -> bool:
-    """Whether the file holds no record at all, so that the unit that begins it says so."""
+    """Return whether the file has no record at all; only the unit with the beginning of the file returns True."""
     span = task.inputs["span"]
-    if task.inputs["read"].get("sample") is not None or task.inputs["members"]:  # none is in the sample, or all skipped
+    if task.inputs["read"].get("sample") is not None or task.inputs["members"]:  # all records may have been skipped
         return False
     if span is None:
         return True
@@ -189,28 +202,29 @@ def _is_empty(task: Task) -> bool:
                                               sniff.shape_from(task.inputs["shape"]))
 
 
-def _aside(task: Task, reason: str, records: int, detail: str) -> Tally:
+def _quarantined_file(task: Task, reason: str, records: int, detail: str) -> Tally:
+    """Return the counts of a file that goes to quarantine as a whole."""
     row = bad_record(task.inputs["name"], 0, 0, reason, b"", detail)
     row = Bad(**{**row.__dict__, "hash": task.inputs["fingerprint"], "records": records})
     return Tally(records=records, bad=[row])
 
 
-def _documents(task: Task, writer: UnitWriter, tally: Tally) -> None:
+def _write_documents(task: Task, writer: UnitWriter, tally: Tally) -> None:
     inputs = task.inputs
     minhash = inputs["minhash"]
     target = schema(minhash["num_permutations"] if minhash else 0)
-    rules = groups(inputs["filters"])
+    filter_groups = groups(inputs["filters"])
     config = received(inputs["read"])
     with writer.store.writer(task.unit.file_key("documents")) as sink:
         with ipc_stream(sink, target) as stream:
             for records in batches(task, config, tally):
-                table = _keep(records, config, rules, tally)
+                table = _keep(records, config, filter_groups, tally)
                 if len(table):
                     stream.write_table(_hashed(table, minhash, target), max_chunksize=BATCH_DOCUMENTS)
     writer.add("documents", sink.stamp)
 
 
-def _no_documents(task: Task, writer: UnitWriter) -> None:
+def _write_no_documents(task: Task, writer: UnitWriter) -> None:
     minhash = task.inputs["minhash"]
     target = schema(minhash["num_permutations"] if minhash else 0)
     with writer.store.writer(task.unit.file_key("documents")) as sink, ipc_stream(sink, target):
@@ -219,18 +233,26 @@ def _no_documents(task: Task, writer: UnitWriter) -> None:
 
 
 def batches(task: Task, config: ReadConfig, tally: Tally) -> Iterator[list[Record]]:
-    """The documents of one file or range, a few at a time; others are counted in `tally`."""
-    place, name = store(task.inputs["root"]), task.inputs["name"]
+    """Yield the documents of one file or range in batches, and count other records in `tally`.
+
+    Args:
+        task: the file or range.
+        config: settings of `read`.
+        tally: counts of the file.
+    """
+    root = store(task.inputs["root"])
+    name = task.inputs["name"]
     batch: list[Record] = []
     characters = 0
     span = task.inputs["span"]
-    shape, sampled = sniff.shape_from(task.inputs["shape"]), _sampler(config)
+    shape = sniff.shape_from(task.inputs["shape"])
+    sampled = _sampler(config)
     limit = task.inputs["limit"]
     taken = 0
-    found: Iterator[Record | Bad | code.Skipped] = (
-        readers.read_bundle(place, task.inputs["members"], config, shape) if task.inputs["members"] else
-        readers.read_records(place, task.inputs["key"], config, name=name, span=span and tuple(span), shape=shape))
-    for record in found:
+    records: Iterator[Record | Bad | code.Skipped] = (
+        readers.read_bundle(root, task.inputs["members"], config, shape) if task.inputs["members"] else
+        readers.read_records(root, task.inputs["key"], config, name=name, span=span and tuple(span), shape=shape))
+    for record in records:
         if isinstance(record, code.Skipped):
             tally.skipped[record.reason] += 1
             continue
@@ -245,7 +267,8 @@ def batches(task: Task, config: ReadConfig, tally: Tally) -> Iterator[list[Recor
         characters += len(record.text)
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
         if taken == limit:
             break
     if batch:
@@ -253,7 +276,10 @@ def batches(task: Task, config: ReadConfig, tally: Tally) -> Iterator[list[Recor
 
 
 def _sampler(config: ReadConfig) -> Callable[[Record | Bad], bool]:
-    """Which records are in the sample: documents by their id, bad records, so that their share stays, by place."""
+    """Return a function that tells whether a record is in the sample.
+
+    Documents are sampled by their id, bad records by their position, so that their share stays the same.
+    """
     if config.sample is None:
         return lambda record: True
     below = int(config.sample * (1 << 64))
@@ -265,8 +291,8 @@ def _sampler(config: ReadConfig) -> Callable[[Record | Bad], bool]:
     return sampled
 
 
-def _keep(records: list[Record], config: ReadConfig, rules: list[Group], tally: Tally) -> pa.Table:
-    """Columns of the documents that pass the filters; the others go to the tally."""
+def _keep(records: list[Record], config: ReadConfig, filter_groups: list[Group], tally: Tally) -> pa.Table:
+    """Return the documents that pass the filters; record the verdicts on the others in `tally`."""
     texts = pa.array([record.text for record in records], pa.large_string())
     sources = [record.source for record in records]
     table = pa.table({
@@ -278,8 +304,8 @@ def _keep(records: list[Record], config: ReadConfig, rules: list[Group], tally: 
         "quality": pa.array(np.zeros(len(records), np.float32)),
     })
     tally.read.append(by_source.tally(table["source"], keys.lengths(texts)))
-    if rules:
-        passed = tally.outcomes.apply(rules, table)
+    if filter_groups:
+        passed = tally.outcomes.apply(filter_groups, table)
         table = passed.table
         if passed.quality is not None:
             table = table.set_column(table.schema.get_field_index("quality"), "quality",

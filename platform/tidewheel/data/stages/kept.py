@@ -1,4 +1,4 @@
-"""Documents that a pipeline keeps: a few of them for the report, and tokens by source."""
+"""Observe the documents that a pipeline keeps: sample a few for the report, and count tokens by source."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tidewheel.versions import Version
 
 VERSION = Version("kept", uses=(verdicts.VERSION, by_source.VERSION))
 SAMPLES = 6
-_SPARE = 32  # candidates of a unit, of which the last stage may still drop some
+_SPARE = 32
+"""Candidates of a unit: more than `SAMPLES`, because the last stage may still drop some."""
 
 
 class Kept:
-    """What goes through the last stage of a unit: its sources, and the documents whose ids hash lowest."""
+    """Observer of the documents of one unit of the last stage: their sources, and those with the lowest id hashes."""
 
     def __init__(self) -> None:
         self._ids: list[pa.Array] = []
@@ -27,14 +28,14 @@ class Kept:
         self._candidates: list[dict[str, Any]] = []
 
     def watch(self, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-        """Yield the tables, and note what is in them."""
+        """Yield the tables unchanged, and observe their documents."""
         for table in tables:
             self._ids += table["id"].cast(pa.string()).chunks
             self._sources += table["source"].cast(pa.string()).chunks
-            self._note(table)
+            self._add_candidates(table)
             yield table
 
-    def _note(self, table: pa.Table) -> None:
+    def _add_candidates(self, table: pa.Table) -> None:
         hashes = verdicts.hash_ids(table["id"])
         for row in np.argsort(hashes, kind="stable")[:_SPARE].tolist():
             self._candidates.append({
@@ -43,24 +44,29 @@ class Kept:
         self._candidates = sorted(self._candidates, key=_order)[:_SPARE]
 
     def samples(self, dropped: pa.Table | None = None) -> list[dict[str, Any]]:
-        """Return a few documents, without those of the verdicts `dropped`."""
+        """Return a few documents, without those that the verdicts `dropped` name."""
         gone = set(dropped["id"].to_pylist()) if dropped is not None else set[str]()
-        return [each for each in self._candidates if each["id"] not in gone][:SAMPLES]
+        return [candidate for candidate in self._candidates if candidate["id"] not in gone][:SAMPLES]
 
     def tokens(self, ids: pa.Array, sizes: np.ndarray) -> by_source.BySource:
-        """Return {source: [documents, tokens]} of documents with these numbers of tokens."""
+        """Return {source: [documents, tokens]}.
+
+        Args:
+            ids: ids of n documents.
+            sizes: tokens of each document, int64 [n].
+        """
         if not len(ids):
             return {}
-        places = pc.index_in(ids, value_set=pa.chunked_array(self._ids, pa.string()).combine_chunks())
-        sources = pa.chunked_array(self._sources, pa.string()).combine_chunks().take(places)
+        rows = pc.index_in(ids, value_set=pa.chunked_array(self._ids, pa.string()).combine_chunks())
+        sources = pa.chunked_array(self._sources, pa.string()).combine_chunks().take(rows)
         return by_source.tally(sources, pa.array(sizes, pa.int64()))
 
 
 def merge(parts: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return the samples of a stage from those of its units, without the sort key."""
-    pooled = [dict(each) for part in parts for each in part]
-    return [{name: value for name, value in each.items() if name != "order"}
-            for each in sorted(pooled, key=_order)[:SAMPLES]]
+    pooled = [dict(sample) for part in parts for sample in part]
+    return [{name: value for name, value in sample.items() if name != "order"}
+            for sample in sorted(pooled, key=_order)[:SAMPLES]]
 
 
 def _order(sample: Mapping[str, Any]) -> tuple[int, str]:

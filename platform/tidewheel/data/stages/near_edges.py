@@ -1,12 +1,13 @@
-"""Near-deduplication, first half: bands meet, pairs visit the signatures of both sides, likeness is estimated.
+"""Near-deduplication, first half: find candidate pairs by their bands, and estimate the similarity of each pair.
 
-Band rows are shuffled by bucket, then pairs to the partition of their better document, where its signature joins
-them, then to the partition of the other, where the similarity is estimated from both. Documents of earlier dumps
-(`near_index`) take part as better documents only. Documents without shingles meet in a bucket of their text hash.
+Three shuffles: band rows by bucket, which gives pairs; pairs to the partition of their better document, which adds its
+signature; pairs to the partition of the other document, which estimates the similarity from both signatures. Documents
+of earlier dumps (`near_index`) take part as better documents only. Documents without shingles are compared by the hash
+of their text.
 
-A small random sample of pairs is kept aside to measure recall and precision (`near_exact`): of the candidates, and
-of pairs that meet in the first `SAMPLE_ROWS` values of the last band, whose being found by the other bands is then
-independent of having met.
+A small random sample of pairs measures recall and precision (`near_exact`): candidates, and pairs that agree in the
+first `SAMPLE_ROWS` values of the last band. Whether the other bands find such a pair does not depend on how it was
+drawn.
 """
 
 from __future__ import annotations
@@ -35,19 +36,30 @@ VERSION = Version("near_edges", uses=(near_index.VERSION, drops.VERSION, histogr
 BANDS = pa.schema([*dedup.BAND_SCHEMA, ("bucket", pa.int32())])
 PAIRS = pa.schema([*dedup.EDGE_SCHEMA, ("found", pa.bool_()), ("sampled", pa.bool_()), ("part_a", pa.int32())])
 SAMPLE = pa.schema([*dedup.SCORED_EDGE_SCHEMA, ("found", pa.bool_()), ("sampled", pa.bool_()), ("others", pa.bool_())])
-SAMPLE_DOCUMENTS = 8192  # about as many take part in the sample's own band, in all
-SAMPLE_PAIRS = 4096  # about as many pairs of either kind are measured, in all
+SAMPLE_DOCUMENTS = 8192
+"""Approximate number of documents in the band of the sample."""
+SAMPLE_PAIRS = 4096
+"""Approximate number of pairs of either kind that are measured."""
 SAMPLE_ROWS = 3
-EXACT_DOUBT = 4.0  # with exact verification: standard errors below the threshold at which a pair is still compared
+EXACT_DOUBT = 4.0
+"""Standard errors below the threshold within which exact verification still compares a pair."""
 _PAIRS_AT_ONCE = 65_536
 _COLUMNS = ("id", "priority", "quality", "length", "hash_hi", "hash_lo", "shingles", "signature")
 _LOOKED_UP = ("id", "hash_hi", "hash_lo", "shingles", "signature")
 
 
 def run(job: Job, runner: Runner, parts: Sequence[Part]) -> tuple[Finished, list[Task]]:
-    """Every partition's pairs that may be alike enough, by their worse document; and the tasks that found them.
+    """Find the pairs that may be similar enough, partitioned by their worse document.
 
-    Files of a unit: `edges` (`dedup.SCORED_EDGE_SCHEMA`, in order of b and a), and `sample` (`SAMPLE`).
+    A unit has the files `edges` (`dedup.SCORED_EDGE_SCHEMA`, in order of b and a) and `sample` (`SAMPLE`).
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+
+    Returns:
+        The units, and their tasks.
     """
     step = job.config.step("dedup_near")
     every = max(sum(part.count for part in parts) // SAMPLE_DOCUMENTS, 1)
@@ -59,26 +71,33 @@ def run(job: Job, runner: Runner, parts: Sequence[Part]) -> tuple[Finished, list
 
 
 def _find(job: Job, step: DedupNearStep, todo: list[Task], missing: list[Task]) -> Iterator[Published]:
-    wanted = {task.unit.number: task for task in missing}
+    pending = {task.unit.number: task for task in missing}
     by_number = {task.unit.number: task for task in todo}
     signed = pa.schema([*dedup.EDGE_SCHEMA, ("found", pa.bool_()), ("sampled", pa.bool_()),
                         ("signature", pa.binary(4 * step.num_permutations)), ("part_b", pa.int32())])
     hops = [
         Hop("bucket", functools.partial(candidates, step.bands, job.partitions), PAIRS),
         Hop("part_a", functools.partial(sign, by_number, job.indexes, job.partitions), signed),
-        Hop("part_b", functools.partial(_estimate_wanted, dict(wanted), step, job.partitions)),
+        Hop("part_b", functools.partial(_estimate_pending, dict(pending), step, job.partitions)),
     ]
     sources = [*todo, *near_index.source_tasks(job, {"every": 0})]
     read = functools.partial(read_bands, step, job.indexes, job.partitions)
     for unit in shuffle_units(sources, read, BANDS, hops, job.partitions):
-        del wanted[unit.unit.number]
+        del pending[unit.unit.number]
         yield unit
-    for task in wanted.values():  # no pair has its worse document there
+    for task in pending.values():  # no pair has its worse document in these partitions
         yield estimate(task, step, job.partitions, signed.empty_table())
 
 
 def read_bands(step: DedupNearStep, indexes: Sequence[Index], partitions: int, task: Task) -> Iterator[pa.Table]:
-    """Band rows of one partition, or of one file of an index; `BANDS`."""
+    """Yield the band rows of one partition, or of one file of an index; `BANDS`.
+
+    Args:
+        step: settings of near-deduplication.
+        indexes: indexes of earlier dumps.
+        partitions: number of buckets.
+        task: a partition, or one of `near_index.source_tasks`.
+    """
     if "index" in task.inputs:
         table = indexes[task.inputs["index"]].read(task.inputs["file"], _COLUMNS)
     else:
@@ -88,29 +107,43 @@ def read_bands(step: DedupNearStep, indexes: Sequence[Index], partitions: int, t
 
 
 def band_rows(table: pa.Table, step: DedupNearStep, partitions: int, every: int) -> Iterator[pa.Table]:
-    """Rows of `BANDS`: for each document its bands, or as band `step.bands` the text hash of one without shingles; and
-    as the band after that, of one in `every` values of it, the sample's (none for 0)."""
+    """Yield rows of `BANDS`.
+
+    A document with shingles has a row for each band; one without has its text hash as band `step.bands`. Band
+    `step.bands + 1` is that of the sample.
+
+    Args:
+        table: key rows of documents (`_COLUMNS`).
+        step: settings of near-deduplication.
+        partitions: number of buckets.
+        every: the sample takes one in `every` hash values; 0 for no sample.
+    """
     def rows(documents: np.ndarray, bands: np.ndarray, hashes: np.ndarray) -> pa.Table:
         return pa.table({"band": pa.array(bands.astype(np.int32)), "hash": pa.array(hashes),
                          **{name: table[name].take(pa.array(documents)) for name, _ in dedup.ORDER_COLUMNS},
                          "bucket": pa.array(verdicts.partition_of(hashes, partitions))})
 
-    some = table["shingles"].to_numpy() > 0
-    long, short = np.flatnonzero(some), np.flatnonzero(~some)
+    has_shingles = table["shingles"].to_numpy() > 0
+    long = np.flatnonzero(has_shingles)
+    short = np.flatnonzero(~has_shingles)
     values = signatures(table)[long]
     hashes = minhash.band_hashes(values, bands=step.bands, rows=step.rows)
     yield rows(np.repeat(long, step.bands), np.tile(np.arange(step.bands), len(long)), hashes.reshape(-1))
     yield rows(short, np.full(len(short), step.bands), table["hash_hi"].to_numpy()[short])
     if every and step.bands > 1:
-        start, count = (step.bands - 1) * step.rows, min(SAMPLE_ROWS, step.rows)
+        start = (step.bands - 1) * step.rows
+        count = min(SAMPLE_ROWS, step.rows)
         keys = minhash.band_hashes(np.ascontiguousarray(values[:, start : start + count]), bands=1, rows=count)[:, 0]
         chosen = keys % np.uint64(every) == 0
         yield rows(long[chosen], np.full(chosen.sum(), step.bands + 1), keys[chosen])
 
 
 def signatures(table: pa.Table) -> np.ndarray:
-    """The column `signature` as [n, k] uint32; the text hash stands for that of documents without shingles where the
-    table has `shingles`, `hash_hi` and `hash_lo`."""
+    """Return the column `signature` as uint32 [n, k].
+
+    If the table has the columns `shingles`, `hash_hi` and `hash_lo`, signatures of documents without shingles are made
+    from their text hash.
+    """
     column = table["signature"].combine_chunks()
     width = table.schema.field("signature").type.byte_width
     if not len(table):
@@ -127,28 +160,45 @@ def signatures(table: pa.Table) -> np.ndarray:
 
 
 def candidates(bands: int, partitions: int, _: int, table: pa.Table) -> pa.Table:
-    """Pairs that share a bucket of one bucket partition, each with the partition of its better document; `PAIRS`."""
-    found = []
+    """Return the pairs with an equal band in one bucket, each with the partition of its better document; `PAIRS`.
+
+    Args:
+        bands: number of bands.
+        partitions: number of partitions.
+        _: number of the bucket.
+        table: band rows of the bucket, in any order.
+    """
+    tables = []
     sample = pc.greater(table["band"], bands)
     for rows, sampled in ((table.filter(pc.invert(sample)), False), (table.filter(sample), True)):
         pairs = dedup.band_candidates(rows.select(dedup.BAND_SCHEMA.names))
-        pairs = pairs.filter(pc.invert(dedup.is_old(pairs["b"])))  # what becomes of an earlier dump is decided
+        pairs = pairs.filter(pc.invert(dedup.is_old(pairs["b"])))  # documents of earlier dumps are never dropped
         pairs = pairs.append_column("found", pa.array([not sampled] * len(pairs), pa.bool_()))
-        found.append(pairs.append_column("sampled", pa.array([sampled] * len(pairs), pa.bool_())))
-    both = pa.concat_tables(found)
+        tables.append(pairs.append_column("sampled", pa.array([sampled] * len(pairs), pa.bool_())))
+    both = pa.concat_tables(tables)
     return both.append_column("part_a", pa.array(part_of(both["a"], partitions)))
 
 
 def part_of(ids: pa.Array | pa.ChunkedArray, partitions: int) -> np.ndarray:
-    """Partition of each id, those of earlier dumps included, int32."""
+    """Return the partition of each id, int32 [n]; ids of earlier dumps have one too."""
     return verdicts.partition_of(verdicts.hash_ids(dedup.plain_ids(ids)), partitions)
 
 
 def sign(tasks: Mapping[int, Task], indexes: Sequence[Index], partitions: int, number: int, table: pa.Table
          ) -> pa.Table:
-    """Distinct pairs of one partition with the signature of their better document, and the other's partition.
+    """Return the distinct pairs of one partition with the signature of their better document.
 
     Pairs whose better document an earlier run dropped are left out.
+
+    Args:
+        tasks: tasks of the partitions, by number.
+        indexes: indexes of earlier dumps.
+        partitions: number of partitions.
+        number: number of the partition of the better documents.
+        table: pairs (`PAIRS`), in any order.
+
+    Returns:
+        The pairs, with the partition of their worse document as `part_b`.
     """
     pairs = table.group_by(["a", "b"]).aggregate([("found", "any"), ("sampled", "any")]).rename_columns(
         {"found_any": "found", "sampled_any": "sampled"})
@@ -164,21 +214,21 @@ def sign(tasks: Mapping[int, Task], indexes: Sequence[Index], partitions: int, n
 
 
 def _signed(task: Task, known: pa.Table, ids: pa.ChunkedArray) -> pa.Array:
-    places = pc.index_in(ids, value_set=known["id"].combine_chunks())
-    assert places.null_count == 0, f"{task.unit}: a pair names a document that is not there"
-    values = signatures(known.take(places))
+    rows = pc.index_in(ids, value_set=known["id"].combine_chunks())
+    assert rows.null_count == 0, f"{task.unit}: a pair names an unknown document"
+    values = signatures(known.take(rows))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(4 * values.shape[1]) if len(values) else
                                                 known.schema.field("signature").type, len(values),
                                                 [None, pa.py_buffer(values.astype("<u4").tobytes())])
 
 
-def _estimate_wanted(wanted: Mapping[int, Task], step: DedupNearStep, partitions: int, number: int, table: pa.Table
-                     ) -> Published | None:
-    return estimate(wanted[number], step, partitions, table) if number in wanted else None
+def _estimate_pending(pending: Mapping[int, Task], step: DedupNearStep, partitions: int, number: int, table: pa.Table
+                      ) -> Published | None:
+    return estimate(pending[number], step, partitions, table) if number in pending else None
 
 
 def doubtful(step: DedupNearStep) -> tuple[float, float]:
-    """Estimates from the first to below the second go to exact comparison; below the first they are turned down."""
+    """Return the range [low, high) of estimates that exact comparison decides; pairs below it are rejected."""
     error = float(np.sqrt(step.min_jaccard * (1 - step.min_jaccard) / step.num_permutations))
     if step.verify == "exact":
         return step.min_jaccard - EXACT_DOUBT * error, np.inf
@@ -186,13 +236,22 @@ def doubtful(step: DedupNearStep) -> tuple[float, float]:
 
 
 def estimate(task: Task, step: DedupNearStep, partitions: int, table: pa.Table) -> Published:
-    """The unit of one partition: its pairs that are alike enough or in doubt, and its part of the sample."""
+    """Publish the unit of one partition: pairs that are similar enough or in doubt, and its part of the sample.
+
+    Args:
+        task: the partition of the worse documents.
+        step: settings of near-deduplication.
+        partitions: number of partitions.
+        table: pairs with the signature of their better document, in any order.
+    """
     table = table.sort_by([("b", "ascending"), ("a", "ascending")])
-    scores, others = np.zeros(len(table)), np.zeros(len(table), bool)
+    scores = np.zeros(len(table))
+    others = np.zeros(len(table), bool)
     known = load_keys(task.store, task.inputs, _LOOKED_UP) if len(table) else table
     for first in range(0, len(table), _PAIRS_AT_ONCE):
         piece = table.slice(first, _PAIRS_AT_ONCE)
-        a, b = signatures(piece), signatures(pa.table({"signature": _signed(task, known, piece["b"])}))
+        a = signatures(piece)
+        b = signatures(pa.table({"signature": _signed(task, known, piece["b"])}))
         scores[first : first + len(piece)] = minhash.estimated_jaccard(a, b)
         rest = (step.bands - 1) * step.rows
         equal = (a[:, :rest] == b[:, :rest]).reshape(len(a), step.bands - 1, step.rows)
@@ -211,7 +270,7 @@ def estimate(task: Task, step: DedupNearStep, partitions: int, table: pa.Table) 
 
 
 def _sample(pairs: pa.Table, count: int) -> pa.Table:
-    """Of the found and of the sampled pairs the `count` whose hash is lowest, without those of earlier dumps."""
+    """Return the `count` found and the `count` sampled pairs with the lowest hashes, without earlier dumps."""
     pairs = pairs.filter(pc.invert(dedup.is_old(pairs["a"])))
     order = np.argsort(verdicts.hash_ids(pairs["a"], 1) ^ verdicts.hash_ids(pairs["b"], 2), kind="stable")
     chosen = [order[pairs[name].to_numpy()[order]][:count] for name in ("found", "sampled")]

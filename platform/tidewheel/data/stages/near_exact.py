@@ -1,7 +1,7 @@
-"""Near-deduplication: exact Jaccard similarities of pairs whose estimate is in doubt, and of a sample.
+"""Near-deduplication: compute exact Jaccard similarities of pairs whose estimate is in doubt, and of a sample.
 
-Shingle sets travel once for each document and partition that needs it, from the better document's partition to the
-worse one's. The sample says how well the bands found pairs and how well estimates judged them.
+A shingle set is sent once for each document and partition that needs it, from the better document's partition to the
+worse one's. The sample measures how well the bands find pairs and how well estimates judge them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,23 @@ STAGE = "dedup_near_exact"
 VERSION = Version("near_exact", uses=(near_edges.VERSION, text.VERSION))
 ASKED = pa.schema([("a", pa.string()), ("part_a", pa.int32()), ("part_b", pa.int32())])
 SETS = pa.schema([("a", pa.string()), ("shingle_set", pa.large_binary()), ("part_b", pa.int32())])
-BINS = 20  # of exact similarity, 0.05 wide
+BINS = 20
+"""Bins of exact similarity, each 0.05 wide."""
 MEASURES = ("pairs", "found", "expected", "candidates", "accepted", "duplicates", "right")
 
 
 def run(job: Job, runner: Runner, tasks: Sequence[Task], edges: Sequence[Published]) -> Finished:
-    """Units with the file `edges`, verified, and the measured sample, for `near_edges.run`'s; none without pairs."""
+    """Verify the pairs in doubt and measure the sample; without pairs there are no units.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        tasks: tasks of `near_edges.run`.
+        edges: units of `near_edges.run`.
+
+    Returns:
+        Units with the verified edges in the file `edges`.
+    """
     step = job.config.step("dedup_near")
     if not any(unit.summary["sample"] or unit.summary["edges"] for unit in edges):
         return Finished([], 0, 0.0)
@@ -52,26 +63,32 @@ def run(job: Job, runner: Runner, tasks: Sequence[Task], edges: Sequence[Publish
 
 
 def _compare(job: Job, step: DedupNearStep, todo: list[Task], missing: list[Task]) -> Iterator[Published]:
-    wanted = {task.unit.number: task for task in missing}
+    pending = {task.unit.number: task for task in missing}
     by_number = {task.unit.number: task for task in todo}
     hops = [Hop("part_a", functools.partial(send, by_number, job.indexes, step, job.partitions), SETS),
-            Hop("part_b", functools.partial(_compare_wanted, dict(wanted), step))]
+            Hop("part_b", functools.partial(_compare_pending, dict(pending), step))]
     for unit in shuffle_units(missing, functools.partial(ask, step, job.partitions), ASKED, hops, job.partitions):
-        del wanted[unit.unit.number]
+        del pending[unit.unit.number]
         yield unit
-    for task in wanted.values():  # nothing there is in doubt or in the sample
+    for task in pending.values():  # these partitions have no pair in doubt or in the sample
         yield compare(task, step, SETS.empty_table())
 
 
 def pairs_of(task: Task, step: DedupNearStep) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """(pairs that are alike enough, pairs in doubt, pairs of the sample) of one partition."""
+    """Return (pairs that are similar enough, pairs in doubt, pairs of the sample) of one partition."""
     edges = read_table(task.store, task.inputs["edges"])
     sure = pc.greater_equal(edges["score"], near_edges.doubtful(step)[1])
     return edges.filter(sure), edges.filter(pc.invert(sure)), read_table(task.store, task.inputs["sample"])
 
 
 def ask(step: DedupNearStep, partitions: int, task: Task) -> Iterator[pa.Table]:
-    """The better documents whose shingle sets a partition needs; `ASKED`."""
+    """Yield the better documents whose shingle sets a partition needs; `ASKED`.
+
+    Args:
+        step: settings of near-deduplication.
+        partitions: number of partitions.
+        task: the partition.
+    """
     _, doubted, sample = pairs_of(task, step)
     ids = pa.chunked_array([*doubted["a"].chunks, *sample["a"].chunks], pa.string()).unique()
     yield pa.table([ids, pa.array(near_edges.part_of(ids, partitions)),
@@ -80,9 +97,18 @@ def ask(step: DedupNearStep, partitions: int, task: Task) -> Iterator[pa.Table]:
 
 def send(tasks: Mapping[int, Task], indexes: Sequence[Index], step: DedupNearStep, partitions: int, number: int,
          table: pa.Table) -> pa.Table:
-    """The shingle sets asked of one partition, for each partition that asks; `SETS`."""
+    """Return the shingle sets that other partitions request from one partition; `SETS`.
+
+    Args:
+        tasks: tasks of the partitions, by number.
+        indexes: indexes of earlier dumps.
+        step: settings of near-deduplication.
+        partitions: number of partitions.
+        number: number of the partition that has the documents.
+        table: requests (`ASKED`), in any order.
+    """
     ids = table["a"].combine_chunks()
-    sets: dict[str, bytes] = {name: found.astype("<u4").tobytes() for name, found in
+    sets: dict[str, bytes] = {name: shingles.astype("<u4").tobytes() for name, shingles in
                               sets_of(tasks[number], ids.unique(), step.ngram, step.unit)}
     old = near_index.lookup(indexes, number, partitions, ids.unique(), ("id", "shingle_set"))
     if len(old):
@@ -91,12 +117,18 @@ def send(tasks: Mapping[int, Task], indexes: Sequence[Index], step: DedupNearSte
     return pa.table([ids, column, table["part_b"]], schema=SETS)
 
 
-def _compare_wanted(wanted: Mapping[int, Task], step: DedupNearStep, number: int, table: pa.Table) -> Published:
-    return compare(wanted[number], step, table)
+def _compare_pending(pending: Mapping[int, Task], step: DedupNearStep, number: int, table: pa.Table) -> Published:
+    return compare(pending[number], step, table)
 
 
 def compare(task: Task, step: DedupNearStep, table: pa.Table) -> Published:
-    """The unit of one partition, from the shingle sets of its pairs' better documents."""
+    """Publish the unit of one partition.
+
+    Args:
+        task: the partition of the worse documents.
+        step: settings of near-deduplication.
+        table: shingle sets of the better documents (`SETS`).
+    """
     better = {name: np.frombuffer(data, "<u4") for name, data in
               zip(table["a"].to_pylist(), table["shingle_set"].to_pylist(), strict=True)}
     sure, doubted, sample = pairs_of(task, step)
@@ -112,21 +144,34 @@ def compare(task: Task, step: DedupNearStep, table: pa.Table) -> Published:
 
 
 def similarities(pairs: pa.Table, better: Mapping[str, np.ndarray], worse: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Exact Jaccard of each pair, float64; of documents without shingles 1 or 0, as their texts are equal or not."""
-    found = np.zeros(len(pairs))
+    """Return the exact Jaccard similarity of each pair, float64 [n].
+
+    The similarity of two documents without shingles is 1 if their texts are equal, else 0.
+
+    Args:
+        pairs: n pairs, with the columns a, b and score.
+        better: shingle sets of the better documents, by id.
+        worse: shingle sets of the worse documents, by id.
+    """
+    values = np.zeros(len(pairs))
     rows = zip(pairs["a"].to_pylist(), pairs["b"].to_pylist(), pairs["score"].to_pylist(), strict=True)
-    for place, (a, b, score) in enumerate(rows):
+    for row, (a, b, score) in enumerate(rows):
         short = not len(better[a]) and not len(worse[b])
-        found[place] = float(score == 1.0) if short else minhash.exact_jaccard(better[a], worse[b])
-    return found
+        values[row] = float(score == 1.0) if short else minhash.exact_jaccard(better[a], worse[b])
+    return values
 
 
 def measure(sample: pa.Table, exact: np.ndarray, step: DedupNearStep) -> dict[str, Any]:
-    """Counts of the sample by bin of exact similarity, lists of `BINS` numbers.
+    """Return counts of the sample by bin of exact similarity: lists of `BINS` numbers.
 
-    Of pairs drawn whatever the other bands say: `pairs`, how many the other bands `found`, and how many were
-    `expected` by the S-curve of bands - 1 at their similarities. Of candidates: `candidates`, `accepted`; of the
-    latter `duplicates` reach min_jaccard exactly, `right` come within 0.05 of it.
+    Of the pairs drawn independently of the other bands: `pairs`; those that the other bands `found`; and the number
+    `expected` by the S-curve of bands - 1 at their similarities. Of the candidates: `candidates` and `accepted`; of the
+    accepted ones, `duplicates` reach min_jaccard, and `right` come within 0.05 of it.
+
+    Args:
+        sample: n pairs (`near_edges.SAMPLE`).
+        exact: their exact similarities, float64 [n].
+        step: settings of near-deduplication.
     """
     bins = np.minimum((exact * BINS + 1e-9).astype(np.int64), BINS - 1)
     sampled, found, others = (sample[name].to_numpy() for name in ("sampled", "found", "others"))
@@ -142,14 +187,15 @@ def measure(sample: pa.Table, exact: np.ndarray, step: DedupNearStep) -> dict[st
 
 
 def report(parts: Sequence[Mapping[str, Sequence[float]]], step: DedupNearStep) -> dict[str, Any]:
-    """The measured sample of all units: recall and precision in all and by bin; {} without one."""
+    """Return recall and precision of the sample, in total and by bin; {} without a sample."""
     if not parts:
         return {}
     total = {name: np.sum([part[name] for part in parts], axis=0) for name in MEASURES}
     bins = []
-    for place in range(BINS):
-        row = {name: round(float(total[name][place]), 3) for name in MEASURES}
-        low, high = place / BINS, (place + 1) / BINS
+    for index in range(BINS):
+        row = {name: round(float(total[name][index]), 3) for name in MEASURES}
+        low = index / BINS
+        high = (index + 1) / BINS
         curve = float(np.mean(banding.collision_probability(np.linspace(low, high, 21), step.bands, step.rows)))
         bins.append({"from": low, "to": high, "curve": round(curve, 4), "recall": _as_all_bands(row, "found", step),
                      "expected_recall": _as_all_bands(row, "expected", step), **row})
@@ -160,7 +206,7 @@ def report(parts: Sequence[Mapping[str, Sequence[float]]], step: DedupNearStep) 
 
 
 def _as_all_bands(row: Mapping[str, float], name: str, step: DedupNearStep) -> float | None:
-    """Recall of all bands from that of all but one, which are independent of each other; None without pairs."""
+    """Return the recall of all bands from that of all but one, assuming independent bands; None without pairs."""
     if not row["pairs"] or step.bands < 2:
         return None
     missed = 1 - row[name] / row["pairs"]

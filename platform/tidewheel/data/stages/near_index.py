@@ -1,9 +1,9 @@
-"""Signatures of an earlier dump, kept on storage so that a later dump can be deduplicated against it.
+"""Signatures of an earlier dump on storage, so that a later dump can be deduplicated against it.
 
-A folder `near_index` below the output that wrote it: `manifest.json` (the parameters, and the files with their
-hashes) and one Arrow file a partition, named by its content, with all documents that came to near-deduplication, kept
-or not: those that were dropped still shape the candidates, so that the result is that of one run over both dumps in
-which the older has priority. Their shingle sets, 4 bytes a shingle, are there too if pairs can be in doubt.
+The folder `near_index` below an output has `manifest.json` (the parameters, and the files with their hashes) and an
+Arrow file for each partition, named by its content. The files hold all documents that reached near-deduplication, also
+the dropped ones: those still produce candidates, so the result equals that of one run over both dumps in which the
+older dump wins. If pairs can be in doubt, the files also hold the shingle sets, 4 bytes for each shingle.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 STAGE = FOLDER = "near_index"
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the manifest."""
+"""Version of the manifest's format."""
 VERSION = Version("near_index", uses=(dedup.VERSION, minhash.VERSION))
 _KEYS = ("id", "priority", "quality", "length", "hash_hi", "hash_lo", "shingles", "signature")
-#: Added to the priority of an older dump's documents, once for each dump it is older than: priorities are int32.
 _ABOVE = 1 << 33
+"""Added to the int32 priority of an older dump's documents, once for each dump that it is older than."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """An index as its manifest tells of it.
+    """An index, as described by its manifest.
 
     Args:
-        number: its place in `against`, 0 for the oldest.
+        number: position in `against`, 0 for the oldest index.
         uri: the folder.
         hash: content hash of the manifest.
-        above: what to add to its documents' priority.
-        files: one for each of its partitions of the ids.
+        above: added to the priority of the index's documents.
+        files: a file for each of the index's partitions.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Index:
     files: tuple[Stamp, ...]
 
     def read(self, file: Stamp, columns: Sequence[str]) -> pa.Table:
-        """Columns of one file; ids as `dedup.old_ids`, priorities above those of later dumps."""
+        """Return columns of one file; ids are `dedup.old_ids`, priorities are above those of later dumps."""
         table = read_table(store(self.uri), file, columns)
         table = table.set_column(table.column_names.index("id"), "id", dedup.old_ids(table["id"], self.number))
         if "priority" in columns:
@@ -69,39 +69,39 @@ class Index:
         return table.select(list(columns))
 
     def overlapping(self, number: int, partitions: int) -> tuple[Stamp, ...]:
-        """Files that hold the ids of partition `number` of `partitions`: partitions are ranges of the ids' hash."""
+        """Return the files with ids of partition `number` of `partitions`: partitions are ranges of the id hash."""
         count = len(self.files)
         return self.files[number * count // partitions : -(-(number + 1) * count // partitions)]
 
 
 def parameters(step: DedupNearStep) -> dict[str, Any]:
-    """What two runs must share for one to be deduplicated against the other."""
+    """Return the parameters that two runs must share for one to be deduplicated against the other."""
     return {"signatures": minhash.MINHASH_VERSION, "unit": step.unit, "ngram": step.ngram,
             "permutations": step.num_permutations, "bands": step.bands, "rows": step.rows, "seed": step.seed,
             "verify": step.verify, "doubt": step.doubt, "min_jaccard": step.min_jaccard}
 
 
 def open_indexes(step: DedupNearStep, input: str) -> tuple[Index, ...]:
-    """The indexes a step names.
+    """Return the indexes that a step names.
 
     Raises:
-        InputError: one is missing or damaged, or was made with other parameters.
+        InputError: an index is missing or damaged, or was made with other parameters.
     """
-    found = []
-    for number, given in enumerate(step.against):
-        uri = absolute(given if "://" in given or given.startswith(("/", "~")) else join(input, given))
-        found.append(_open(step, number, uri))
-    return tuple(found)
+    indexes = []
+    for number, path in enumerate(step.against):
+        uri = absolute(path if "://" in path or path.startswith(("/", "~")) else join(input, path))
+        indexes.append(_open(step, number, uri))
+    return tuple(indexes)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the manifest of an index says.
+    """Manifest of an index.
 
     Args:
         parameters: `parameters` of the step that wrote it, not checked yet.
-        files: one for each of its partitions of the ids.
-        documents: how many there are in the files.
+        files: a file for each of the index's partitions.
+        documents: number of documents in the files.
         hash: content hash of the manifest.
     """
 
@@ -115,7 +115,7 @@ def read_manifest(uri: str) -> Manifest:
     """Read the manifest of the index in the folder `uri`.
 
     Raises:
-        InputError: it is missing, damaged, or of a format that this version does not read.
+        InputError: the manifest is missing, damaged, or has a format that this version does not read.
     """
     folder = store(uri)
     try:
@@ -149,25 +149,40 @@ def _open(step: DedupNearStep, number: int, uri: str) -> Index:
 
 
 def source_tasks(job: Job, settings: Mapping[str, Any]) -> list[Task]:
-    """One for each file of each index, to read in a shuffle beside the partitions."""
-    return [Task(job.output, Unit(STAGE, f"{index.uri}#{place}", "", place),
+    """Return a task for each file of each index, for a shuffle to read beside the partitions."""
+    return [Task(job.output, Unit(STAGE, f"{index.uri}#{number}", "", number),
                  {**settings, "index": index.number, "file": file})
-            for index in job.indexes for place, file in enumerate(index.files)]
+            for index in job.indexes for number, file in enumerate(index.files)]
 
 
 def lookup(indexes: Sequence[Index], number: int, partitions: int, ids: pa.Array, columns: Sequence[str]) -> pa.Table:
-    """Rows of those documents among `ids` that are in an index and whose ids belong to a partition."""
-    found = []
+    """Return the documents among `ids` that are in an index and belong to one partition.
+
+    Args:
+        indexes: indexes of earlier dumps.
+        number: number of the partition.
+        partitions: number of partitions.
+        ids: ids to look up.
+        columns: columns to return.
+    """
+    tables = []
     old = ids.filter(dedup.is_old(ids))
     for index in indexes if len(old) else ():
         for file in index.overlapping(number, partitions):
             table = index.read(file, columns)
-            found.append(table.filter(pc.is_in(table["id"], value_set=old)))
-    return pa.concat_tables(found) if found else pa.table({})
+            tables.append(table.filter(pc.is_in(table["id"], value_set=old)))
+    return pa.concat_tables(tables) if tables else pa.table({})
 
 
 def write(job: Job, runner: Runner, tasks: Sequence[Task], done: Sequence[Published]) -> Finished:
-    """The files of this run's own index, from the tasks of near-deduplication and what they dropped."""
+    """Write the files of this run's index.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        tasks: tasks of near-deduplication.
+        done: units of near-deduplication, with the documents that it dropped.
+    """
     step = job.config.step("dedup_near")
     settings = parameters(step)
     todo = []
@@ -190,8 +205,8 @@ def _write_part(task: Task) -> Published:
     table = table.append_column("kept", kept)
     settings = task.inputs["parameters"]
     if settings["verify"] == "exact" or settings["doubt"]:
-        found = dict(sets_of(task, table["id"].combine_chunks(), settings["ngram"], settings["unit"]))
-        column = pa.array([found[name].astype("<u4").tobytes() for name in table["id"].to_pylist()], pa.large_binary())
+        sets = dict(sets_of(task, table["id"].combine_chunks(), settings["ngram"], settings["unit"]))
+        column = pa.array([sets[name].astype("<u4").tobytes() for name in table["id"].to_pylist()], pa.large_binary())
         table = table.append_column("shingle_set", column)
     sink = io.BytesIO()
     write_ipc(sink, table)
@@ -201,16 +216,16 @@ def _write_part(task: Task) -> Published:
 
 
 def commit(job: Job, units: Sequence[Published]) -> None:
-    """Write the manifest, last; remove what an earlier recipe left in the folder."""
+    """Write the manifest, then remove files that an earlier recipe left in the folder."""
     step = job.config.step("dedup_near")
     files = [unit.files["index"] for unit in units]
-    place = job.store.child(FOLDER)
+    folder = job.store.child(FOLDER)
     manifest = {"version": FORMAT, "parameters": parameters(step),
                 "documents": sum(unit.summary["indexed"] for unit in units),
                 "kept": sum(unit.summary["kept"] for unit in units),
                 "files": [[stamp.key.removeprefix(f"{FOLDER}/"), stamp.bytes, stamp.hash] for stamp in files]}
-    place.write_json(MANIFEST, manifest)
+    folder.write_json(MANIFEST, manifest)
     known = {MANIFEST, *(entry[0] for entry in manifest["files"])}
-    for found in list(place.list()):
-        if found.key not in known:
-            place.delete(found.key)
+    for file in list(folder.list()):
+        if file.key not in known:
+            folder.delete(file.key)

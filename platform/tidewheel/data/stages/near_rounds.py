@@ -1,8 +1,8 @@
-"""Near-deduplication: the greedy rule decided in rounds, each partition from the edges of its own documents.
+"""Near-deduplication: apply the greedy rule in rounds; each partition decides the edges of its own documents.
 
-A round asks the partitions of the better documents what became of those; who is decided answers. Each round is a
-durable stage. When few edges are left, one task decides the rest: the same rule, so that the limit does not show.
-No process holds all edges or ids, whatever their number.
+In a round, each partition asks the partitions of the better documents whether those are kept, and gets answers for the
+decided ones. Each round is a durable stage. When few edges are left, one task decides the rest by the same rule, so
+the result does not depend on that limit. No process ever holds all edges or ids.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ from tidewheel.versions import Version
 
 STAGE = "dedup_near_round"
 VERSION = Version("near_rounds", uses=(near_edges.VERSION,))
-FEW_EDGES = 1_000_000  # about 100 MB of them in the memory of the one task
+FEW_EDGES = 1_000_000
+"""Open edges that one task decides; they take about 100 MB of its memory."""
 ASKED = pa.schema([("id", pa.string()), ("owner", pa.int32()), ("asker", pa.int32())])
 ANSWERS = pa.schema([*dedup.FATE_SCHEMA, ("asker", pa.int32())])
 
 
 @dataclass(frozen=True)
 class State:
-    """What is known at one partition: edges that are open, and what is dropped; None where there is nothing yet."""
+    """State of one partition between rounds.
+
+    Args:
+        number: number of the partition.
+        edges: file with the open edges; None for none.
+        dropped: file with the dropped documents; None for none.
+        open: number of open edges.
+    """
 
     number: int
     edges: Stamp | None
@@ -41,12 +49,22 @@ class State:
     open: int
 
     def content(self) -> list[str]:
-        """For unit keys."""
+        """Return the hashes of the files, for unit keys."""
         return [stamp.hash if stamp else "" for stamp in (self.edges, self.dropped)]
 
 
 def run(job: Job, runner: Runner, states: list[State], *, few: int | None = None) -> tuple[list[Finished], list[State]]:
-    """Rounds, until few enough edges are open."""
+    """Run rounds until few enough edges are open.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        states: states of the partitions.
+        few: number of open edges at which to stop; `FEW_EDGES` by default.
+
+    Returns:
+        The units of each round, and the states after the last one.
+    """
     few = FEW_EDGES if few is None else few
     done: list[Finished] = []
     while (left := sum(state.open for state in states)) > few:
@@ -65,43 +83,49 @@ def run(job: Job, runner: Runner, states: list[State], *, few: int | None = None
 
 
 def _round(job: Job, todo: list[Task], missing: list[Task]) -> Iterator[Published]:
-    wanted = {task.unit.number: task for task in missing}
+    pending = {task.unit.number: task for task in missing}
     by_number = {task.unit.number: task for task in todo}
     hops = [Hop("owner", functools.partial(answer, by_number), ANSWERS),
-            Hop("asker", functools.partial(_settle_wanted, dict(wanted)))]
+            Hop("asker", functools.partial(_settle_pending, dict(pending)))]
     sources = [task for task in missing if task.inputs["open"]]
     for unit in shuffle_units(sources, functools.partial(ask, job.partitions), ASKED, hops, job.partitions):
-        del wanted[unit.unit.number]
+        del pending[unit.unit.number]
         yield unit
-    for task in wanted.values():  # nothing is open there, or nothing has been decided that matters there
+    for task in pending.values():  # no edge is open there, or no answer came
         yield carry_on(task)
 
 
 def ask(partitions: int, task: Task) -> Iterator[pa.Table]:
-    """The better documents that the open edges of a partition wait for; `ASKED`."""
+    """Yield the better documents that the open edges of a partition wait for; `ASKED`."""
     ids = read_table(task.store, task.inputs["edges"], ["a"])["a"].unique()
     yield pa.table([ids, pa.array(part_of(ids, partitions)),
                     pa.array(np.full(len(ids), task.unit.number, np.int32))], schema=ASKED)
 
 
 def answer(tasks: Mapping[int, Task], number: int, table: pa.Table) -> pa.Table:
-    """What is decided of the documents asked for at one partition; `ANSWERS`."""
+    """Return the decisions on the documents that others ask one partition for; `ANSWERS`.
+
+    Args:
+        tasks: tasks of the partitions, by number.
+        number: number of the partition that has the documents.
+        table: questions (`ASKED`), in any order.
+    """
     edges, dropped = load(tasks[number])
     known = dedup.fates(table["id"].combine_chunks().unique(), edges, dropped)
-    places = pc.index_in(table["id"], value_set=known["id"].combine_chunks())
-    rows = table.append_column("kept", pc.take(known["kept"].combine_chunks(), places))
+    indices = pc.index_in(table["id"], value_set=known["id"].combine_chunks())
+    rows = table.append_column("kept", pc.take(known["kept"].combine_chunks(), indices))
     return rows.filter(pc.is_valid(rows["kept"])).select(ANSWERS.names)
 
 
 def load(task: Task) -> tuple[pa.Table, pa.Table]:
-    """(open edges, dropped) of a partition before a round."""
+    """Return (open edges, dropped documents) of a partition before a round."""
     edges, dropped = (task.inputs[name] for name in ("edges", "dropped"))
     return (read_table(task.store, edges) if edges else dedup.SCORED_EDGE_SCHEMA.empty_table(),
             read_table(task.store, dropped) if dropped else dedup.DROPPED_SCHEMA.empty_table())
 
 
-def _settle_wanted(wanted: Mapping[int, Task], number: int, table: pa.Table) -> Published:
-    task = wanted[number]
+def _settle_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published:
+    task = pending[number]
     edges, dropped = dedup.settle(*load(task), table.select(dedup.FATE_SCHEMA.names))
     writer = task.writer()
     writer.table("edges", edges)
@@ -110,7 +134,7 @@ def _settle_wanted(wanted: Mapping[int, Task], number: int, table: pa.Table) -> 
 
 
 def carry_on(task: Task) -> Published:
-    """The unit of a partition of which nothing new is known: its files are those of before."""
+    """Publish the unit of a partition without new decisions: its files stay the same."""
     writer = task.writer()
     for name in ("edges", "dropped"):
         if task.inputs[name]:
@@ -118,18 +142,18 @@ def carry_on(task: Task) -> Published:
     return writer.publish({"open": task.inputs["open"]})
 
 
-def last(place: Task) -> pa.Table:
-    """`dedup.cluster` of all open edges: what is dropped of the documents they lead to; `dedup.DROPPED_SCHEMA`."""
+def last(task: Task) -> pa.Table:
+    """Return the documents that `dedup.cluster` drops, given all open edges; `dedup.DROPPED_SCHEMA`."""
     edges = pa.concat_tables([dedup.SCORED_EDGE_SCHEMA.empty_table(),
-                              *(read_table(place.store, stamp) for stamp in place.inputs["edges"])]).combine_chunks()
+                              *(read_table(task.store, stamp) for stamp in task.inputs["edges"])]).combine_chunks()
     ids = pa.chunked_array([*edges["a"].chunks, *edges["b"].chunks], pa.string()).unique()
     known = [table.filter(pc.is_in(table["id"], value_set=ids)) for table in (
-        read_table(place.store, stamp) for stamp in place.inputs["dropped"])]
+        read_table(task.store, stamp) for stamp in task.inputs["dropped"])]
     return dedup.cluster(edges, pa.concat_tables([dedup.DROPPED_SCHEMA.empty_table(), *known]))
 
 
 def open_task(output: str, states: Sequence[State]) -> list[Task]:
-    """The one task of `last`; none when no edge is open."""
+    """Return the single task of `last`; [] if no edge is open."""
     edges = [state.edges for state in states if state.open and state.edges]
     dropped = [state.dropped for state in states if state.dropped]
     unit = Unit(STAGE, "last", "")

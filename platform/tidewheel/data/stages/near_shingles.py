@@ -1,4 +1,4 @@
-"""Shingle sets of single documents of a partition, where signatures are not enough."""
+"""Shingle sets of some documents of a partition, for comparisons that signatures cannot decide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from tidewheel.data.stages.partition import load_documents
 
 
 def sets_of(task: Task, ids: pa.Array, ngram: int, unit: minhash.Unit) -> Iterator[tuple[str, np.ndarray]]:
-    """(id, `minhash.shingle_sets`) of those documents of the task's partition that are among `ids`."""
+    """Yield (id, shingle set) of the documents of a partition that are among `ids`.
+
+    Args:
+        task: the partition.
+        ids: ids of documents.
+        ngram: units in a shingle.
+        unit: what a shingle consists of: words or characters.
+    """
     if not len(ids):
         return
     for table in load_documents(task.store, task.inputs):

@@ -1,7 +1,7 @@
-"""Unigram and bigram statistics of packed rows: what a language model must at least beat.
+"""Unigram and bigram statistics of packed rows: losses that a language model must beat.
 
-Counted on a bounded, deterministic share of the rows, so that the figures stay cheap at any size. A bigram is two
-tokens next to each other in one segment. Codes are previous x vocabulary + next.
+They are counted on a bounded, deterministic share of the rows, so that they stay cheap at any size. A bigram is two
+adjacent tokens of one segment; its code is previous x vocabulary + next.
 """
 
 from __future__ import annotations
@@ -13,20 +13,29 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-MAX_TOKENS = 1 << 25  # counted of a split, over all partitions
-UNIT_TOKENS = 1 << 21  # and of one partition: counting takes some 40 bytes a token
-MERGED = 1 << 21  # pairs of units that are added up at a time
+MAX_TOKENS = 1 << 25
+"""Tokens counted in a split, over all partitions."""
+UNIT_TOKENS = 1 << 21
+"""Maximum number of tokens counted in one partition: counting takes about 40 bytes for each token."""
+MERGED = 1 << 21
+"""Bigrams of units that are added up at a time."""
+COUNTS_SCHEMA = pa.schema([("code", pa.int64()), ("count", pa.int64())])
 
 
 def share(partitions: int) -> int:
-    """Places that each of so many partitions counts."""
+    """Return the number of tokens that each partition counts."""
     return max(min(MAX_TOKENS // partitions, UNIT_TOKENS), 1)
-COUNTS_SCHEMA = pa.schema([("code", pa.int64()), ("count", pa.int64())])
 
 
 @dataclass(frozen=True)
 class Counts:
-    """unigrams: int64 [vocabulary]; codes, counts: int64 [b], the bigrams seen, codes increasing."""
+    """Counts of unigrams and bigrams.
+
+    Args:
+        unigrams: count of each token, int64 [vocabulary].
+        codes: codes of the bigrams that occur, increasing, int64 [b].
+        counts: count of each of these bigrams, int64 [b].
+    """
 
     unigrams: np.ndarray
     codes: np.ndarray
@@ -34,7 +43,13 @@ class Counts:
 
 
 def count(tables: Sequence[pa.Table], vocabulary: int, max_tokens: int) -> Counts:
-    """Counts of the first rows of `tables` (of `shards.format.shard_schema`) that together hold `max_tokens` places."""
+    """Count the first rows of tables.
+
+    Args:
+        tables: packed rows (`shards.format.shard_schema`).
+        vocabulary: number of tokens of the vocabulary.
+        max_tokens: maximum number of tokens, including padding, of the rows that are counted.
+    """
     unigrams = np.zeros(vocabulary, np.int64)
     parts = []
     room = max_tokens
@@ -52,7 +67,7 @@ def count(tables: Sequence[pa.Table], vocabulary: int, max_tokens: int) -> Count
 
 
 def _masks(table: pa.Table, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens int64 [n, L], real tokens bool [n, L], places [n, L-1] whose two tokens are in one segment)."""
+    """Return (tokens int64 [n, L], non-padding mask [n, L], mask [n, L-1] of adjacent tokens in one segment)."""
     tokens = table["tokens"].chunk(0).flatten().to_numpy().reshape(-1, width).astype(np.int64)
     real = np.arange(width) < table["length"].to_numpy()[:, None]
     starts = table["segment_starts"].chunk(0)
@@ -63,29 +78,40 @@ def _masks(table: pa.Table, width: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def to_tables(counts: Counts) -> tuple[pa.Table, pa.Table]:
-    """(unigrams that occur, bigrams), each of `COUNTS_SCHEMA`."""
+    """Return (unigrams that occur, bigrams), each as `COUNTS_SCHEMA`."""
     used = np.flatnonzero(counts.unigrams)
     return (pa.table([pa.array(used), pa.array(counts.unigrams[used])], schema=COUNTS_SCHEMA),
             pa.table([pa.array(counts.codes), pa.array(counts.counts)], schema=COUNTS_SCHEMA))
 
 
 def merge(unigrams: Iterable[pa.Table], bigrams: Iterable[pa.Table], vocabulary: int) -> Counts:
-    """The sum of what `to_tables` gave for several units, which may come one by one: memory is that of `MERGED` pairs
-    and of the distinct ones."""
+    """Add up the tables of several units.
+
+    The tables may come one by one: memory is that of `MERGED` bigrams and of the distinct ones.
+
+    Args:
+        unigrams: unigram tables of `to_tables`.
+        bigrams: bigram tables of `to_tables`.
+        vocabulary: number of tokens of the vocabulary.
+    """
     total = np.zeros(vocabulary, np.int64)
     for table in unigrams:
         np.add.at(total, table["code"].to_numpy(), table["count"].to_numpy())
-    found, waiting, size = (np.zeros(0, np.int64), np.zeros(0, np.int64)), list[tuple[np.ndarray, np.ndarray]](), 0
+    merged = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+    waiting: list[tuple[np.ndarray, np.ndarray]] = []
+    size = 0
     for table in bigrams:
         waiting.append((table["code"].to_numpy(), table["count"].to_numpy()))
         size += len(table)
         if size > MERGED:
-            found, waiting, size = _sums([found, *waiting]), [], 0
-    return Counts(total, *_sums([found, *waiting]))
+            merged = _sums([merged, *waiting])
+            waiting = []
+            size = 0
+    return Counts(total, *_sums([merged, *waiting]))
 
 
 def _sums(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct codes, increasing, and the sum of each one's counts."""
+    """Return the distinct codes, increasing, and the sum of the counts of each."""
     codes = np.concatenate([codes for codes, _ in parts])
     order = np.argsort(codes, kind="stable")
     codes = codes[order]
@@ -96,12 +122,11 @@ def _sums(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, n
 
 
 def entropies(validation: Counts, training: Counts) -> dict[str, Any]:
-    """Nats a token on the validation split.
+    """Return losses on the validation split, in nats per token; None if the split has no such token.
 
-    unigram: H(X); bigram: H(X_t | X_t-1), both of the split itself, so lower bounds for models that know as much of
-    the past only. unigram_model: counts of the training split with one added to each; bigram_model: the training
-    split's bigrams, interpolated with that by Witten-Bell (weight of the bigram c(y) / (c(y) + kinds after y)).
-    None where the split has no such token.
+    `unigram` is H(X) and `bigram` is H(X_t | X_t-1) of the split itself: lower bounds for models that see no more of
+    the past. `unigram_model` uses the counts of the training split with one added to each. `bigram_model` interpolates
+    the training split's bigrams with it by Witten-Bell (weight of the bigram c(y) / (c(y) + kinds after y)).
     """
     vocabulary = len(validation.unigrams)
     smoothed = (training.unigrams + 1) / (training.unigrams.sum() + vocabulary)

@@ -1,4 +1,4 @@
-"""`--input FILE`: a pipeline over one file instead of those that its recipe's patterns name."""
+"""`--input FILE`: run a pipeline on one file instead of the files that its recipe's patterns match."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from tidewheel.storage import is_remote, split
 
 
 def of_input(config: PipelineConfig, input: str) -> tuple[PipelineConfig, str]:
-    """Return the recipe and the folder to read from. Where `input` is a file, the recipe reads it in place of the files
-    that its relative patterns name, and other relative paths are below its folder."""
+    """Return the recipe and the folder to read from.
+
+    If `input` is a file, the recipe reads it instead of the files that its relative patterns match, and other relative
+    paths are below the file's folder.
+    """
     if not _is_file(input):
         return config, input
-    place, name = split(input)
+    folder, name = split(input)
     standalone = tuple(path for path in config.read.paths if "://" in path or path.startswith(("/", "~")))
     read = config.read.model_copy(update={"paths": (glob.escape(name), *standalone)})
-    return config.model_copy(update={"read": read}), place.uri
+    return config.model_copy(update={"read": read}), folder.uri
 
 
 def _is_file(input: str) -> bool:
@@ -26,7 +29,7 @@ def _is_file(input: str) -> bool:
         return Path(input).is_file()
     if hub.is_hub(input) and not hub.place_of(input).path:
         return False
-    if input.endswith("/") or "." not in input.rpartition("/")[2]:  # a folder, most likely: no request for it
+    if input.endswith("/") or "." not in input.rpartition("/")[2]:  # most likely a folder: save the request
         return False
-    place, name = split(input)
-    return bool(name) and place.exists(name)
+    folder, name = split(input)
+    return bool(name) and folder.exists(name)

@@ -1,7 +1,7 @@
-"""How an output was made: `recipe.json` with the resolved recipe, versions and inputs; `inputs.jsonl`, a line a file.
+"""Record how an output was made: `recipe.json` (resolved recipe, versions, inputs) and `inputs.jsonl` (a line a file).
 
-Both are for people, for `tidewheel data diff`, and to see that another recipe is about to replace an output. What is
-reused is decided by the keys of units, not by these.
+Both files are for people, for `tidewheel data diff`, and to detect that another recipe would replace an output. They
+do not decide which units are reused; the keys of the units do.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PACKAGES = ("tidewheel", "ray", "pyarrow", "numpy", "numba", "tokenizers", "blak
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that decide what a pipeline makes, defaults included, without passwords, as JSON values."""
-    found: dict[str, Any] = without_secrets(
+    """Return the settings that decide a pipeline's result as JSON values, with defaults and without passwords."""
+    settings: dict[str, Any] = without_secrets(
         {name: value for name, value in config.canonical().items() if name not in UNDECISIVE})
-    return found
+    return settings
 
 
 def write(job: Job) -> dict[str, Any]:
-    """Write both files; return what summary.json holds of them."""
+    """Write both files; return the content of `recipe.json`."""
     lines = [json.dumps(line) for line in input_lines(job.files)]
     stamp = job.store.write(INPUTS, "".join(f"{line}\n" for line in lines).encode())
     value = {
@@ -42,7 +42,7 @@ def write(job: Job) -> dict[str, Any]:
         "input": {"uri": without_secrets(job.input), "files": len(lines),
                   "bytes": sum(file.bytes for file in job.files), "hash": stamp.hash, "listed": INPUTS,
                   **({"commits": dict(job.commits)} if job.commits else {})},
-        "read_besides": _besides(job),
+        "read_besides": _other_inputs(job),
         "versions": {"python": python_version(), **versions(PACKAGES)}, "commit": git_commit(),
         "partitions": job.partitions,
     }
@@ -51,54 +51,55 @@ def write(job: Job) -> dict[str, Any]:
 
 
 def input_lines(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
-    """Return what is known of each input file."""
-    return [{"file": without_secrets(one.name), "bytes": one.bytes, "fingerprint": one.fingerprint}
-            for file in files for one in file.members or [file]]
+    """Return name, size and fingerprint of each input file."""
+    return [{"file": without_secrets(member.name), "bytes": member.bytes, "fingerprint": member.fingerprint}
+            for file in files for member in file.members or [file]]
 
 
-def read(place: Store) -> dict[str, Any]:
-    """Return `recipe.json` of an output; {} where an earlier version wrote none."""
+def read(output: Store) -> dict[str, Any]:
+    """Return `recipe.json` of an output; {} if an earlier version wrote none."""
     try:
-        value = place.read_json(RECIPE)
+        value = output.read_json(RECIPE)
     except FileNotFoundError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def read_inputs(place: Store) -> list[dict[str, Any]]:
-    """Return the lines of `inputs.jsonl`; [] where an earlier version wrote none."""
+def read_inputs(output: Store) -> list[dict[str, Any]]:
+    """Return the lines of `inputs.jsonl`; [] if an earlier version wrote none."""
     try:
-        text = place.read(INPUTS).decode()
+        text = output.read(INPUTS).decode()
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text.splitlines()]
 
 
-def _besides(job: Job) -> dict[str, Any]:
-    """Content hashes of what is read beside the documents."""
-    found: dict[str, Any] = {path: reference.partition("@")[0] for path, reference in sorted(job.references.items())}
-    found |= {index.uri: index.hash for index in job.indexes}
+def _other_inputs(job: Job) -> dict[str, Any]:
+    """Return the content hashes of all inputs other than the documents."""
+    hashes: dict[str, Any] = {path: reference.partition("@")[0] for path, reference in sorted(job.references.items())}
+    hashes |= {index.uri: index.hash for index in job.indexes}
     tokenizer = job.config.step("tokenize")
     if tokenizer is not None and tokenizer.file:
-        found[tokenizer.file] = content_hash(job.tokenizer)
+        hashes[tokenizer.file] = content_hash(job.tokenizer)
     if job.evals:
-        found["evaluation items"] = content_hash(repr(job.evals).encode())
-    cleaned: dict[str, Any] = without_secrets(found)
+        hashes["evaluation items"] = content_hash(repr(job.evals).encode())
+    cleaned: dict[str, Any] = without_secrets(hashes)
     return {without_secrets(name): value for name, value in cleaned.items()}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (dotted name, value before, value now) of each setting that differs; None where there is none.
+    """Return (dotted name, value before, value now) of each setting that differs; a missing value is None.
 
-    A step is named by its kind, so that a step more is not a difference of all that follow.
+    Steps are named by their kind, so that an added step does not make all later ones differ.
     """
-    first, second = _flat(_steps_named(before)), _flat(_steps_named(now))
+    first = _flat(_steps_named(before))
+    second = _flat(_steps_named(now))
     names = [*first, *(name for name in second if name not in first)]
     return [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
 
 
 def _steps_named(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe with its steps by name, "filter", "filter_2", and their order."""
+    """Return a recipe with its steps by name ("filter", "filter_2"), and the order of these names as `steps`."""
     steps: dict[str, Any] = {}
     counts: Counter[str] = Counter()
     for step in recipe.get("steps", ()):
@@ -111,12 +112,12 @@ def _steps_named(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return the plain values in nested groups and lists, by dotted name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, inner in enumerate(value) if isinstance(value, list | tuple) else value.items():
-        if inner is None:  # not set, as the rules that a filter has not
+        if inner is None:  # not set
             continue
         if isinstance(inner, dict) or (isinstance(inner, list | tuple) and any(isinstance(one, dict) for one in inner)):
-            found |= _flat(inner, f"{prefix}{name}.") or {f"{prefix}{name}": {}}
+            values |= _flat(inner, f"{prefix}{name}.") or {f"{prefix}{name}": {}}
         else:
-            found[f"{prefix}{name}"] = list(inner) if isinstance(inner, tuple) else inner
-    return found
+            values[f"{prefix}{name}"] = list(inner) if isinstance(inner, tuple) else inner
+    return values

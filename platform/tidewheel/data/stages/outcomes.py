@@ -1,5 +1,7 @@
-"""What filters found in the documents of one unit: verdict rows, samples, histograms, annotations. Used by every stage
-that filters, whether it reads files or partitions."""
+"""Collect the results of filters on the documents of one unit: verdicts, samples, histograms and annotations.
+
+All stages that filter use it, whether they read files or partitions.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +22,37 @@ from tidewheel.data.stages import filters, histograms
 from tidewheel.versions import Version
 
 VERSION = Version("filtering", uses=(verdicts.VERSION, histograms.VERSION))
-"""How verdicts, edits and statistics of filters are written; each filter has a version of its own."""
+"""Version of how verdicts, edits and statistics of filters are written; each filter has its own version."""
 HEADS = pa.schema([("id", pa.string()), ("reason", pa.string()), ("head", pa.string()), ("after", pa.string())])
-#: Filters of one step, or of several in a row: (annotate, filters).
 Group = tuple[bool, list[Filter]]
+"""(annotate, filters) of one step, or of several consecutive steps with the same `annotate`."""
 
 
-def grouped(steps: Sequence[FilterStep], told: Callable[[Filter], list[Any]] = filters.bound) -> list[Any]:
-    """The groups of consecutive steps in JSON form: steps that follow each other and annotate alike are one. `told`
-    gives the JSON form of a filter: `Job.bound` for workers, `Job.identity` for unit keys."""
-    return [[annotate, [told(filter) for step in some for filter in step.filters]]
-            for annotate, some in itertools.groupby(steps, lambda step: step.annotate)]
+def grouped(steps: Sequence[FilterStep], serialize: Callable[[Filter], list[Any]] = filters.bound) -> list[Any]:
+    """Return the filters of consecutive steps, grouped by `annotate`, as JSON values.
+
+    Args:
+        steps: the steps.
+        serialize: returns a filter as JSON values: `Job.bound` for workers, `Job.identity` for unit keys.
+    """
+    return [[annotate, [serialize(filter) for step in group for filter in step.filters]]
+            for annotate, group in itertools.groupby(steps, lambda step: step.annotate)]
 
 
 def groups(inputs: Sequence[Any]) -> list[Group]:
-    """The groups from their JSON form."""
-    return [(annotate, [filters.received(*told) for told in rules]) for annotate, rules in inputs]
+    """Return the groups from the JSON values that `grouped` returned."""
+    return [(annotate, [filters.received(*values) for values in serialized]) for annotate, serialized in inputs]
 
 
 @dataclass
 class Passed:
-    """Documents that go on: the table with texts, metas and (where a filter gives it) a column quality as they are
-    now, and for each whether its text was changed, bool [n]."""
+    """Documents that filters keep.
+
+    Args:
+        table: n documents with their current texts and metas.
+        changed: whether a document's text was edited, bool [n].
+        quality: float32 [n]; None if no filter returns it.
+    """
 
     table: pa.Table
     changed: np.ndarray
@@ -50,7 +61,7 @@ class Passed:
 
 @dataclass
 class Outcomes:
-    """Collects what the filters of a unit decide, batch by batch."""
+    """Collector of the decisions of a unit's filters, batch by batch."""
 
     judged: list[pa.Table] = field(default_factory=list)
     heads: list[pa.Table] = field(default_factory=list)
@@ -61,25 +72,26 @@ class Outcomes:
     costs: dict[str, Cost] = field(default_factory=dict)
 
     def apply(self, group: Sequence[Group], table: pa.Table) -> Passed:
-        """Judge documents (columns of `DOCUMENT_SCHEMA`, and any others, which stay beside them)."""
-        found: dict[str, histograms.Histogram] = {}
+        """Judge documents (columns of `DOCUMENT_SCHEMA`, and any others) and return the ones that stay."""
+        measured: dict[str, histograms.Histogram] = {}
         passed = Passed(table, np.zeros(len(table), bool))
-        for annotate, rules in group:
-            judged = filters.judge(rules, passed.table)
-            found |= judged.histograms
+        for annotate, applied in group:
+            judged = filters.judge(applied, passed.table)
+            measured |= judged.histograms
             self.costs = summed([self.costs, {name: Cost(len(passed.table), seconds)
                                               for name, seconds in judged.seconds.items()}])
             if annotate:
                 self.annotations.append(_annotations(passed.table, judged))
             else:
                 passed = self._take(passed, judged)
-        self.histograms.append(found)
+        self.histograms.append(measured)
         self.edited += int(passed.changed.sum())
         return passed
 
     def _take(self, passed: Passed, judged: filters.Judged) -> Passed:
-        """Record the verdicts, and give the documents that go on as the filters leave them."""
-        table, changed = passed.table, passed.changed.copy()
+        """Record the verdicts, and return the documents that stay, as edited by the filters."""
+        table = passed.table
+        changed = passed.changed.copy()
         for edit in judged.edits:
             self._record(verdicts.rows(verdicts.EDIT, table["id"].take(pa.array(edit.rows)), edit.reason,
                                        details=edit.details), edit.rows, edit.before, edit.after)
@@ -99,40 +111,43 @@ class Outcomes:
             return Passed(table, changed, quality)
         return Passed(table.filter(pa.array(~gone)), changed[~gone], None if quality is None else quality[~gone])
 
-    def _record(self, rows: pa.Table, places: np.ndarray, before: pa.Array, after: pa.Array | None) -> None:
-        """Verdict rows, those of `places`, and what samples may show of them."""
+    def _record(self, rows: pa.Table, indices: np.ndarray, before: pa.Array, after: pa.Array | None) -> None:
+        """Record verdicts on the documents `indices`, and the texts that samples may show of them."""
         chosen = verdicts.sampled(rows)
-        pairs = [(before[place].as_py(), None if after is None else after[place].as_py())
-                 for place in places[chosen].tolist()]
-        shown = [(verdicts.head(text), None) if other is None else verdicts.change(text, other)
-                 for text, other in pairs]
+        shown: list[tuple[str, str | None]] = []
+        for index in indices[chosen].tolist():
+            text = before[index].as_py()
+            shown.append((verdicts.head(text), None) if after is None else verdicts.change(text, after[index].as_py()))
         picked = rows.take(pa.array(chosen))
         self.judged.append(rows)
-        self.heads.append(pa.table([picked["id"], picked["reason"], pa.array([one for one, _ in shown], pa.string()),
-                                    pa.array([other for _, other in shown], pa.string())], schema=HEADS))
+        self.heads.append(pa.table([picked["id"], picked["reason"], pa.array([head for head, _ in shown], pa.string()),
+                                    pa.array([changed for _, changed in shown], pa.string())], schema=HEADS))
 
     def verdicts(self) -> pa.Table:
-        """All verdict rows, sorted by id."""
+        """Return all verdicts, sorted by id."""
         return verdicts.merge(self.judged)
 
     def samples_of(self) -> pa.Table:
-        """`HEADS` of at least the documents that samples show."""
+        """Return `HEADS` of at least the documents that samples show."""
         return pa.concat_tables([HEADS.empty_table(), *self.heads])
 
     def write_annotations(self, writer: UnitWriter, stage: str) -> None:
-        """`annotations/<stage>/*.parquet`, when the stage annotates: columns id, source, float32 statistics by name,
-        would_drop (the reason, "" = it would keep the document); sorted by id."""
+        """Write `annotations/<stage>/*.parquet` if the stage annotates.
+
+        The columns are id, source, float32 statistics by name, and would_drop (the reason; "" for a document that
+        would stay). Rows are sorted by id.
+        """
         if self.annotations:
             table = pa.concat_tables(self.annotations, promote_options="default")
             writer.shared("annotations", f"annotations/{stage}", ".parquet", verdicts.encode(table.sort_by("id")))
 
     def summary(self) -> dict[str, Any]:
-        """edited (documents that go on with another text), histograms, would_drop (documents by reason)."""
-        would: Counter[str] = Counter()
+        """Return edited (number of edited documents that stay), histograms, would_drop (documents by reason)."""
+        would_drop: Counter[str] = Counter()
         for table in self.annotations:
-            would.update(reason for reason in table["would_drop"].to_pylist() if reason)
+            would_drop.update(reason for reason in table["would_drop"].to_pylist() if reason)
         return {"edited": self.edited, "histograms": histograms.merge(self.histograms),
-                "would_drop": dict(sorted(would.items()))}
+                "would_drop": dict(sorted(would_drop.items()))}
 
 
 def _annotations(table: pa.Table, judged: filters.Judged) -> pa.Table:
@@ -142,5 +157,5 @@ def _annotations(table: pa.Table, judged: filters.Judged) -> pa.Table:
 
 
 def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    place = table.schema.get_field_index(name)
-    return table.set_column(place, table.schema.field(place), values.cast(table.schema.field(place).type))
+    column = table.schema.get_field_index(name)
+    return table.set_column(column, table.schema.field(column), values.cast(table.schema.field(column).type))

@@ -1,8 +1,8 @@
-"""The last stage: documents of a partition -> tokens -> rows -> shard files of the training and validation sets.
+"""Stage `pack`: documents of a partition -> tokens -> rows -> shard files of the training and validation sets.
 
-Shards are written where they belong at once, under the name of their content; they count when the manifests,
-written after the last partition, name them. With `waves` the validation set is packed first and published, and the
-training set's partitions are published group by group as they are packed (`shards.growing`).
+Units write shards to their final place, named by their content. The manifests, written after the last partition, make
+them part of the set. With `waves` the validation set is packed and published first, and the training set's partitions
+are published group by group as they are packed (`shards.growing`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,25 @@ STAGE, HELD_OUT = "pack", "pack_validation"
 TRAINING, VALIDATION = "shards", "validation"
 SETS = (TRAINING, VALIDATION)
 VERSION = Version("pack", uses=(tokens.VERSION, KEPT))
-_SPLIT_SALT = 0x5EED  # keeps the split independent of the partition, which comes from the same hash unsalted
+_SPLIT_SALT = 0x5EED
+"""Makes the split independent of the partition, which follows from the same hash without a salt."""
 
 
 def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list[Task]:
-    """One unit for each partition; with `only` for its documents of that set."""
+    """Return a task for each partition.
+
+    Args:
+        job: what the stage works on.
+        parts: the partitions.
+        tokenizer: file of the tokenizer.
+        only: pack only the documents of this set, one of `SETS`; "" for both.
+    """
     step: PackStep = job.config.step("pack")
     others = {"seed": job.config.seed, "max_tokens": ngrams.share(job.partitions), "kind": job.config.read.kind,
               "settings": settings_of(job.config.step("tokenize")).canonical(), "chat_template": job.chat_template,
               **({"only": only} if only else {})}
     decisive = {**step.decisive(), **others}
-    decisive.pop("waves", None)  # another number of them takes the same units
+    decisive.pop("waves", None)  # units do not depend on the number of waves
     stage = HELD_OUT if only == VALIDATION else STAGE
     return [
         Task(job.output, StageUnit(stage, f"part-{part.number:05d}", unit_key(
@@ -63,7 +71,15 @@ def tasks(job: Job, parts: list[Part], tokenizer: Stamp, only: str = "") -> list
 
 def run(job: Job, runner: Runner, parts: list[Part], tokenizer: Stamp, evaluation_sets: Sequence[dict[str, Any]] = ()
         ) -> Finished:
-    """Every partition, packed; with `waves` two units of each, one for each set."""
+    """Pack every partition; with `waves` each partition has two units, one for each set.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+        tokenizer: file of the tokenizer.
+        evaluation_sets: fingerprints of the evaluation sets, for the manifests.
+    """
     def execute(missing: list[Task]) -> Iterator[Published]:
         return map_units(missing, pack_part)
 
@@ -78,50 +94,56 @@ def run(job: Job, runner: Runner, parts: list[Part], tokenizer: Stamp, evaluatio
 
 
 class Waves:
-    """Publishes what can be read before all is packed: the validation set, then each wave when its last unit is there.
+    """Publisher of a set that is still being packed: first the validation set, then each wave when it is complete.
 
     Args:
-        todo: the training set's units, in order.
-        held_out: those of the validation set, published.
+        job: what the stage works on.
+        todo: tasks of the training set, in order.
+        held_out: published units of the validation set.
+        tokenizer: file of the tokenizer.
+        evaluation_sets: fingerprints of the evaluation sets, for the manifests.
     """
 
     def __init__(self, job: Job, todo: Sequence[Task], held_out: list[Published], tokenizer: Stamp,
                  evaluation_sets: Sequence[dict[str, Any]]) -> None:
-        self._job, self._held_out = job, held_out
-        self._tokenizer, self._evaluation_sets = tokenizer, evaluation_sets
+        self._job = job
+        self._held_out = held_out
+        self._tokenizer = tokenizer
+        self._evaluation_sets = evaluation_sets
         numbers = _wave_numbers(job)
         self._waves: list[list[str]] = [[] for _ in range(numbers[-1] + 1)]
         for task in todo:
             self._waves[numbers[task.unit.number]].append(task.unit.key)
         self._growing: growing.Growing | None = None
 
-    def __call__(self, found: Mapping[str, Published]) -> None:
-        """Publish what is complete, given the units published so far, by key."""
-        place = self._job.store.child(TRAINING)
+    def __call__(self, published: Mapping[str, Published]) -> None:
+        """Publish the waves that are complete, given all units published so far, by key."""
+        folder = self._job.store.child(TRAINING)
         if self._growing is None:
-            self._growing = self._begin(place)
+            self._growing = self._begin(folder)
         while self._growing.manifest.to_come:
             keys = self._waves[len(self._growing.manifest.waves)]
-            if not all(key in found for key in keys):
+            if not all(key in published for key in keys):
                 return
-            self._growing = growing.publish(place, self._growing, _shards(TRAINING, [found[key] for key in keys]))
+            shards = _shards(TRAINING, [published[key] for key in keys])
+            self._growing = growing.publish(folder, self._growing, shards)
 
-    def _begin(self, place: Store) -> growing.Growing:
-        job, file = self._job, read_file(self._job.store, self._tokenizer)
-        publish(job, VALIDATION, self._held_out, file, self._evaluation_sets)
-        head = _manifest(job, TRAINING, [], file, self._evaluation_sets)
-        place.write(head.tokenizer["file"], file)
-        return growing.begin(place, replace(head, waves=(), to_come=len(self._waves)))
+    def _begin(self, folder: Store) -> growing.Growing:
+        file = read_file(self._job.store, self._tokenizer)
+        publish(self._job, VALIDATION, self._held_out, file, self._evaluation_sets)
+        head = _manifest(self._job, TRAINING, [], file, self._evaluation_sets)
+        folder.write(head.tokenizer["file"], file)
+        return growing.begin(folder, replace(head, waves=(), to_come=len(self._waves)))
 
 
 def _wave_numbers(job: Job) -> list[int]:
-    """Which wave each partition is in: groups of neighbours, of equal number as far as may be."""
+    """Return the wave of each partition: adjacent partitions in groups of about equal size."""
     number = min(job.config.step("pack").waves, job.partitions)
     return [partition * number // job.partitions for partition in range(job.partitions)] if number else []
 
 
 def encoder_of(task: Task) -> Encoder:
-    """The tokenizer of a task that has its file in `tokenizer` and its `settings`; kept from task to task."""
+    """Return the tokenizer that a task names by the inputs `tokenizer` and `settings`; tasks of a worker share it."""
     stamp = task.inputs["tokenizer"]
     return _encoder(task.output, stamp.key, stamp.bytes, stamp.hash, json.dumps(task.inputs["settings"]))
 
@@ -132,33 +154,36 @@ def _encoder(output: str, key: str, size: int, hash: str, settings: str) -> Enco
 
 
 def token_dtype(encoder: Encoder) -> str:
-    """The narrowest type that holds every token."""
+    """Return the narrowest type that holds every token."""
     return "uint16" if encoder.padded_size <= 1 << 16 else "uint32"
 
 
 def pack_part(task: Task) -> Published:
-    """The unit of one partition: shard files of both sets, and token counts."""
-    encoder, writer = encoder_of(task), task.writer()
-    documents, only = load_documents(task.store, task.inputs), task.inputs.get("only")
+    """Publish the unit of one partition: shard files of both sets, and token counts."""
+    encoder = encoder_of(task)
+    writer = task.writer()
+    documents = load_documents(task.store, task.inputs)
+    only = task.inputs.get("only")
     if only:
         documents = _chosen(task, documents)
     kept = Kept()
     documents = kept.watch(documents)
-    found: tokens.Tokens | tokens.PairRows
+    encoded: tokens.Tokens | tokens.PairRows
     if task.inputs["kind"] == "preferences":
-        found = tokens.encode_pairs(documents, encoder, task.inputs["chat_template"], token_dtype=token_dtype(encoder),
-                                    sequence_length=task.inputs["sequence_length"])
-        sets = _pair_sets(task, found)
+        encoded = tokens.encode_pairs(documents, encoder, task.inputs["chat_template"],
+                                      token_dtype=token_dtype(encoder),
+                                      sequence_length=task.inputs["sequence_length"])
+        sets = _pair_sets(task, encoded)
     else:
-        found = tokens.encode(documents, encoder, task.inputs["chat_template"])
-        sets = _packed_sets(task, encoder, found)
-    summary = {**_dropped(writer, found.dropped, found.heads), "kept": kept.samples(found.dropped),
-               "source_tokens": _source_tokens(task, found, kept)}
+        encoded = tokens.encode(documents, encoder, task.inputs["chat_template"])
+        sets = _packed_sets(task, encoder, encoded)
+    summary = {**_dropped(writer, encoded.dropped, encoded.heads), "kept": kept.samples(encoded.dropped),
+               "source_tokens": _source_tokens(task, encoded, kept)}
     for name, (count, table) in sets.items():
         infos = _write(task, name, table)
         for number, info in enumerate(infos):
             writer.add(f"{name}-{number:06d}", Stamp(f"{name}/{info.name}", info.bytes, info.hash))
-        rows = [table] if "length" in table.column_names else []  # of pairs nothing is counted
+        rows = [table] if "length" in table.column_names else []  # pairs have no n-gram counts
         unigrams, bigrams = ngrams.to_tables(ngrams.count(rows, encoder.padded_size, task.inputs["max_tokens"]))
         writer.table(f"{name}-unigrams", unigrams)
         writer.table(f"{name}-bigrams", bigrams)
@@ -166,12 +191,12 @@ def pack_part(task: Task) -> Published:
                          "shards": [[info.name, info.rows, info.tokens, info.bytes, info.hash] for info in infos]}
         if "loss_mask" in table.column_names:
             summary[name]["loss_tokens"] = int(table["loss_mask"].combine_chunks().flatten().to_numpy().sum())
-    taken = task.inputs["count"] if not only else sum(count for count, _ in sets.values()) + len(found.dropped)
-    return writer.publish({"documents_in": taken, "bytes": found.text_bytes, **summary})
+    count_in = task.inputs["count"] if not only else sum(count for count, _ in sets.values()) + len(encoded.dropped)
+    return writer.publish({"documents_in": count_in, "bytes": encoded.text_bytes, **summary})
 
 
 def _chosen(task: Task, documents: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The documents of the one set that the task is for."""
+    """Yield the documents of the set that the task packs."""
     for table in documents:
         held_out = is_held_out(task, table["id"].combine_chunks())
         chosen = table.filter(pa.array(held_out if task.inputs["only"] == VALIDATION else ~held_out))
@@ -179,13 +204,14 @@ def _chosen(task: Task, documents: Iterator[pa.Table]) -> Iterator[pa.Table]:
             yield chosen
 
 
-def _source_tokens(task: Task, found: tokens.Tokens | tokens.PairRows, kept: Kept) -> by_source.BySource:
-    """{source: [documents, tokens]} of the training set."""
-    if isinstance(found, tokens.Tokens):
-        ids, sizes = found.ids, found.sizes
+def _source_tokens(task: Task, encoded: tokens.Tokens | tokens.PairRows, kept: Kept) -> by_source.BySource:
+    """Return {source: [documents, tokens]} of the training set."""
+    if isinstance(encoded, tokens.Tokens):
+        ids = encoded.ids
+        sizes = encoded.sizes
     else:
-        ids = found.table["document_id"].combine_chunks()
-        sizes = sum(pc.list_value_length(found.table[name]).to_numpy() for name in ("chosen", "rejected"))
+        ids = encoded.table["document_id"].combine_chunks()
+        sizes = sum(pc.list_value_length(encoded.table[name]).to_numpy() for name in ("chosen", "rejected"))
     chosen = ~is_held_out(task, ids)
     return by_source.largest(kept.tokens(ids.filter(pa.array(chosen)), sizes[chosen]), by_source.UNIT_SOURCES)
 
@@ -198,57 +224,75 @@ def _dropped(writer: UnitWriter, dropped: pa.Table, heads: pa.Table) -> dict[str
 
 
 def is_held_out(task: Task, ids: pa.Array) -> np.ndarray:
-    """True for the documents of the validation set, bool [n]."""
+    """Return whether each document belongs to the validation set, bool [n]."""
     hashes = verdicts.hash_ids(ids, seed=_SPLIT_SALT + task.inputs["seed"])
     return hashes.astype(np.float64) / 2.0**64 < task.inputs["validation_fraction"]
 
 
-def _packed_sets(task: Task, encoder: Encoder, found: tokens.Tokens) -> dict[str, tuple[int, pa.Table]]:
-    """(documents, rows) of both sets, packed."""
-    held_out, inputs = is_held_out(task, found.ids), task.inputs
+def _packed_sets(task: Task, encoder: Encoder, encoded: tokens.Tokens) -> dict[str, tuple[int, pa.Table]]:
+    """Return (number of documents, packed rows) of both sets."""
+    held_out = is_held_out(task, encoded.ids)
+    inputs = task.inputs
     sets = {}
     for name, chosen in ((TRAINING, ~held_out), (VALIDATION, held_out)):
-        rows, own = np.flatnonzero(chosen), np.repeat(chosen, found.sizes)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(found.sizes[rows])])
-        packed = packing.pack(found.ids.take(pa.array(rows)), found.tokens[own], offsets,
+        rows = np.flatnonzero(chosen)
+        own = np.repeat(chosen, encoded.sizes)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(encoded.sizes[rows])])
+        packed = packing.pack(encoded.ids.take(pa.array(rows)), encoded.tokens[own], offsets,
                               sequence_length=inputs["sequence_length"], token_dtype=token_dtype(encoder),
                               pad_id=encoder.pad, window=inputs["window"], method=inputs["method"],
-                              loss_mask=None if found.loss_mask is None else found.loss_mask[own])
+                              loss_mask=None if encoded.loss_mask is None else encoded.loss_mask[own])
         assert int(packed["length"].to_numpy().sum()) == offsets[-1], f"{task.unit}: packing lost tokens"
         sets[name] = (len(rows), packed)
     return sets
 
 
-def _pair_sets(task: Task, found: tokens.PairRows) -> dict[str, tuple[int, pa.Table]]:
-    """(documents, rows) of both sets, pairs."""
-    held_out = pa.array(is_held_out(task, found.table["document_id"].combine_chunks()))
-    sets = {TRAINING: found.table.filter(pc.invert(held_out)), VALIDATION: found.table.filter(held_out)}
+def _pair_sets(task: Task, encoded: tokens.PairRows) -> dict[str, tuple[int, pa.Table]]:
+    """Return (number of documents, rows) of both sets of preference pairs."""
+    held_out = pa.array(is_held_out(task, encoded.table["document_id"].combine_chunks()))
+    sets = {TRAINING: encoded.table.filter(pc.invert(held_out)), VALIDATION: encoded.table.filter(held_out)}
     return {name: (len(table), table) for name, table in sets.items()}
 
 
 def _write(task: Task, name: str, packed: pa.Table) -> list[ShardInfo]:
-    place = task.store.child(name)
+    folder = task.store.child(name)
     step = task.inputs["rows_per_shard"]
-    return [write_shard(place, packed.slice(first, step)) for first in range(0, len(packed), step)]
+    return [write_shard(folder, packed.slice(first, step)) for first in range(0, len(packed), step)]
 
 
 def encoder_for(config: PipelineConfig, tokenizer: bytes) -> Encoder:
-    """The recipe's tokenizer, from the bytes of its file."""
+    """Return the recipe's tokenizer, from the bytes of its file."""
     return load(tokenizer, settings_of(config.step("tokenize")))
 
 
 def commit(job: Job, units: list[Published], tokenizer: bytes, evaluation_sets: Sequence[dict[str, Any]]
            ) -> dict[str, Manifest]:
-    """Publish both sets: the tokenizer, then the manifests, the training set's last."""
+    """Publish both sets: the validation set, then the training set.
+
+    Args:
+        job: what the stage works on.
+        units: units of the pack stage.
+        tokenizer: bytes of the tokenizer's file.
+        evaluation_sets: fingerprints of the evaluation sets.
+    """
     return {name: publish(job, name, units, tokenizer, evaluation_sets) for name in reversed(SETS)}
 
 
 def publish(job: Job, name: str, units: Sequence[Published], tokenizer: bytes,
             evaluation_sets: Sequence[dict[str, Any]]) -> Manifest:
-    """Publish one set."""
-    place, manifest = job.store.child(name), _manifest(job, name, units, tokenizer, evaluation_sets)
-    place.write(manifest.tokenizer["file"], tokenizer)
-    write_manifest(place, manifest)
+    """Publish one set: the tokenizer, then the manifest.
+
+    Args:
+        job: what the stage works on.
+        name: one of `SETS`.
+        units: units of the pack stage.
+        tokenizer: bytes of the tokenizer's file.
+        evaluation_sets: fingerprints of the evaluation sets.
+    """
+    folder = job.store.child(name)
+    manifest = _manifest(job, name, units, tokenizer, evaluation_sets)
+    folder.write(manifest.tokenizer["file"], tokenizer)
+    write_manifest(folder, manifest)
     return manifest
 
 

@@ -1,7 +1,7 @@
-"""Stage 2: documents of all files -> partitions by id, sorted by id, one document an id.
+"""Stage 2: documents of all files -> partitions by id, sorted by id, with one document for each id.
 
-From here on neither file order nor file boundaries are visible. A partition has two files: `documents`
-(id, text, source, meta) and `keys`, the small columns that deduplication works on.
+From here on neither the order nor the boundaries of files are visible. A partition has two files: `documents` (id,
+text, source, meta) and `keys`, the small columns that deduplication works on.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ VERSION = Version("partition", uses=(document.VERSION, quarantine.VERSION, verdi
                                      by_source.VERSION))
 _BLOCK_BYTES = 32 << 20
 _KEYS = ("id", "source", "priority", "quality", "length", "hash_hi", "hash_lo", "shingles", "signature")
-#: Which of several records with one id is the document: the order of deduplication, then anything that is stable.
 _ORDER = (("id", "ascending"), ("priority", "descending"), ("length", "descending"), ("hash_hi", "ascending"),
           ("hash_lo", "ascending"), ("text", "ascending"), ("source", "ascending"), ("offset", "ascending"),
           ("meta", "ascending"))
+"""Of several records with the same id, the first is the document: the order of deduplication, then stable columns."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One partition as the next stage finds it.
+    """A partition between two stages.
 
     Args:
-        number: which one.
-        documents, keys: its files.
-        dropped: verdict files of the stages since; documents with the verdict "drop" are gone.
-        count: documents that are left.
+        number: number of the partition.
+        documents: file with the documents.
+        keys: file with the key columns.
+        dropped: verdict files of later stages; documents with the verdict "drop" are gone.
+        count: number of remaining documents.
     """
 
     number: int
@@ -56,44 +57,46 @@ class Part:
     count: int
 
     def inputs(self) -> dict[str, Any]:
-        """For the inputs of a `Task`."""
+        """Return the partition as inputs of a `Task`."""
         return {"documents": self.documents, "keys": self.keys, "dropped": list(self.dropped), "count": self.count}
 
     def content(self) -> list[str]:
-        """Identities of its files, for unit keys."""
+        """Return the hashes of the files, for unit keys."""
         return [stamp.hash for stamp in (self.documents, self.keys, *self.dropped)]
 
 
-def load_keys(place: Store, inputs: Mapping[str, Any], columns: tuple[str, ...] | None = None) -> pa.Table:
-    """Key columns (all by default) of the documents that are left in a part (`Part.inputs`), sorted by id."""
-    return _left(place, inputs, read_table(place, inputs["keys"], columns))
+def load_keys(output: Store, inputs: Mapping[str, Any], columns: tuple[str, ...] | None = None) -> pa.Table:
+    """Return key columns of the remaining documents of a partition, sorted by id.
+
+    Args:
+        output: the pipeline's output.
+        inputs: `Part.inputs` of the partition.
+        columns: names of the columns; None for all.
+    """
+    table = verdicts.without(read_table(output, inputs["keys"], columns), _dropped(output, inputs))
+    assert len(table) == inputs["count"], f"{len(table)} documents are left, but {inputs['count']} were counted"
+    return table
 
 
-def load_documents(place: Store, inputs: Mapping[str, Any]) -> Iterator[pa.Table]:
-    """The documents that are left in a part, in order of id, a few thousand at a time."""
-    gone = _dropped(place, inputs)
+def load_documents(output: Store, inputs: Mapping[str, Any]) -> Iterator[pa.Table]:
+    """Yield the remaining documents of a partition (`Part.inputs`) in order of id, a few thousand at a time."""
+    gone = _dropped(output, inputs)
     left = 0
-    for batch in read_batches(place, inputs["documents"]):
+    for batch in read_batches(output, inputs["documents"]):
         table = verdicts.without(pa.Table.from_batches([batch]), gone)
         left += len(table)
         if len(table):
             yield table
-    assert left == inputs["count"], f"{left} documents are left where {inputs['count']} were counted"
+    assert left == inputs["count"], f"{left} documents are left, but {inputs['count']} were counted"
 
 
-def _left(place: Store, inputs: Mapping[str, Any], table: pa.Table) -> pa.Table:
-    table = verdicts.without(table, _dropped(place, inputs))
-    assert len(table) == inputs["count"], f"{len(table)} documents are left where {inputs['count']} were counted"
-    return table
-
-
-def _dropped(place: Store, inputs: Mapping[str, Any]) -> list[pa.ChunkedArray]:
-    return [verdicts.dropped_ids(verdicts.decode(read_file(place, stamp), ["id", "verdict"]))
+def _dropped(output: Store, inputs: Mapping[str, Any]) -> list[pa.ChunkedArray]:
+    return [verdicts.dropped_ids(verdicts.decode(read_file(output, stamp), ["id", "verdict"]))
             for stamp in inputs["dropped"]]
 
 
 def tasks(job: Job, units: list[Published]) -> list[Task]:
-    """One for each partition; the key covers what all files hold, not their number, names or order."""
+    """Return a task for each partition. Its key covers the content of all files, not their number, names or order."""
     inputs = sorted(unit.files["documents"].hash for unit in units)
     sizes = ingest.schema(_permutations(job))
     urls = job.config.step("dedup_url") is not None
@@ -114,8 +117,16 @@ def _permutations(job: Job) -> int:
 def run(job: Job, runner: Runner, units: list[Published]) -> tuple[Finished, list[Part]]:
     """Partition the documents of the ingested files.
 
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        units: units of the ingest stage.
+
+    Returns:
+        The units, and the partitions.
+
     Raises:
-        InputError: too many records share an id without being the same document.
+        InputError: too many records share an id with a different document.
     """
     rows = ingest.schema(_permutations(job)).append(pa.field("partition", pa.int32()))
     todo = tasks(job, units)
@@ -123,14 +134,14 @@ def run(job: Job, runner: Runner, units: list[Published]) -> tuple[Finished, lis
                for unit in units if unit.summary["documents"]]
 
     def execute(missing: list[Task]) -> Iterator[Published]:
-        wanted = {task.unit.number: task for task in missing}
-        only = [Task(task.output, task.unit, {**task.inputs, "wanted": sorted(wanted)}) for task in sources]
-        if only:
-            hop = Hop("partition", functools.partial(_publish_wanted, dict(wanted)))
-            for unit in shuffle_units(only, read_ingested, rows, [hop], job.partitions):
-                del wanted[unit.unit.number]
+        pending = {task.unit.number: task for task in missing}
+        reading = [Task(task.output, task.unit, {**task.inputs, "wanted": sorted(pending)}) for task in sources]
+        if reading:
+            hop = Hop("partition", functools.partial(_publish_pending, dict(pending)))
+            for unit in shuffle_units(reading, read_ingested, rows, [hop], job.partitions):
+                del pending[unit.unit.number]
                 yield unit
-        for task in wanted.values():  # no document has such an id
+        for task in pending.values():  # these partitions have no document
             yield publish(task, rows.empty_table())
 
     done = runner.complete(STAGE, todo, execute)
@@ -139,20 +150,23 @@ def run(job: Job, runner: Runner, units: list[Published]) -> tuple[Finished, lis
                   for unit in done.units]
 
 
-def _publish_wanted(wanted: Mapping[int, Task], number: int, table: pa.Table) -> Published:
-    return publish(wanted[number], table)
+def _publish_pending(pending: Mapping[int, Task], number: int, table: pa.Table) -> Published:
+    return publish(pending[number], table)
 
 
 def read_ingested(task: Task) -> Iterator[pa.Table]:
-    """Rows of one ingested file with their partition number, those of wanted partitions, in blocks of bounded size."""
-    wanted = np.array(task.inputs["wanted"], np.int32)
-    everything = len(wanted) == task.inputs["partitions"]
+    """Yield the rows of one ingested file that belong to missing partitions, with their partition number.
+
+    The blocks have a bounded size.
+    """
+    missing = np.array(task.inputs["wanted"], np.int32)
+    everything = len(missing) == task.inputs["partitions"]
     block: list[pa.Table] = []
     for batch in read_batches(task.store, task.inputs["documents"]):
         table = pa.Table.from_batches([batch])
         numbers = verdicts.partition_of(verdicts.hash_ids(table["id"]), task.inputs["partitions"])
         table = table.append_column("partition", pa.array(numbers))
-        block.append(table if everything else table.filter(pa.array(np.isin(numbers, wanted))))
+        block.append(table if everything else table.filter(pa.array(np.isin(numbers, missing))))
         if sum(part.nbytes for part in block) >= _BLOCK_BYTES:
             yield pa.concat_tables(block)
             block = []
@@ -161,7 +175,7 @@ def read_ingested(task: Task) -> Iterator[pa.Table]:
 
 
 def publish(task: Task, table: pa.Table) -> Published:
-    """The unit of one partition, from its rows in any order."""
+    """Publish the unit of one partition, from its rows in any order."""
     writer = task.writer()
     table = table.take(pc.sort_indices(table, sort_keys=list(_ORDER)))
     repeated = _repeats(table)
@@ -185,14 +199,14 @@ def publish(task: Task, table: pa.Table) -> Published:
 
 def _keys(table: pa.Table, urls: bool) -> pa.Table:
     names = [name for name in _KEYS if name in table.column_names]
-    found = table.select(names).append_column("head", keys.heads(table["text"]))
+    selected = table.select(names).append_column("head", keys.heads(table["text"]))
     for name, values in (keys.urls(table["meta"]) if urls else {}).items():
-        found = found.append_column(name, values)
-    return found
+        selected = selected.append_column(name, values)
+    return selected
 
 
 def _repeats(table: pa.Table) -> np.ndarray:
-    """True for rows with the id of the row before."""
+    """Return whether each row has the id of the row before, bool [n]."""
     repeated = np.zeros(len(table), bool)
     if len(table) > 1:
         ids = table["id"].combine_chunks()
@@ -201,13 +215,22 @@ def _repeats(table: pa.Table) -> np.ndarray:
 
 
 def _judge(table: pa.Table, rows: np.ndarray) -> tuple[pa.Table, list[Bad]]:
-    """Of records that share an id the same text is one document; other text cannot go by that id: quarantine."""
+    """Judge records that repeat an id: drop those with the same text, put those with another text in quarantine.
+
+    Args:
+        table: records sorted by id.
+        rows: rows with the id of the row before.
+
+    Returns:
+        Verdicts, and records for quarantine.
+    """
     ids, texts, metas = table["id"], table["text"], table["meta"]
     same: list[tuple[str, str]] = []
     bad: list[Bad] = []
     first: dict[str, str] = {}
     for row in rows.tolist():
-        identity, text = ids[row].as_py(), texts[row].as_py()
+        identity = ids[row].as_py()
+        text = texts[row].as_py()
         if identity not in first:
             first[identity] = texts[row - 1].as_py()
         meta = json.loads(metas[row].as_py())

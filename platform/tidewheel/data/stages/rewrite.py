@@ -1,4 +1,4 @@
-"""A partition written anew, for stages that change documents and not only drop them."""
+"""Rewrite a partition, for stages that edit documents."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _BATCH_ROWS = 8192
 
 
 class Rewriter:
-    """Writes `documents` and `keys` of one partition again while a stage goes through it; `drops.after` takes them.
+    """Writer of new `documents` and `keys` of one partition, which `drops.after` puts in place of the old ones.
 
-    Use it as a context manager around a loop over `load_documents`: add what is left of each table, then publish the
-    unit with `writer`. The inputs of the task are those of the part, and `minhash` (`keys.minhash_settings`).
+    Use it as a context manager around a loop over `load_documents`: add the remaining documents of each table, then
+    publish the unit with `writer`.
+
+    Args:
+        task: task with the inputs of the partition, and `minhash` (`keys.minhash_settings`).
     """
 
     def __init__(self, task: Task) -> None:
@@ -49,16 +52,16 @@ class Rewriter:
             self.writer.table("keys", pa.concat_tables([self._before.slice(0, 0), *self._keys]))
 
     def add(self, documents: pa.Table, changed: np.ndarray, quality: np.ndarray | None = None) -> None:
-        """The next documents that stay, in order of id.
+        """Add the next documents, in order of id.
 
         Args:
-            documents: n rows with the columns of `DOCUMENT_SCHEMA`, as they are now.
-            changed: bool [n], true where the text is another than before.
-            quality: float32 [n], new values of the key column; None leaves them.
+            documents: n rows with the columns of `DOCUMENT_SCHEMA` and their current values.
+            changed: whether each text has changed, bool [n].
+            quality: new values of the key column, float32 [n]; None keeps the old ones.
         """
         self._stream.write_table(documents.select(DOCUMENT_SCHEMA.names).cast(DOCUMENT_SCHEMA), _BATCH_ROWS)
-        places = pc.index_in(documents["id"], value_set=self._before["id"].combine_chunks())
-        rows = self._before.take(places)
+        indices = pc.index_in(documents["id"], value_set=self._before["id"].combine_chunks())
+        rows = self._before.take(indices)
         if quality is not None:
             rows = rows.set_column(rows.schema.get_field_index("quality"), rows.schema.field("quality"),
                                    pa.array(quality, pa.float32()))
@@ -67,19 +70,18 @@ class Rewriter:
         self._keys.append(rows)
 
     def _recomputed(self, rows: pa.Table, texts: pa.ChunkedArray, changed: np.ndarray) -> pa.Table:
-        """Key rows with the columns that follow from the text computed again where it changed."""
-        which = pa.array(changed)
-        edited = pa.chunked_array(texts.filter(which).chunks, pa.large_string()).combine_chunks()
-        fresh = {**keys.columns(edited, self._minhash), "head": keys.heads(edited)}
-        for name, values in fresh.items():
-            place = rows.schema.get_field_index(name)
-            kept = rows.column(place).combine_chunks()
-            rows = rows.set_column(place, rows.schema.field(place), _replaced(kept, changed, values))
+        """Return the key rows; where a text has changed, compute the columns that follow from it again."""
+        edited = pa.chunked_array(texts.filter(pa.array(changed)).chunks, pa.large_string()).combine_chunks()
+        recomputed = {**keys.columns(edited, self._minhash), "head": keys.heads(edited)}
+        for name, values in recomputed.items():
+            column = rows.schema.get_field_index(name)
+            old = rows.column(column).combine_chunks()
+            rows = rows.set_column(column, rows.schema.field(column), _replaced(old, changed, values))
         return rows
 
 
-def _replaced(kept: pa.Array, changed: np.ndarray, values: pa.Array) -> pa.Array:
-    """`kept` with `values` in the places that are true in `changed`."""
-    order = np.arange(len(kept))
-    order[changed] = len(kept) + np.arange(len(values))
-    return pa.concat_arrays([kept, values.cast(kept.type)]).take(pa.array(order))
+def _replaced(old: pa.Array, changed: np.ndarray, values: pa.Array) -> pa.Array:
+    """Return `old` with `values` where `changed` is true."""
+    order = np.arange(len(old))
+    order[changed] = len(old) + np.arange(len(values))
+    return pa.concat_arrays([old, values.cast(old.type)]).take(pa.array(order))

@@ -1,7 +1,7 @@
-"""The files that a recipe reads: those that its patterns match, and those of the folders that it names.
+"""Find the files that a recipe reads: files that its patterns match, and files of the folders that it names.
 
-A path without *, ? and [ may name a folder. That is a data set as `datasets` and `huggingface_hub` save it
-(`dataset_folder`), or with `format: code` a tree of source files (`code_tree`).
+A path without *, ? and [ may name a folder: a data set as `datasets` and `huggingface_hub` save it (`dataset_folder`),
+or with `format: code` a tree of source files (`code_tree`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WILD = "*?["
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a bundle of source code: its key, what it is called, its length, the identity of its content."""
+    """A file in a bundle of source code; the fields are those of `SourceFile`."""
 
     key: str
     name: str
@@ -36,9 +36,19 @@ class Member:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file: its place, its name in quarantine and lineage, its length, the identity of its content, and the
-    ranges it is read in (`readers.ranges`); () when it is read as a whole; what its first bytes say it holds; and how
-    many documents are read of it, None for all. A bundle of source files stands for its members."""
+    """An input file, or a bundle of source files.
+
+    Args:
+        root: URI of the store that holds the file.
+        key: key of the file in the store; "" for a bundle.
+        name: name of the file in quarantine and lineage.
+        bytes: size of the file.
+        fingerprint: identity of its content.
+        ranges: ranges in which the file is read (`readers.ranges`); () to read it as a whole.
+        shape: format of the file, from its first bytes.
+        limit: number of documents to read; None for all.
+        members: files of a bundle.
+    """
 
     root: str
     key: str
@@ -53,44 +63,51 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a recipe reads: its files, sorted by name; and how many files of source trees are left out, by reason."""
+    """Files that a recipe reads.
+
+    Args:
+        files: the files, sorted by name.
+        skipped: number of skipped files of source trees, by reason.
+    """
 
     files: tuple[SourceFile, ...]
     skipped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A file: its store, its key there, and what it is called."""
+class _Match:
+    """A file that a pattern matches: its store, its key there, and its name."""
 
     place: Store
     key: str
     name: str
 
 
-def source_files(config: PipelineConfig, input: str, output: str, commits: Mapping[str, str]
-                 ) -> Sources:
+def source_files(config: PipelineConfig, input: str, output: str, commits: Mapping[str, str]) -> Sources:
     """Return the files that the recipe names.
 
     Args:
-        input: URI that relative paths are below.
-        output: files below it are not input.
-        commits: what `hub_commits.resolved` gave.
+        config: the recipe.
+        input: URI that relative paths are resolved against.
+        output: URI of the output; files below it are not input.
+        commits: commits of hub data sets, from `hub_commits.resolved`.
 
     Raises:
-        StorageError, InputError: a place is not there, nothing matches, or too many files cannot be read.
+        StorageError: a folder is missing, or storage fails.
+        InputError: a pattern matches nothing, or too many files cannot be read.
     """
-    found: dict[str, _Found] = {}
+    matches: dict[str, _Match] = {}
     for pattern in config.read.paths:
         for file in _of_pattern(pattern, config.read, input, output, commits):
-            found.setdefault(file.place.at(file.key), file)
+            matches.setdefault(file.place.at(file.key), file)
     if _is_tree(config.read):
-        sources = _bundled(list(found.values()), config.read)
+        sources = _bundled(list(matches.values()), config.read)
         limit = config.read.limit
         return sources if limit is None else replace(sources, files=limited(sources.files, limit))
 
-    def look(file: _Found) -> SourceFile:
-        place, key = file.place, file.key
+    def inspect(file: _Match) -> SourceFile:
+        place = file.place
+        key = file.key
         size = place.size(key)
         try:
             shape = readers.shape_of(place, key, config.read)
@@ -100,23 +117,23 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
         return SourceFile(place.uri, key, file.name, size, place.fingerprint(key), tuple(cut), shape)
 
     with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
-        files = tuple(sorted(pool.map(look, found.values()), key=lambda file: file.name))
+        files = tuple(sorted(pool.map(inspect, matches.values()), key=lambda file: file.name))
     _check_formats(files, config.max_bad_fraction)
     readers.check_installed((file.shape for file in files), config.read)
     return Sources(files if config.read.limit is None else limited(files, config.read.limit))
 
 
 def _is_tree(read: ReadConfig) -> bool:
-    """Whether the files are a tree that is read in bundles."""
+    """Return whether the files are a tree that is read in bundles."""
     return read.format != AUTO and reader_of(read.format_name, read).TREE
 
 
-def _bundled(found: Sequence[_Found], read: ReadConfig) -> Sources:
-    """The files of source trees in bundles, each store's for itself."""
+def _bundled(matches: Sequence[_Match], read: ReadConfig) -> Sources:
+    """Group the files of source trees into bundles, separately for each store."""
     files: list[SourceFile] = []
     skipped = Counter[str]()
-    for place in {file.place.uri: file.place for file in found}.values():
-        names = {file.key: file.name for file in found if file.place.uri == place.uri}
+    for place in {file.place.uri: file.place for file in matches}.values():
+        names = {file.key: file.name for file in matches if file.place.uri == place.uri}
         prefix = "" if all(names[key] == key for key in names) else f"{min(names.values()).rpartition('/')[0]}: "
         with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
             stamps = pool.map(lambda key, place=place: Stamp(key, place.size(key), ""), names)
@@ -133,13 +150,13 @@ def _bundled(found: Sequence[_Found], read: ReadConfig) -> Sources:
                     sum(member.bytes for member in members), content_hash(repr(members).encode()),
                     shape=readers.Shape(read.format_name), members=members))
     if not files:
-        told = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
-        raise InputError(f"no file of the source tree is read ({told})", where=found[0].place.uri,
-                         mend="see read.code: languages, max_bytes, and keep for reasons that are to count for nothing")
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
+        raise InputError(f"no file of the source tree is read ({reasons})", where=matches[0].place.uri,
+                         mend="see read.code: languages, max_bytes, and keep for reasons to ignore")
     return Sources(tuple(sorted(files, key=lambda file: file.name)), dict(sorted(skipped.items())))
 
 
-def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits: Mapping[str, str]) -> list[_Found]:
+def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits: Mapping[str, str]) -> list[_Match]:
     is_relative = not ("://" in pattern or pattern.startswith(("/", "~")))
     pattern = hub_commits.at_commit(pattern, commits)
     folder = _folder(pattern, input, is_relative)
@@ -155,20 +172,22 @@ def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits
     if not keys:
         raise InputError(f"no file matches {pattern!r}", where=hub_commits.as_given(place.uri, commits),
                          mend="correct --input or read.paths; patterns know *, ? and ** for any folders")
-    return [_Found(place, key, key if is_relative else hub_commits.as_given(place.at(key), commits)) for key in keys]
+    return [_Match(place, key, key if is_relative else hub_commits.as_given(place.at(key), commits)) for key in keys]
 
 
 def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | None:
-    """(store, folder in it, "" for all) when a path names a folder."""
+    """Return (store, key of the folder or "" for all) if a path names a folder, else None."""
     if any(mark in pattern for mark in _WILD):
         return None
     if is_relative:
-        place, prefix = store(input), "/".join(part for part in pattern.split("/") if part not in ("", "."))
+        place = store(input)
+        prefix = "/".join(part for part in pattern.split("/") if part not in ("", "."))
         if ".." in prefix.split("/"):
             return None
     elif hub.is_hub(pattern):
         named = hub.place_of(pattern)
-        place, prefix = store(hub.Place(named.id, named.revision, "").repository), named.path
+        place = store(hub.Place(named.id, named.revision, "").repository)
+        prefix = named.path
     else:
         place, prefix = _locate(pattern.rstrip("/"), input, is_relative)
     _must_exist(place)
@@ -180,7 +199,10 @@ def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | 
 
 
 def limited(files: Sequence[SourceFile], limit: int) -> tuple[SourceFile, ...]:
-    """The files that `limit` documents are read of, each with its part, by largest remainder of its size."""
+    """Return the files from which `limit` documents are read.
+
+    The number of documents of a file is proportional to its size, by the largest remainder method.
+    """
     total = sum(file.bytes for file in files)
     exact = [limit * file.bytes / total if total else 0.0 for file in files]
     parts = [int(share) for share in exact]
@@ -191,8 +213,10 @@ def limited(files: Sequence[SourceFile], limit: int) -> tuple[SourceFile, ...]:
 
 
 def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
-    """InputError when a larger share of the files than is allowed of the records cannot be read; others are put in
-    quarantine later."""
+    """Raise InputError if the share of unreadable files exceeds the allowed share of bad records.
+
+    Otherwise unreadable files go to quarantine later.
+    """
     unreadable = [file for file in files if file.shape.problem]
     if len(unreadable) <= allowed * len(files):
         return
@@ -204,11 +228,11 @@ def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
 
 
 def _locate(pattern: str, input: str, is_relative: bool) -> tuple[Store, str]:
-    """(store, pattern below it) of a pattern."""
+    """Return (store, pattern below it) of a pattern."""
     if is_relative:
         return store(input), pattern
     parts = pattern.split("/")
-    wild = next((place for place, part in enumerate(parts) if any(mark in part for mark in _WILD)), len(parts) - 1)
+    wild = next((index for index, part in enumerate(parts) if any(mark in part for mark in _WILD)), len(parts) - 1)
     wild = min(wild, len(parts) - 1)
     return store("/".join(parts[:wild]) or "/"), "/".join(parts[wild:])
 

@@ -1,4 +1,4 @@
-"""`summary.json`: what a run did, put together from what its units counted. Deterministic but for seconds and reuse."""
+"""Make `summary.json` from the counts of a run's units; it is deterministic except for seconds and reused units."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from tidewheel.shards.manifest import Manifest
 
 @dataclass
 class Ledger:
-    """Collects the stages of one run, and insists that documents balance.
+    """Collector of the counts of a run's stages.
 
-    Every stage hands on, drops or puts aside exactly the documents that the stage before handed on.
+    It asserts that documents balance: each stage passes on, drops or quarantines exactly the documents that it got
+    from the stage before.
     """
 
     stages: list[dict[str, Any]] = field(default_factory=list)
@@ -33,20 +34,32 @@ class Ledger:
     annotating: list[Published] = field(default_factory=list)
     left: list[tuple[str, by_source.BySource]] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
-    """Files of source trees that their content leaves out, by reason; `Job.skipped` has those of their names."""
+    """Files of source trees skipped for their content, by reason; `Job.skipped` has those skipped for their name."""
 
     def stage(self, name: str, done: Finished, *, documents_in: int, documents_out: int,
               dropped: Mapping[str, int] | None = None, quarantined: Mapping[str, int] | None = None,
               judged: Sequence[Published] = (), left: by_source.BySource | None = None) -> None:
-        """One line of the summary; `judged` are the units whose edits and annotations it tells, `left` what goes on,
-        by source; without it the texts are those of the stage before."""
-        dropped, quarantined = dict(dropped or {}), dict(quarantined or {})
+        """Add a stage.
+
+        Args:
+            name: name of the stage.
+            done: its units.
+            documents_in: documents that it got.
+            documents_out: documents that it passed on.
+            dropped: dropped documents, by reason.
+            quarantined: quarantined records, by reason.
+            judged: units with edits and annotations to report.
+            left: documents and bytes that it passed on, by source; None if the texts are those of the stage before.
+        """
+        dropped = dict(dropped or {})
+        quarantined = dict(quarantined or {})
         gone = sum(dropped.values()) + sum(quarantined.values())
         assert documents_in == documents_out + gone, (
-            f"{name}: {documents_in} documents came in, {documents_out} went on and {gone} were dropped or put aside")
+            f"{name}: got {documents_in} documents, passed on {documents_out}, dropped or quarantined {gone}")
         if self.stages:
             before = self.stages[-1]
-            assert before["documents_out"] == documents_in, f"{before['name']} and {name} do not fit together"
+            assert before["documents_out"] == documents_in, (
+                f"{before['name']} passed on {before['documents_out']} documents, {name} got {documents_in}")
         self.quarantine.update(quarantined)
         if left is not None:
             assert by_source.total(left)[0] == documents_out, f"{name}: the sources do not add up"
@@ -60,10 +73,10 @@ class Ledger:
             "units": len(done.units), "units_reused": done.reused, "seconds": round(done.seconds, 3)})
 
     def judged(self, name: str, units: Sequence[Published]) -> None:
-        """Samples, histograms, verdict files and costs of a stage's units; its line must be there."""
-        found = verdicts.merge_samples([unit.summary.get("samples", {}) for unit in units])
-        if found:
-            self.samples[name] = found
+        """Add samples, histograms, verdict files and costs of the units of a stage that `stage` has added."""
+        samples = verdicts.merge_samples([unit.summary.get("samples", {}) for unit in units])
+        if samples:
+            self.samples[name] = samples
         measured = histograms.merge([unit.summary.get("histograms", {}) for unit in units])
         for statistic, value in measured.items():
             self.histograms[statistic if statistic not in self.histograms else f"{name}.{statistic}"] = value
@@ -75,7 +88,7 @@ class Ledger:
         self.verdict_files[name] = [unit.files["verdicts"].key for unit in units if "verdicts" in unit.files]
 
     def parts(self, name: str, done: Finished) -> None:
-        """A stage over partitions; those of its units that judge count `documents_in`, `documents` and `dropped`."""
+        """Add a stage over partitions, from the counts `documents_in`, `documents` and `dropped` of its units."""
         units = [unit for unit in done.units if "documents_in" in unit.summary]
         self.stage(name, done, documents_in=_sum(units, "documents_in"), documents_out=_sum(units, "documents"),
                    dropped=counts(units, "dropped"), quarantined=counts(units, "quarantined"),
@@ -83,19 +96,19 @@ class Ledger:
         self.judged(name, done.units)
 
     def publish_verdicts(self, job: Job) -> None:
-        """`verdicts/<stage>/summary.json` of every stage that judged, and nothing left of earlier recipes."""
-        place = job.store
+        """Write `verdicts/<stage>/summary.json` of each stage that judged, and delete verdicts of earlier recipes."""
+        output = job.store
         kept: set[str] = set()
         for entry in self.stages:
             name = entry["name"]
             if name in self.verdict_files:
                 value = {key: entry[key] for key in ("name", "documents_in", "documents_out", "dropped", "edited",
                                                      "edits", "would_drop", "quarantined")}
-                place.write_json(f"verdicts/{name}/summary.json", {**value, "samples": self.samples.get(name, {})})
+                output.write_json(f"verdicts/{name}/summary.json", {**value, "samples": self.samples.get(name, {})})
                 kept |= {f"verdicts/{name}/summary.json", *self.verdict_files[name]}
-        for found in place.list("verdicts"):
-            if found.key not in kept:
-                place.delete(found.key)
+        for file in output.list("verdicts"):
+            if file.key not in kept:
+                output.delete(file.key)
 
 
 def _sum(units: Sequence[Published], name: str) -> int:
@@ -105,8 +118,17 @@ def _sum(units: Sequence[Published], name: str) -> int:
 def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapping[str, Manifest] | None,
           made: Mapping[str, Any], product: Mapping[str, Any] | None = None,
           written: Sequence[Published] = ()) -> dict[str, Any]:
-    """Write `summary.json` and give its value; manifests of the sets that were packed, and of the product (of the
-    units `written`), if any; `made` is what `origin.write` gave."""
+    """Write `summary.json` and return its content.
+
+    Args:
+        job: what the stages work on.
+        ledger: counts of the stages.
+        packed: units of the pack stage.
+        manifests: manifests of the packed sets; None if nothing is packed.
+        made: content of `recipe.json`, from `origin.write`.
+        product: manifest of the product; None if the recipe writes none.
+        written: units of the write stage.
+    """
     skipped = ledger.skipped + Counter(job.skipped)
     value = {
         "name": job.config.name, "recipe_hash": job.config.recipe_hash(), "input": job.input,
@@ -131,8 +153,9 @@ def write(job: Job, ledger: Ledger, packed: Sequence[Published], manifests: Mapp
 
 
 def _sets(job: Job, packed: Sequence[Published], manifests: Mapping[str, Manifest]) -> dict[str, Any]:
-    """What is told of the training and the validation set."""
-    training, validation = manifests[TRAINING], manifests[VALIDATION]
+    """Return the entries on the training and the validation set."""
+    training = manifests[TRAINING]
+    validation = manifests[VALIDATION]
     vocabulary = training.vocabulary_size
     tokens = training.tokens + validation.tokens
     return {
@@ -151,9 +174,9 @@ def _sets(job: Job, packed: Sequence[Published], manifests: Mapping[str, Manifes
 
 
 def _loss_tokens(packed: Sequence[Published]) -> int | None:
-    """Tokens of the training set that a model learns to predict; None where that is all of them."""
-    found = [unit.summary[TRAINING].get("loss_tokens") for unit in packed]
-    return None if None in found else sum(found)
+    """Return the number of tokens of the training set that count for the loss; None if all do."""
+    counts = [unit.summary[TRAINING].get("loss_tokens") for unit in packed]
+    return None if None in counts else sum(counts)
 
 
 def _counts(job: Job, units: Sequence[Published], name: str, vocabulary: int) -> ngrams.Counts:

@@ -1,4 +1,4 @@
-"""The tokenizer: trained on a sample of what is left, or the given file. One unit."""
+"""Stage `tokenizer`: train a tokenizer on a sample of the remaining documents, or copy the given file; one unit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ VERSION = Version("train_tokenizer")
 
 
 def run(job: Job, runner: Runner, parts: list[Part]) -> Finished:
-    """The unit with file `tokenizer`."""
+    """Publish the unit with the file `tokenizer`.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the unit.
+        parts: partitions after the stage before.
+    """
     step: TokenizeStep = job.config.step("tokenize")
     if step.train is None:
         key = unit_key(STAGE, settings="given", version=None, inputs=[content_hash(job.tokenizer)])
         given = Task(job.output, Unit(STAGE, "tokenizer.json", key))
-        return runner.complete(STAGE, [given], functools.partial(_give, job.tokenizer))
+        return runner.complete(STAGE, [given], functools.partial(_copy, job.tokenizer))
     contents = [identity for part in parts for identity in part.content()]
     key = unit_key(STAGE, settings=step.train.decisive(), version=VERSION, inputs=contents)
     task = Task(job.output, Unit(STAGE, "tokenizer.json", key),
@@ -37,7 +43,7 @@ def run(job: Job, runner: Runner, parts: list[Part]) -> Finished:
                            note=f"training, {step.train.vocabulary_size} tokens")
 
 
-def _give(data: bytes, missing: list[Task]) -> Iterator[Published]:
+def _copy(data: bytes, missing: list[Task]) -> Iterator[Published]:
     for task in missing:
         writer = task.writer()
         writer.file("tokenizer", data)
@@ -45,7 +51,7 @@ def _give(data: bytes, missing: list[Task]) -> Iterator[Published]:
 
 
 def train(task: Task) -> Published:
-    """Train on the sample."""
+    """Train a tokenizer on the sample and publish it."""
     counted = {"documents": 0, "bytes": 0}
     data = train_bpe(_sample(task.store, task.inputs, counted), task.inputs["vocabulary_size"],
                      task.inputs["special_tokens"])
@@ -54,12 +60,15 @@ def train(task: Task) -> Published:
     return writer.publish({"sample": counted})
 
 
-def _sample(place: Store, inputs: Mapping[str, Any], counted: dict[str, int]) -> Iterator[str]:
-    """Texts in order of the hash of their id, until there are enough bytes: partitions are ranges of that hash."""
+def _sample(output: Store, inputs: Mapping[str, Any], counted: dict[str, int]) -> Iterator[str]:
+    """Yield texts in order of the hash of their id until the sample is large enough; count them in `counted`.
+
+    Partitions are ranges of that hash, so the first partitions have the sample.
+    """
     for part in inputs["parts"]:
         if counted["bytes"] >= inputs["sample_bytes"]:
             return
-        tables = list(load_documents(place, part))
+        tables = list(load_documents(output, part))
         if not tables:
             continue
         table = pa.concat_tables(tables)

@@ -1,4 +1,4 @@
-"""Documents of a partition to tokens: plain text, conversations with a loss mask, or preference pairs."""
+"""Tokenize the documents of a partition: plain text, conversations with a loss mask, or preference pairs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ from tidewheel.shards.tokenizer import Encoder
 from tidewheel.versions import Version
 
 VERSION = Version("tokenize")
-"""How text, conversations and preference pairs become tokens."""
+"""Version of how text, conversations and preference pairs become tokens."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """n documents of a partition.
+    """Tokens of n documents.
 
-    ids string [n]; tokens uint32 [t]; sizes int64 [n]: tokens of each; loss_mask uint8 [t], of conversations;
-    text_bytes: of all texts that are tokenized; dropped, heads: verdict rows of what a template refused, and how these
-    texts begin.
+    Args:
+        ids: ids of the documents, string [n].
+        tokens: tokens of all documents one after another, uint32 [t].
+        sizes: number of tokens of each document, int64 [n].
+        loss_mask: uint8 [t] of conversations; None for plain text.
+        text_bytes: size of all texts that are tokenized.
+        dropped: verdicts on conversations that the template refuses.
+        heads: first characters of the dropped texts.
     """
 
     ids: pa.Array
@@ -45,7 +50,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PairRows:
-    """Rows of `shards.format.preference_schema` of a partition; the other fields as in `Tokens`."""
+    """Preference pairs of a partition (`shards.format.preference_schema`); the other fields are as in `Tokens`."""
 
     table: pa.Table
     text_bytes: int
@@ -55,25 +60,34 @@ class PairRows:
 
 @lru_cache(maxsize=2)
 def template_of(values: str, encoder: Encoder) -> chat.ChatTemplate:
-    """The chat template in `Job.chat_template`."""
+    """Return the chat template of `Job.chat_template`."""
     return chat.ChatTemplate(values, tuple(encoder.special))
 
 
 def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Tokens:
-    """Tokens of documents (`document.DOCUMENT_SCHEMA`), with the tokenizer's policy; of conversations with `template`.
+    """Tokenize documents.
+
+    Args:
+        tables: documents (`document.DOCUMENT_SCHEMA`).
+        encoder: the tokenizer, with its policy on special tokens.
+        template: chat template of conversations (`Job.chat_template`); "" for plain text.
 
     Raises:
-        InputError: the text of a conversation's document is not what its messages say.
+        InputError: the text of a conversation differs from its messages, because a step edited it.
     """
     ids: list[pa.Array] = []
-    tokens, masks, sizes = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
-    text_bytes, gone = 0, _Dropped()
+    tokens = [np.zeros(0, np.uint32)]
+    masks = [np.zeros(0, np.uint8)]
+    sizes = [np.zeros(0, np.int64)]
+    text_bytes = 0
+    gone = _Dropped()
     for table in tables:
         text_bytes += int(pc.sum(pc.binary_length(table["text"])).as_py())
         if template:
             flat, mask, offsets, kept = _conversations(table, encoder, template_of(template, encoder), gone)
             masks.append(mask)
-            table, own = table.filter(pa.array(kept)), np.diff(offsets)[kept]  # the others have no tokens
+            table = table.filter(pa.array(kept))
+            own = np.diff(offsets)[kept]  # refused conversations have no tokens
         else:
             flat, offsets = encoder.encode(table["text"].to_pylist())
             own = np.diff(offsets)
@@ -87,7 +101,7 @@ def encode(tables: Iterable[pa.Table], encoder: Encoder, template: str) -> Token
 
 def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplate, gone: _Dropped
                    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, loss mask, offsets, which were not refused) of the conversations in `table`."""
+    """Return (tokens, loss mask, offsets, whether each was accepted) of the conversations in `table`."""
     metas = _metas(table, lambda meta: text_of(meta[MESSAGES]))
     encoded, refused = chat.encode(encoder, template, [meta[MESSAGES] for meta in metas],
                                    [meta.get(TOOLS) for meta in metas])
@@ -97,9 +111,21 @@ def _conversations(table: pa.Table, encoder: Encoder, template: chat.ChatTemplat
 
 def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *, sequence_length: int,
                  token_dtype: str) -> PairRows:
-    """Rows of the preference pairs of documents; InputError as `encode`."""
-    found = [preferences.preference_schema(token_dtype).empty_table()]
-    text_bytes, gone = 0, _Dropped()
+    """Tokenize preference pairs.
+
+    Args:
+        tables: documents (`document.DOCUMENT_SCHEMA`).
+        encoder: the tokenizer.
+        template: chat template (`Job.chat_template`).
+        sequence_length: maximum number of tokens of a sequence.
+        token_dtype: type of the tokens.
+
+    Raises:
+        InputError: as in `encode`.
+    """
+    rows = [preferences.preference_schema(token_dtype).empty_table()]
+    text_bytes = 0
+    gone = _Dropped()
     for table in tables:
         metas = _metas(table, lambda meta: text_of(list(chain(*pair_of(meta)))))
         pairs = [pair_of(meta) for meta in metas]
@@ -108,29 +134,31 @@ def encode_pairs(tables: Iterable[pa.Table], encoder: Encoder, template: str, *,
                                            [meta.get(TOOLS) for meta in metas], sequence_length=sequence_length,
                                            token_dtype=token_dtype)
         gone.take(table, encoded.dropped)
-        found.append(encoded.table)
-    return PairRows(pa.concat_tables(found), text_bytes, gone.verdicts(), gone.heads())
+        rows.append(encoded.table)
+    return PairRows(pa.concat_tables(rows), text_bytes, gone.verdicts(), gone.heads())
 
 
-def _metas(table: pa.Table, said: Any) -> list[Mapping[str, Any]]:
+def _metas(table: pa.Table, text_in: Any) -> list[Mapping[str, Any]]:
+    """Return the documents' metas, after checking that `text_in` a meta is the document's text."""
     metas = [json.loads(meta) for meta in table["meta"].to_pylist()]
     for identity, text, meta in zip(table["id"].to_pylist(), table["text"].to_pylist(), metas, strict=True):
-        if said(meta) != text:
-            raise InputError("a step changed the text of a conversation, and its messages would be tokenized as they "
-                             "were", where=f"document {identity!r}",
+        if text_in(meta) != text:
+            raise InputError("a step changed the text of a conversation, but its unchanged messages would be "
+                             "tokenized", where=f"document {identity!r}",
                              mend="leave out steps that edit text (filters that edit, dedup_lines, decontaminate with "
                                   "action cut), or let them drop or annotate")
     return metas
 
 
 class _Dropped:
-    """Documents that cannot be tokenized."""
+    """Collector of documents that cannot be tokenized."""
 
     def __init__(self) -> None:
-        self._verdicts, self._heads = [verdicts.VERDICT_SCHEMA.empty_table()], [_NO_HEADS]
+        self._verdicts = [verdicts.VERDICT_SCHEMA.empty_table()]
+        self._heads = [_NO_HEADS]
 
     def take(self, table: pa.Table, dropped: Mapping[int, tuple[str, str]]) -> np.ndarray:
-        """Note the rows of `table` in `dropped` (reason, detail); True for the others, bool [n]."""
+        """Record the rows of `table` in `dropped` (reason, detail); return whether each row stays, bool [n]."""
         kept = np.ones(len(table), bool)
         rows = sorted(dropped)
         kept[rows] = False
@@ -144,11 +172,11 @@ class _Dropped:
         return kept
 
     def verdicts(self) -> pa.Table:
-        """Verdict rows, sorted by id."""
+        """Return the verdicts, sorted by id."""
         return pa.concat_tables(self._verdicts).sort_by("id")
 
     def heads(self) -> pa.Table:
-        """id and head of the dropped documents."""
+        """Return id and head of the dropped documents."""
         return pa.concat_tables(self._heads)
 
 

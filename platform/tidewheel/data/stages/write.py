@@ -1,7 +1,7 @@
-"""The documents that are left as a product, below `dataset/`: a unit writes the files of one partition.
+"""Stage `write`: write the remaining documents below `dataset/`; a unit writes the files of one partition.
 
-The files of a unit bear its key in their names, which are therefore never written with another content. They count when
-`dataset/manifest.json` names them, which is written last; only then what it no longer names is removed.
+File names contain the key of their unit, so a name never gets other content. `dataset/manifest.json`, written last,
+makes the files part of the product. Only then files that it does not name are removed.
 """
 
 from __future__ import annotations
@@ -47,19 +47,25 @@ MEGATRON_VERSION = Version("write_megatron", uses=(VERSION, tokens.VERSION))
 
 
 def product_of(job: Job) -> WriteStep:
-    """What the recipe writes."""
-    assert job.config.product is not None, "a recipe that writes nothing"
+    """Return the settings of `write`."""
+    assert job.config.product is not None, "the recipe writes nothing"
     return job.config.product
 
 
 def tasks(job: Job, parts: Sequence[Part], tokenizer: Stamp | None) -> list[Task]:
-    """One unit for each partition."""
+    """Return a task for each partition.
+
+    Args:
+        job: what the stage works on.
+        parts: the partitions.
+        tokenizer: file of the tokenizer; None if the recipe does not tokenize.
+    """
     step = product_of(job)
     others: dict[str, Any] = {"seed": job.config.seed}
     version = VERSION
     inputs: list[str] = []
     if "megatron" in step.formats:
-        assert tokenizer is not None, "the recipe's checks let no other through"
+        assert tokenizer is not None, "PipelineConfig rejects megatron without tokenize"
         others["settings"] = settings_of(job.config.step("tokenize")).canonical()
         version = MEGATRON_VERSION
         inputs.append(tokenizer.hash)
@@ -74,16 +80,25 @@ def tasks(job: Job, parts: Sequence[Part], tokenizer: Stamp | None) -> list[Task
 
 
 def run(job: Job, runner: Runner, parts: Sequence[Part], tokenizer: Stamp | None) -> Finished:
-    """Every partition, written."""
+    """Write every partition.
+
+    Args:
+        job: what the stage works on.
+        runner: completes the units.
+        parts: partitions after the stage before.
+        tokenizer: file of the tokenizer; None if the recipe does not tokenize.
+    """
     return runner.complete(STAGE, tasks(job, parts, tokenizer), lambda missing: map_units(missing, write_part))
 
 
 def write_part(task: Task) -> Published:
-    """The unit of one partition: its files, and what they hold."""
-    writer, inputs = task.writer(), task.inputs
+    """Publish the unit of one partition: its files and their counts."""
+    writer = task.writer()
+    inputs = task.inputs
     encoder = pack.encoder_of(task) if "megatron" in inputs["formats"] else None
     counted: dict[str, list[by_source.BySource]] = {"source": [], "language": [], "license": []}
-    text_bytes, kept = 0, Kept()
+    text_bytes = 0
+    kept = Kept()
     with contextlib.ExitStack() as closing:
         series = {(split, kind): closing.enter_context(_Series(task, writer, split, kind, encoder))
                   for split in SPLITS for kind in inputs["formats"]}
@@ -95,12 +110,12 @@ def write_part(task: Task) -> Published:
                     continue
                 batch = _tokenized(batch_of(table), table, encoder)
                 text_bytes += batch.text_bytes
-                for name, found in counted.items():
+                for name, counts in counted.items():
                     names = pc.fill_null(batch.table[name], UNSTATED)
-                    found.append(by_source.tally(names, keys.lengths(batch.table["text"])))
+                    counts.append(by_source.tally(names, keys.lengths(batch.table["text"])))
                 for kind in inputs["formats"]:
                     series[split, kind].add(batch)
-    files = [file for each in series.values() for file in each.files]
+    files = [file for one_series in series.values() for file in one_series.files]
     return writer.publish({
         "documents_in": inputs["count"], "documents": inputs["count"], "bytes": text_bytes, "files": files,
         "kept": kept.samples(),
@@ -112,23 +127,27 @@ def write_part(task: Task) -> Published:
 def _tokenized(batch: Batch, documents: pa.Table, encoder: Encoder | None) -> Batch:
     if encoder is None:
         return batch
-    found = tokens.encode([documents], encoder, "")
-    return replace(batch, tokens=found.tokens, sizes=found.sizes)
+    encoded = tokens.encode([documents], encoder, "")
+    return replace(batch, tokens=encoded.tokens, sizes=encoded.sizes)
 
 
 class _Series:
-    """The files of one split of a partition in one format; the next begins when one has enough.
+    """Files of one split of a partition in one format; a new one starts when the last one is large enough.
 
     Args:
         task: the partition.
-        writer: of its unit.
-        split, format: which of its files.
-        encoder: of a tokenized format.
+        writer: writer of its unit.
+        split: name of the split.
+        format: format of the files.
+        encoder: the tokenizer; None for formats without tokens.
     """
 
     def __init__(self, task: Task, writer: UnitWriter, split: str, format: str, encoder: Encoder | None) -> None:
         self.files: list[dict[str, Any]] = []
-        self._task, self._writer, self._split, self._format = task, writer, split, format
+        self._task = task
+        self._writer = writer
+        self._split = split
+        self._format = format
         self._dtype = megatron_dtype(encoder.padded_size) if encoder is not None else ""
         self._closing: contextlib.ExitStack | None = None
         self._begun = 0
@@ -141,12 +160,12 @@ class _Series:
             return
         if kind is None:
             self._end()
-        else:  # what was begun does not appear
+        else:  # an unfinished file does not appear
             self._sink.is_abandoned = True
             self._closing.__exit__(kind, *error)
 
     def add(self, batch: Batch) -> None:
-        """Write documents."""
+        """Write a batch of documents."""
         if self._closing is None:
             self._begin()
         self._file.add(batch)
@@ -157,7 +176,8 @@ class _Series:
             self._end()
 
     def _begin(self) -> None:
-        unit, inputs = self._task.unit, self._task.inputs
+        unit = self._task.unit
+        inputs = self._task.inputs
         folder = f"{FOLDERS[self._format]}/{self._split}" if self._format == "mds" else FOLDERS[self._format]
         self._stem = (f"{folder}/{self._split}-{unit.number:05d}-of-{inputs['partitions']:05d}-{self._begun:03d}-"
                       f"{unit.key[:16]}")
@@ -170,19 +190,20 @@ class _Series:
 
     def _end(self) -> None:
         assert self._closing is not None
-        closing, self._closing = self._closing, None
+        closing = self._closing
+        self._closing = None
         try:
             with closing:
                 self._file.close()
         except BaseException:
             self._sink.is_abandoned = True
             raise
-        self._note(self._sink.inner.stamp, self._sink.sha256())
+        self._record(self._sink.inner.stamp, self._sink.sha256())
         if isinstance(self._file, MegatronWriter):
             data = self._file.index()
-            self._note(self._task.store.write(f"{FOLDER}/{self._stem}.idx", data), hashlib.sha256(data).hexdigest())
+            self._record(self._task.store.write(f"{FOLDER}/{self._stem}.idx", data), hashlib.sha256(data).hexdigest())
 
-    def _note(self, stamp: Stamp, sha256: str) -> None:
+    def _record(self, stamp: Stamp, sha256: str) -> None:
         self._writer.add(stamp.key.removeprefix(f"{FOLDER}/"), stamp)
         tokens = {"tokens": self._tokens} if self._format == "megatron" else {}
         self.files.append({"name": stamp.key.removeprefix(f"{FOLDER}/"), "format": self._format, "split": self._split,
@@ -190,12 +211,13 @@ class _Series:
 
 
 class _Hashed:
-    """A sink that knows its SHA-256, which Croissant and MDS ask for."""
+    """Sink that computes the SHA-256 of its bytes, which Croissant and MDS need."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self._digest = inner, hashlib.sha256()
+        self.inner = inner
+        self._digest = hashlib.sha256()
         self.is_abandoned = False
-        """Take no more: Arrow's writers end their files also when they are given up."""
+        """Ignore further writes: Arrow's writers write the end of a file even when they are closed after an error."""
 
     def write(self, data: Any, /) -> int:
         if self.is_abandoned:
@@ -205,7 +227,7 @@ class _Hashed:
         return self.inner.write(data)
 
     def flush(self) -> None:
-        """Arrow calls this on its sinks."""
+        """Do nothing; Arrow calls this on its sinks."""
 
     @property
     def closed(self) -> bool:
@@ -217,7 +239,15 @@ class _Hashed:
 
 def describe(job: Job, units: Sequence[Published], stages: Sequence[dict[str, Any]],
              evaluation_sets: Sequence[dict[str, Any]], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
-    """What `manifest.json` holds: a function of the input and the recipe alone."""
+    """Return the content of `manifest.json`, a function of the input and the recipe alone.
+
+    Args:
+        job: what the stage works on.
+        units: units of the stage.
+        stages: counts of the stages so far, as in the summary.
+        evaluation_sets: fingerprints of the evaluation sets.
+        tokenizer: entry on the tokenizer; None for formats without tokens.
+    """
     step = product_of(job)
     files = [file for split in SPLITS for kind in step.formats for unit in units for file in unit.summary["files"]
              if (file["split"], file["format"]) == (split, kind)]
@@ -241,14 +271,26 @@ def _documents(files: Sequence[dict[str, Any]], split: str, format: str) -> int:
 
 def commit(job: Job, units: Sequence[Published], stages: Sequence[dict[str, Any]],
            evaluation_sets: Sequence[dict[str, Any]], tokenizer: bytes) -> dict[str, Any]:
-    """Publish the product: indexes, card and Croissant, the manifest last. Gives the manifest."""
-    place = job.store.child(FOLDER)
-    told, others = None, dict[str, bytes]()
+    """Publish the product: indexes, card and Croissant, then the manifest.
+
+    Args:
+        job: what the stage works on.
+        units: units of the stage.
+        stages: counts of the stages so far, as in the summary.
+        evaluation_sets: fingerprints of the evaluation sets.
+        tokenizer: bytes of the tokenizer's file; b"" if the recipe does not tokenize.
+
+    Returns:
+        The manifest.
+    """
+    folder = job.store.child(FOLDER)
+    tokenizer_entry: dict[str, Any] | None = None
+    others: dict[str, bytes] = {}
     if "megatron" in product_of(job).formats:
-        told = pack.encoder_for(job.config, tokenizer).manifest(content_hash(tokenizer))
-        told = {**told, "file": f"megatron/{told['file']}"}
-        others[told["file"]] = tokenizer
-    manifest = describe(job, units, stages, evaluation_sets, told)
+        entry = pack.encoder_for(job.config, tokenizer).manifest(content_hash(tokenizer))
+        tokenizer_entry = {**entry, "file": f"megatron/{entry['file']}"}
+        others[tokenizer_entry["file"]] = tokenizer
+    manifest = describe(job, units, stages, evaluation_sets, tokenizer_entry)
     for split in SPLITS:
         files = [file for file in manifest["files"] if file["split"] == split]
         if shards := [{**file, "name": file["name"].rpartition("/")[2]} for file in files if file["format"] == "mds"]:
@@ -260,10 +302,10 @@ def commit(job: Job, units: Sequence[Published], stages: Sequence[dict[str, Any]
     others["croissant.json"] = croissant.render(manifest).encode()
     manifest["others"] = {name: content_hash(data) for name, data in sorted(others.items())}
     for name, data in others.items():
-        place.write(name, data)
-    place.write_json(MANIFEST, manifest)
+        folder.write(name, data)
+    folder.write_json(MANIFEST, manifest)
     kept = {MANIFEST, *others, *(file["name"] for file in manifest["files"])}
-    for found in place.list():
-        if found.key not in kept:
-            place.delete(found.key)
+    for stored in folder.list():
+        if stored.key not in kept:
+            folder.delete(stored.key)
     return manifest

@@ -80,13 +80,13 @@ def test_as_input_of_a_recipe_names_are_relative(tmp_path, server):
 def test_an_output_keeps_its_commit_and_another_one_reads_the_newest(tmp_path, server):
     old = server.commit("owner/words", FIRST)
     first = job(tmp_path)
-    hub_commits.note(first.store, first.commits)
+    hub_commits.record(first.store, first.commits)
     server.commit("owner/words", {**FIRST, "data/train-00000-of-00001.parquet": parquet("changed")})
     again = job(tmp_path)
     assert (texts(again), again.commits) == (["one", "two"], {NAME: old})
     assert [task.unit.key for task in ingest.tasks(again)] == [task.unit.key for task in ingest.tasks(first)]
     assert origin.write(again)["input"]["commits"] == {NAME: old}
-    hub_commits.note(again.store, again.commits)
+    hub_commits.record(again.store, again.commits)
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     assert texts(job(tmp_path)) == ["changed"]
     assert texts(job(tmp_path, f"{NAME}@{old}")) == ["one", "two"]
