@@ -1,8 +1,7 @@
-"""Removing from an output what nothing refers to: units and shards of earlier recipes, inputs and killed runs."""
+"""Remove unreferenced files from an output: units and shards of earlier recipes, earlier inputs and killed runs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,80 +19,84 @@ from tidewheel.shards.manifest import GROWING, KEY, read_manifest
 from tidewheel.storage import Store, store
 
 FOLDERS = ("stages", *SETS, product.FOLDER, "verdicts", "annotations", "quarantine", NEAR_INDEX)
-"""What pipelines write units, shards and findings to. Other files of an output are not looked at."""
+"""Folders that pipelines write to. Other files of an output are ignored."""
 FINDINGS = ("verdicts", "annotations", "quarantine", NEAR_INDEX)
-"""Folders that every run leaves tidy: there only files of units are looked at."""
+"""Folders that every run tidies itself; of these, only files of units are considered."""
 _PARALLEL_READS = 16
 
 
 @dataclass(frozen=True)
 class Left:
-    """Files of one folder that nothing refers to."""
+    """Unreferenced files of one folder."""
 
     folder: str
     keys: tuple[str, ...]
     bytes: int
 
     def row(self) -> dict[str, str]:
-        """For a table."""
+        """Return a table row."""
         return {"folder": self.folder, "files": f"{len(self.keys):,}", "MB": f"{self.bytes / 1e6:,.1f}"}
 
 
 def find(output: str, *, with_unfinished: bool = False) -> list[Left]:
-    """Return what `clean` would remove, by folder. Writes nothing.
+    """Return the files that `clean` would remove, by folder.
 
     Args:
-        with_unfinished: also the work of a run that was not finished, which it would go on with.
+        output: URI of the output.
+        with_unfinished: also remove the work of an unfinished run, which that run could reuse.
 
     Raises:
-        InputError: no pipeline has finished here, or one has begun since and was not finished.
-        StorageError: what the output refers to is damaged.
+        InputError: no pipeline has finished in the output, or a later run has not finished.
+        StorageError: a manifest or set of the output is damaged.
     """
-    place = store(output)
-    units = replace.read_units(place)
-    if not with_unfinished and place.exists(replace.UNFINISHED):
-        begun = place.read_json(replace.UNFINISHED)
-        which = f"{begun.get('name', 'a pipeline')} (recipe {begun.get('recipe_hash', '?')})"
+    folder_store = store(output)
+    units = replace.read_units(folder_store)
+    if not with_unfinished and folder_store.exists(replace.UNFINISHED):
+        unfinished = folder_store.read_json(replace.UNFINISHED)
+        which = f"{unfinished.get('name', 'a pipeline')} (recipe {unfinished.get('recipe_hash', '?')})"
         raise InputError(f"a run of {which} has begun here and not finished; its units would be removed",
-                         where=place.uri, mend="finish it, or give --unfinished to remove its work as well")
-    kept = _referred(place, units)
+                         where=folder_store.uri, mend="finish it, or give --unfinished to remove its work as well")
+    kept = _referenced(folder_store, units)
     left = []
     for folder in FOLDERS:
-        gone = [file for file in place.list(folder) if file.key not in kept and not _is_tidy(folder, file.key)]
-        if gone:
-            left.append(Left(folder, tuple(file.key for file in gone), sum(file.bytes for file in gone)))
+        files = [file for file in folder_store.list(folder)
+                 if file.key not in kept and not _is_summary(folder, file.key)]
+        if files:
+            left.append(Left(folder, tuple(file.key for file in files), sum(file.bytes for file in files)))
     return left
 
 
 def clean(output: str, *, with_unfinished: bool = False) -> list[Left]:
-    """Remove what nothing refers to, and return it; see `find`.
+    """Remove unreferenced files and return them; see `find`.
 
     Raises:
         OwnershipError: a pipeline is writing to this output.
+        InputError: as `find`.
+        StorageError: as `find`.
     """
-    place = store(output)
-    with holding(place.child(LEASES), "pipeline", "a pipeline is writing to this output"):
+    folder_store = store(output)
+    with holding(folder_store.child(LEASES), "pipeline", "a pipeline is writing to this output"):
         left = find(output, with_unfinished=with_unfinished)
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-            list(pool.map(place.delete, [key for folder in left for key in folder.keys]))
+            list(pool.map(folder_store.delete, [key for folder in left for key in folder.keys]))
         if with_unfinished:
-            place.delete(replace.UNFINISHED)
+            folder_store.delete(replace.UNFINISHED)
     return left
 
 
-def _referred(place: Store, units: Sequence[str]) -> set[str]:
-    """Keys of the units' manifests and files, and of the files that the sets' manifests name."""
+def _referenced(output: Store, units: Sequence[str]) -> set[str]:
+    """Return the keys of the units' manifests and files, and of the files that the sets' manifests name."""
     with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-        kept = {key for keys in pool.map(lambda unit: _of_unit(place, unit), units) for key in keys}
-    made = place.read_json(replace.SUMMARY)
-    if "dataset" in made:
-        kept |= {f"{product.FOLDER}/{key}" for key in product.keys(place.child(product.FOLDER))}
-    for name in SETS if "rows" in made else ():  # what its recipe does not make is an earlier one's
-        child = place.child(name)
+        kept = {key for keys in pool.map(lambda unit: _of_unit(output, unit), units) for key in keys}
+    summary = output.read_json(replace.SUMMARY)
+    if "dataset" in summary:
+        kept |= {f"{product.FOLDER}/{key}" for key in product.keys(output.child(product.FOLDER))}
+    for name in SETS if "rows" in summary else ():  # without rows, sets in the output belong to an earlier recipe
+        child = output.child(name)
         try:
             manifest = read_manifest(child)
         except ShardError as error:
-            raise StorageError(f"the set is not whole, so nothing is removed ({error.what})", where=child.uri,
+            raise StorageError(f"the set is incomplete, so nothing is removed ({error.what})", where=child.uri,
                                mend="run the pipeline again first") from None
         files = [KEY, manifest.tokenizer["file"], *(shard.name for shard in manifest.shards)]
         if manifest.waves:
@@ -102,24 +105,20 @@ def _referred(place: Store, units: Sequence[str]) -> set[str]:
     return kept
 
 
-def _of_unit(place: Store, manifest: str) -> list[str]:
+def _of_unit(output: Store, manifest: str) -> list[str]:
     try:
-        unit = Published.from_json(place.read(manifest))
+        unit = Published.from_json(output.read(manifest))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise StorageError("the unit's manifest is missing or damaged, so nothing is removed",
-                           where=place.at(manifest), mend="run the pipeline again first") from None
+                           where=output.at(manifest), mend="run the pipeline again first") from None
     return [manifest, *(stamp.key for stamp in unit.files.values())]
 
 
-def _is_tidy(folder: str, key: str) -> bool:
-    """Whether a run writes this file itself, beside those of units."""
+def _is_summary(folder: str, key: str) -> bool:
+    """Return whether a run writes and tidies this file itself, because it belongs to no unit."""
     return folder in FINDINGS and key.endswith("/summary.json" if folder == "verdicts" else ".json")
 
 
 def totals(left: Sequence[Left]) -> tuple[int, int]:
-    """Return (files, bytes)."""
-    count: Counter[str] = Counter()
-    for folder in left:
-        count["files"] += len(folder.keys)
-        count["bytes"] += folder.bytes
-    return count["files"], count["bytes"]
+    """Return (files, bytes) over all folders."""
+    return sum(len(folder.keys) for folder in left), sum(folder.bytes for folder in left)

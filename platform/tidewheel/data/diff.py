@@ -1,6 +1,6 @@
-"""Two outputs beside each other: settings, versions, inputs, counts, and which documents one has and the other not.
+"""Compare two outputs: settings, versions, inputs, counts, and the documents that only one of them has.
 
-Documents are compared by 64-bit hashes of their ids, a share of them at a time, so memory does not grow with the sets.
+Documents are compared by 64-bit hashes of their ids, one share at a time, so memory does not grow with the sets.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tidewheel.shards.reader import ShardSet
 from tidewheel.storage import Stamp, Store, store
 
 AT_A_TIME = 100_000_000
-"""Documents whose hashes are in memory together, of both outputs."""
+"""Documents of both outputs whose hashes are in memory at the same time."""
 EXAMPLES = 5
 NOT_READ = "not among its documents"
 
 
 @dataclass
 class Moved:
-    """Documents that one output's sets have and the other's have not.
+    """Documents that only one of the outputs has.
 
     Args:
-        count: how many.
-        reasons: what the other output says of them, by "stage: reason".
-        examples: ids.
+        count: number of documents.
+        reasons: counts by reason ("stage: reason") for which the other output dropped them.
+        examples: some ids.
     """
 
     count: int = 0
@@ -45,13 +45,23 @@ class Moved:
     examples: list[str] = field(default_factory=list)
 
     def canonical(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return {"documents": self.count, "reasons": dict(self.reasons.most_common()), "examples": self.examples}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs from output A to output B; `gained` are documents of B that A has not."""
+    """Differences between two outputs A and B.
+
+    Args:
+        settings: (name, value in A, value in B) of settings that differ.
+        versions: the same for versions of packages.
+        inputs: number of input files that are the same, changed, gained and lost.
+        counts: documents, tokens and rows in A and B.
+        gained: documents that only B has.
+        lost: documents that only A has.
+        both: number of documents that both have.
+    """
 
     settings: list[tuple[str, Any, Any]]
     versions: list[tuple[str, Any, Any]]
@@ -62,7 +72,7 @@ class Difference:
     both: int
 
     def canonical(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return {"settings": [{"setting": name, "a": a, "b": b} for name, a, b in self.settings],
                 "versions": [{"package": name, "a": a, "b": b} for name, a, b in self.versions],
                 "inputs": self.inputs, "counts": self.counts, "in_both": self.both,
@@ -76,38 +86,39 @@ def compare(a: str, b: str) -> Difference:
         InputError: no pipeline has finished in one of them.
         ShardError: a set is damaged.
     """
-    first, second = store(a), store(b)
-    summaries = [_summary(place) for place in (first, second)]
-    made = [origin.read(place) for place in (first, second)]
-    settings = origin.differences(*(one.get("recipe", {}) for one in made)) if all(made) else [
+    first = store(a)
+    second = store(b)
+    summaries = [_summary(output) for output in (first, second)]
+    origins = [origin.read(output) for output in (first, second)]
+    settings = origin.differences(*(made.get("recipe", {}) for made in origins)) if all(origins) else [
         ("recipe hash", *(summary["recipe_hash"] for summary in summaries))]
-    versions = [{**one.get("versions", {}), "commit": one.get("commit", "")} for one in made]
+    versions = [{**made.get("versions", {}), "commit": made.get("commit", "")} for made in origins]
     gained, lost, both = _documents(first, second)
     return Difference([entry for entry in settings if entry[1] != entry[2]], origin.differences(*versions),
                       _inputs(first, second), _counts(*summaries), gained, lost, both)
 
 
-def _summary(place: Store) -> dict[str, Any]:
+def _summary(output: Store) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = place.read_json(replace.SUMMARY)
+        summary: dict[str, Any] = output.read_json(replace.SUMMARY)
     except FileNotFoundError:
-        raise InputError("no summary.json: no pipeline has finished here", where=place.uri,
+        raise InputError("no summary.json: no pipeline has finished here", where=output.uri,
                          mend="give two folders that `tidewheel data run` has written to") from None
-    return found
+    return summary
 
 
 def _inputs(first: Store, second: Store) -> dict[str, int]:
-    """Files by what became of them; the same content under another name is the same file."""
-    before, now = ({line["fingerprint"]: line["file"] for line in origin.read_inputs(place)}
-                   for place in (first, second))
-    gone = {name for content, name in before.items() if content not in now}
-    come = {name for content, name in now.items() if content not in before}
-    return {"same": len(before.keys() & now.keys()), "changed": len(gone & come), "gained": len(come - gone),
-            "lost": len(gone - come)}
+    """Count the input files that are the same, changed, gained and lost; a renamed file counts as the same."""
+    before = {line["fingerprint"]: line["file"] for line in origin.read_inputs(first)}
+    now = {line["fingerprint"]: line["file"] for line in origin.read_inputs(second)}
+    removed = {name for content, name in before.items() if content not in now}
+    added = {name for content, name in now.items() if content not in before}
+    return {"same": len(before.keys() & now.keys()), "changed": len(removed & added), "gained": len(added - removed),
+            "lost": len(removed - added)}
 
 
 def _counts(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of counts: what each stage kept, and the sets."""
+    """Return rows of counts: documents after each stage, and the sizes of the sets."""
     rows: list[dict[str, Any]] = []
     stages = [{entry["name"]: entry["documents_out"] for entry in summary["stages"]} for summary in (before, now)]
     for name in [*stages[0], *(name for name in stages[1] if name not in stages[0])]:
@@ -121,29 +132,33 @@ def _counts(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _documents(first: Store, second: Store) -> tuple[Moved, Moved, int]:
-    """(documents gained, documents lost, documents in both)."""
-    sets = [_sets(place) for place in (first, second)]
-    total = sum(each.documents for one in sets for each in one)
+    """Return (documents gained, documents lost, number of documents in both)."""
+    old_sets = _sets(first)
+    new_sets = _sets(second)
+    total = sum(documents.documents for documents in (*old_sets, *new_sets))
     shares = max(1, -(-total // AT_A_TIME))
-    gained, lost, both = Moved(), Moved(), 0
+    gained = Moved()
+    lost = Moved()
+    both = 0
     for share in range(shares):
-        before, now = (np.unique(_hashes(one, share, shares)) for one in sets)
+        before = np.unique(_hashes(old_sets, share, shares))
+        now = np.unique(_hashes(new_sets, share, shares))
         both += len(np.intersect1d(before, now, assume_unique=True))
-        for moved, new, mine, other in ((gained, np.setdiff1d(now, before, assume_unique=True), sets[1], first),
-                                        (lost, np.setdiff1d(before, now, assume_unique=True), sets[0], second)):
-            if len(new):
-                _tell(moved, new, mine, other)
+        _add(gained, np.setdiff1d(now, before, assume_unique=True), new_sets, first)
+        _add(lost, np.setdiff1d(before, now, assume_unique=True), old_sets, second)
     return gained, lost, both
 
 
-def _tell(moved: Moved, hashes: np.ndarray, sets: Sequence[_Set], other: Store) -> None:
-    """Add documents with these hashes to `moved`, with what the other output says of them."""
+def _add(moved: Moved, hashes: np.ndarray, sets: Sequence[_Set], other: Store) -> None:
+    """Add the documents of `sets` with these sorted hashes to `moved`, with the other output's reasons."""
+    if not len(hashes):
+        return
     moved.count += len(hashes)
     explained = np.zeros(len(hashes), bool)
-    for stage, reasons, found in _dropped(other):
-        place = np.searchsorted(hashes, found).clip(max=len(hashes) - 1)
-        hit = (hashes[place] == found) & ~explained[place]
-        explained[place[hit]] = True
+    for stage, reasons, dropped in _dropped(other):
+        indices = np.searchsorted(hashes, dropped).clip(max=len(hashes) - 1)
+        hit = (hashes[indices] == dropped) & ~explained[indices]
+        explained[indices[hit]] = True
         for reason in reasons.filter(pa.array(hit)).to_pylist():
             moved.reasons[f"{stage}: {reason}"] += 1
     if rest := int((~explained).sum()):
@@ -152,15 +167,15 @@ def _tell(moved: Moved, hashes: np.ndarray, sets: Sequence[_Set], other: Store) 
         if len(moved.examples) >= EXAMPLES:
             break
         known = np.isin(verdicts.hash_ids(ids), hashes)
-        names = dict.fromkeys([*moved.examples, *ids.filter(pa.array(known)).to_pylist()])  # each once, in order
+        names = dict.fromkeys([*moved.examples, *ids.filter(pa.array(known)).to_pylist()])  # distinct, in order
         moved.examples = list(names)[:EXAMPLES]
 
 
-def _dropped(place: Store) -> Iterator[tuple[str, pa.ChunkedArray, np.ndarray]]:
-    """(stage, reasons, hashes of ids) of the documents that an output dropped, file by file."""
-    for file in place.list("verdicts"):
+def _dropped(output: Store) -> Iterator[tuple[str, pa.ChunkedArray, np.ndarray]]:
+    """Yield (stage, reasons, hashes of ids) of the documents that an output dropped, file by file."""
+    for file in output.list("verdicts"):
         if file.key.endswith(".parquet"):
-            data = read_file(place, Stamp(file.key, file.bytes, place.hash(file.key)))
+            data = read_file(output, Stamp(file.key, file.bytes, output.hash(file.key)))
             table = verdicts.decode(data, ["id", "verdict", "reason"])
             table = table.filter(pa.compute.equal(table["verdict"], verdicts.DROP))
             if len(table):
@@ -169,41 +184,46 @@ def _dropped(place: Store) -> Iterator[tuple[str, pa.ChunkedArray, np.ndarray]]:
 
 @dataclass(frozen=True)
 class _Set:
-    """Documents of an output: how many, and their ids, of which some may come several times."""
+    """Documents of a set.
+
+    Args:
+        documents: number of documents.
+        ids: yields their ids, some of them several times.
+    """
 
     documents: int
     ids: Callable[[], Iterator[pa.Array]]
 
 
-def _sets(place: Store) -> list[_Set]:
-    """The training and the validation set; of an output without them, the product."""
-    if not place.child(SETS[0]).exists(KEY) and place.child(product.FOLDER).exists(product.MANIFEST):
-        written = place.child(product.FOLDER)
+def _sets(output: Store) -> list[_Set]:
+    """Return the training and the validation set; for an output without them, the product."""
+    if not output.child(SETS[0]).exists(KEY) and output.child(product.FOLDER).exists(product.MANIFEST):
+        written = output.child(product.FOLDER)
         return [_Set(product.read_manifest(written)["documents"], functools.partial(product.ids, written))]
-    found = [(place.child(name), read_manifest(place.child(name))) for name in SETS]
-    return [_Set(manifest.documents, functools.partial(_packed_ids, child, manifest)) for child, manifest in found]
+    manifests = [(output.child(name), read_manifest(output.child(name))) for name in SETS]
+    return [_Set(manifest.documents, functools.partial(_packed_ids, child, manifest)) for child, manifest in manifests]
 
 
 def _hashes(sets: Sequence[_Set], share: int, shares: int) -> np.ndarray:
-    """Hashes of the ids of one share of the documents, uint64."""
-    found = [np.zeros(0, np.uint64)]
+    """Return the hashes of the ids of one share of the documents, uint64."""
+    parts = [np.zeros(0, np.uint64)]
     for ids in _ids(sets):
         hashes = verdicts.hash_ids(ids)
-        found.append(np.unique(hashes[hashes % np.uint64(shares) == share] if shares > 1 else hashes))
-    return np.concatenate(found)
+        parts.append(np.unique(hashes[hashes % np.uint64(shares) == share] if shares > 1 else hashes))
+    return np.concatenate(parts)
 
 
 def _ids(sets: Sequence[_Set]) -> Iterator[pa.Array]:
-    """Ids of the documents of all sets; one whose tokens are in several rows comes several times."""
-    for each in sets:
-        yield from each.ids()
+    """Yield the ids of the documents of all sets; a document in several rows comes several times."""
+    for documents in sets:
+        yield from documents.ids()
 
 
-def _packed_ids(place: Store, manifest: Manifest) -> Iterator[pa.Array]:
+def _packed_ids(folder: Store, manifest: Manifest) -> Iterator[pa.Array]:
     if manifest.kind == PACKED:
-        shards = ShardSet.open(place.uri)
+        shards = ShardSet.open(folder.uri)
         for number in range(len(manifest.shards)):
             yield shards.shard(number).batch.column("document_ids").flatten()
     else:
-        for batch in preferences.read_pairs(place.uri):
+        for batch in preferences.read_pairs(folder.uri):
             yield batch.column("document_id")

@@ -1,4 +1,4 @@
-"""The Document: what a pipeline reads, and how one is named."""
+"""Schema and ids of the documents of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ DOCUMENT_SCHEMA = pa.schema([
     pa.field("meta", pa.string(), nullable=False),  # JSON object
 ])
 
-
-#: Fields of `meta` whose parts stay in the order in which they are given: a chat template writes them out.
 SPOKEN = ("messages", "tools", "prompt", "chosen", "rejected")
+"""Fields of `meta` whose contents keep their order, because chat templates write them out."""
 
 
 def encode_meta(meta: Mapping[str, Any], *, ensure_ascii: bool = True) -> str:
-    """JSON text of a document's `meta`: names sorted, but inside conversations as they are."""
+    """Return the JSON text of a document's `meta`, with sorted names except inside conversations (`SPOKEN`)."""
     parts = (f"{json.dumps(name, ensure_ascii=ensure_ascii)}: "
              f"{json.dumps(meta[name], sort_keys=name not in SPOKEN, ensure_ascii=ensure_ascii)}"
              for name in sorted(meta))
@@ -33,12 +32,12 @@ def encode_meta(meta: Mapping[str, Any], *, ensure_ascii: bool = True) -> str:
 
 
 def content_id(text: str) -> str:
-    """Id of a document that came without one: XXH3-128 of its UTF-8 bytes, 32 hex digits.
+    """Return the id of a document without one: XXH3-128 of its UTF-8 bytes, 32 hex digits.
 
-    Equal texts get equal ids: whoever reads documents must make ids unique within an input, for
-    example by dropping the second copy as an exact duplicate.
+    Equal texts get equal ids, so readers must make ids unique within an input, for example by dropping the second
+    copy as an exact duplicate.
 
     Raises:
-        UnicodeEncodeError: the text holds lone surrogates, so it is no Unicode text.
+        UnicodeEncodeError: the text contains lone surrogates, so it is not valid Unicode.
     """
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8"))

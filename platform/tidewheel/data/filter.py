@@ -1,4 +1,4 @@
-"""Filters: rules that judge, and some of them edit, one document at a time. They are parts; here is what one is.
+"""`Filter`, the base of all filters: a part that judges, and may edit, one document at a time.
 
     class Shouting(tw.Filter):
         "Drop documents in capitals."
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     from tidewheel.data.textpass import Measured
 
 Limits = Mapping[str, tuple[float | None, float | None]]
-"""(smallest, largest) kept value by statistic."""
+"""(smallest, largest) value that is kept, by statistic."""
 OWN = Version("own_filters")
-"""How filters from outside the package are applied; their source is in the keys beside this."""
+"""Version of how filters from outside the package are applied. Keys of units also contain the filter's source."""
 
 
 class Document(TypedDict):
-    """A document, as `Batch.documents` yields it and as a function of one document gets it."""
+    """A document, as yielded by `Batch.documents` and passed to a function of one document."""
 
     id: str
     """Stable id."""
     text: str
-    """Text, as the filters before this one left it."""
+    """Text, as edited by the filters before this one."""
     source: str
-    """Where it came from."""
+    """Origin of the document."""
     meta: dict[str, Any]
-    """Further fields of its record, JSON values."""
+    """Other fields of its record, JSON values."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Batch:
     """n documents.
 
     Args:
-        table: columns `id`, `source` and `meta` (JSON objects), strings, and `text`, large_string.
-        measured: what one pass over the texts found for several filters; None if nobody has measured yet.
+        table: string columns `id`, `source` and `meta` (JSON objects), and large_string column `text`.
+        measured: measures of the texts that several filters share; None if they have not been made.
     """
 
     table: pa.Table
@@ -70,7 +70,7 @@ class Batch:
 
     @classmethod
     def of(cls, texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> Self:
-        """Return a batch of texts alone, to try a filter: ids are numbers, sources and metas empty."""
+        """Return a batch of texts, to try a filter: ids are numbers, sources and metas are empty."""
         import pyarrow as pa
 
         column = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.large_string())
@@ -82,7 +82,7 @@ class Batch:
 
     @property
     def texts(self) -> pa.LargeStringArray:
-        """Texts as the filters before this one left them, large_string [n]."""
+        """Texts as edited by the filters before this one, large_string [n]."""
         return self._column("text")
 
     @property
@@ -97,7 +97,7 @@ class Batch:
 
     @property
     def metas(self) -> pa.StringArray:
-        """Further fields of the records, JSON objects, string [n]."""
+        """Other fields of the records, JSON objects, string [n]."""
         return self._column("meta")
 
     def documents(self) -> Iterator[Document]:
@@ -107,10 +107,10 @@ class Batch:
             yield {"id": name, "text": text, "source": source, "meta": json.loads(meta)}
 
     def measure(self, asked: Measures) -> Measured:
-        """Return what a pass over the texts finds: the one made for all filters, or one made now.
+        """Return measures of the texts: those that filters share, or new ones.
 
         Args:
-            asked: what `Filter.measures` of the same filter returns.
+            asked: the result of `Filter.measures` of the same filter.
         """
         from tidewheel.data import textpass
 
@@ -126,14 +126,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What a filter makes of n documents.
+    """Verdicts of a filter on n documents.
 
     Args:
-        reasons: n strings, "" to keep the document, else the reason to drop it.
+        reasons: n strings: "" to keep the document, else the reason to drop it.
         statistics: float64 [n] by name, for histograms and `annotate`. Names are unique in a step.
-        texts: n texts as they are to be, of a filter that edits.
-        metas: n JSON objects in place of meta, of a filter that `WRITES`; None leaves them.
-        quality: float32 [n], of a filter that `WRITES`: of duplicates the document with the larger one is kept.
+        texts: n edited texts, from a filter that edits.
+        metas: n JSON objects that replace meta, from a filter that `WRITES`; None keeps the old ones.
+        quality: float32 [n], from a filter that `WRITES`. Of duplicates, the document with the highest quality stays.
     """
 
     reasons: Sequence[str]
@@ -147,16 +147,16 @@ class Filter(Part):
     """Base of a filter: its fields are its settings."""
 
     EDITS: ClassVar[str] = ""
-    """Reason in the verdict of a document whose text it changes; "" for a filter that only drops."""
+    """Reason in the verdict on a document whose text it changes; "" for a filter that only drops."""
     DETAILS: ClassVar[tuple[str, ...]] = ()
-    """Statistics told in that verdict."""
+    """Statistics that this verdict includes."""
     WRITES: ClassVar[bool] = False
-    """It gives metas or quality."""
+    """Whether it returns metas or quality."""
     ORDER: ClassVar[int] = 1000
-    """Filters of one step apply in this order, those with the same number by their names."""
+    """Filters of a step apply in this order; filters with the same number apply in the order of their names."""
     FILES: ClassVar[tuple[str, ...]] = ()
-    """Settings that hold the path of a file, or a tuple of paths; relative ones are below the pipeline's input. Workers
-    find in their place what `resources.read` and `resources.lines` take."""
+    """Settings that contain the path of a file, or a tuple of paths; relative ones are below the pipeline's input. On
+    workers they contain references for `resources.read` and `resources.lines` instead."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
     """Modules with compiled passes of its own."""
 
@@ -165,50 +165,54 @@ class Filter(Part):
         return {}
 
     def measures(self) -> Measures | None:
-        """Return what one pass over the texts is to find for it, which filters share; see `Batch.measure`."""
+        """Return the measures that it needs from the pass over the texts that filters share; see `Batch.measure`."""
         return None
 
     def apply(self, batch: Batch) -> Verdicts:
-        """Judge documents. The same document must always get the same verdict, whatever is beside it in the batch."""
+        """Judge documents. A verdict must depend on the document alone, not on the others in the batch."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise at once what `apply` would: a file that is not what it should be."""
+        """Check the files in the settings.
+
+        Raises:
+            InputError: a file is missing or invalid, so that `apply` would fail.
+        """
 
     def packages(self) -> dict[str, str]:
-        """Return the versions of packages that decide the outcome, for unit keys."""
+        """Return the versions of packages that decide the verdicts, for unit keys."""
         return {}
 
     @classmethod
     def changes(cls) -> bool:
-        """Return whether documents may leave it other than they came."""
+        """Return whether it may change documents."""
         return bool(cls.EDITS) or cls.WRITES
 
     def paths(self) -> tuple[str, ...]:
         """Return every path in the settings."""
-        found: list[str] = []
+        paths: list[str] = []
         for name in self.FILES:
             value = getattr(self, name)
-            found += [value] if isinstance(value, str) else value
-        return tuple(found)
+            paths += [value] if isinstance(value, str) else value
+        return tuple(paths)
 
     def with_files(self, change: Callable[[str], str]) -> Self:
-        """Return the filter with every path replaced by what `change` makes of it."""
+        """Return the filter with every path replaced by `change(path)`."""
         values: dict[str, Any] = {}
         for name in self.FILES:
             value = getattr(self, name)
-            values[name] = change(value) if isinstance(value, str) else tuple(change(each) for each in value)
+            values[name] = change(value) if isinstance(value, str) else tuple(change(path) for path in value)
         return self.model_copy(update=values)
 
 
 class FunctionFilter(Filter):
-    """A plain function of one document: True keeps it, False drops it, a string is the reason to drop it."""
+    """Filter that calls a function for each document: True keeps it, False drops it, a string is the reason to drop."""
 
     function: ClassVar[Callable[[Document], bool | str]]
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> type[Filter]:
-        """Return the filter that calls a function."""
+        """Return the filter class that calls a function."""
         return type(cls.__name__, (cls,), {"function": staticmethod(function), "__module__": __name__})
 
     def apply(self, batch: Batch) -> Verdicts:
@@ -230,11 +234,13 @@ FILTERS = Kind("filter", Filter, "tidewheel.data.filters", "tidewheel.filters", 
 
 
 def judged(filter: Filter, batch: Batch) -> Verdicts:
-    """Apply a filter, and check that its answer fits the documents. Statistics are float64 [n], texts and metas arrays.
+    """Apply a filter and check that its verdicts match the documents.
+
+    In the returned verdicts statistics are float64 [n], texts and metas are arrays.
 
     Raises:
-        InputError: a filter from outside the package raised an error, or its answer does not fit.
-        TidewheelError: what the filter itself raised.
+        InputError: a filter from outside the package raised an error, or its verdicts do not match.
+        TidewheelError: raised by the filter itself.
     """
     name = name_of(type(filter))
     try:
@@ -259,9 +265,9 @@ def _fitting(filter: Filter, verdicts: Any, count: int) -> Verdicts:
     if filter.EDITS and verdicts.texts is None:
         raise TypeError("it has EDITS, so apply must return texts")
     if verdicts.texts is not None and not filter.EDITS:
-        raise TypeError("it returns texts, so the class must say EDITS, the reason told of a document that it changes")
+        raise TypeError("it returns texts, so the class must set EDITS, the reason in verdicts on documents it changes")
     if (verdicts.metas is not None or verdicts.quality is not None) and not filter.WRITES:
-        raise TypeError("it returns metas or quality, so the class must say WRITES = True")
+        raise TypeError("it returns metas or quality, so the class must set WRITES = True")
     statistics = {key: np.asarray(values, np.float64) for key, values in verdicts.statistics.items()}
     sizes = {"reasons": len(verdicts.reasons), **{key: len(values) for key, values in statistics.items()}}
     for key in ("texts", "metas", "quality"):
@@ -270,7 +276,8 @@ def _fitting(filter: Filter, verdicts: Any, count: int) -> Verdicts:
     for key, size in sizes.items():
         if size != count:
             raise ValueError(f"{key} are {size}, for {count} documents")
-    texts, metas = verdicts.texts, verdicts.metas
+    texts = verdicts.texts
+    metas = verdicts.metas
     return Verdicts([str(reason) for reason in verdicts.reasons], statistics,
                     texts if texts is None or isinstance(texts, pa.Array) else pa.array(texts, pa.large_string()),
                     metas if metas is None or isinstance(metas, pa.Array) else pa.array(metas, pa.string()),

@@ -1,4 +1,4 @@
-"""The programming language of a file, told by its name."""
+"""Programming languages, recognised by the names of files."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _OF_ENDING = {ending: language for language, endings in _ENDINGS.items() for end
 _OF_NAME = {name: language for language, names in _NAMES.items() for name in names.split()}
 
 LANGUAGES = tuple(sorted({*_ENDINGS, *_NAMES}))
-"""Every language that is told."""
+"""All known languages."""
 
 
 def language_of(path: str) -> str:
-    """Return the language of a file; "" where its name tells none."""
+    """Return the language of a file; "" if its name is not that of a known language."""
     name = posixpath.basename(path).lower()
     return _OF_NAME.get(name) or _OF_ENDING.get(name.rpartition(".")[2] if "." in name else "", "")

@@ -1,4 +1,4 @@
-"""Progress bars of a pipeline: one a stage, counting units."""
+"""Progress bars of a pipeline: one for each stage, counting units."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ OnProgress = Callable[[str, int, int, str], None]
 
 @contextlib.contextmanager
 def stage_bars(stages: Sequence[str] = ()) -> Iterator[OnProgress]:
-    """Yields the `on_progress(stage, done_units, total_units, note)` that `pipeline.run` takes.
+    """Yield an `on_progress(stage, done_units, total_units, note)` for `pipeline.run`.
 
     Args:
-        stages: names of all stages in order, `pipeline.stages`; each bar then says which of how many it is.
+        stages: names of all stages in order (`pipeline.stages`), so that each bar shows the number of its stage.
     """
     with contextlib.ExitStack() as open_bars, bars() as group:
         shown: dict[str, Bar] = {}
@@ -24,7 +24,7 @@ def stage_bars(stages: Sequence[str] = ()) -> Iterator[OnProgress]:
         def on_progress(stage: str, done: int, total: int, note: str = "") -> None:
             nonlocal reached
             if stage not in shown:
-                open_bars.close()  # stages run one after the other: the one before is done
+                open_bars.close()  # stages run one after another, so the one before is done
                 reached = max(reached, _number(stage, stages))
                 title = f"stage {reached} of {len(stages)}, {stage}" if reached else stage
                 shown[stage] = open_bars.enter_context(group.bar(title, total, unit="units"))
@@ -35,6 +35,6 @@ def stage_bars(stages: Sequence[str] = ()) -> Iterator[OnProgress]:
 
 
 def _number(stage: str, stages: Sequence[str]) -> int:
-    """Which stage it is, from 1, or a part of; 0 when its name does not say, as of one that belongs to the last."""
-    return max((place for place, name in enumerate(stages, 1) if stage == name or stage.startswith(f"{name}_")),
+    """Return the number of a stage, or of the stage that it is a part of, from 1; 0 if its name does not match any."""
+    return max((number for number, name in enumerate(stages, 1) if stage == name or stage.startswith(f"{name}_")),
                default=0)

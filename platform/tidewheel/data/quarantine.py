@@ -1,4 +1,4 @@
-"""Records that cannot be used: where they are, what is wrong with them, and enough of their bytes to recognise them."""
+"""Records that cannot be used: their position, the reason, and enough of their bytes to recognise them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tidewheel.versions import Version
 VERSION = Version("quarantine")
 HEAD_BYTES = 200
 
-#: What can be wrong with a record, and what to tell its owner.
 REASONS = {
     "unreadable_file": "the file cannot be read, or what it unpacks to does not fit its checksum",
     "truncated_file": "the file is cut off here; what is before is kept",
@@ -50,22 +49,23 @@ REASONS = {
     "no_preference": "the better and the worse answer are the same",
     "duplicate_id": "another document has the same id and other text",
 }
+"""Reasons for which a record cannot be used, each with an explanation for its owner."""
 
 
 @dataclass(frozen=True)
 class Bad:
-    """One record put aside.
+    """A record in quarantine.
 
     Args:
         file: URI or key of the file, as the pipeline names it.
-        line: 1 for the first line; 0 when it is about the whole file, or when reading began in its middle.
-        offset: of the line's first byte, in the unpacked file; of a row, its number from 0.
+        line: number of the line, from 1; 0 for a whole file, or if reading started inside the file.
+        offset: offset of the line's first byte in the decompressed file; of a row, its number from 0.
         reason: one of `REASONS`.
-        detail: what the parser said, or what the record collides with.
+        detail: message of the parser, or the id that the record repeats.
         bytes: length of the raw record.
-        hash: content hash of the raw record (of the file's identity, when it is about the whole file).
+        hash: content hash of the raw record; of a whole file, its fingerprint.
         head: the first 200 bytes, undecodable ones escaped.
-        records: how many records it stands for: all of a file or row group that is put aside as a whole, else 1.
+        records: number of records that it stands for: all records of a whole file or row group, else 1.
     """
 
     file: str
@@ -80,19 +80,28 @@ class Bad:
 
 
 def bad_record(file: str, line: int, offset: int, reason: str, raw: bytes, detail: str = "") -> Bad:
-    """A `Bad` for one line's raw bytes."""
+    """Return the entry for one record.
+
+    Args:
+        file: name of the file.
+        line: number of the line, from 1; 0 if unknown.
+        offset: offset of the record.
+        reason: one of `REASONS`.
+        raw: the record's bytes.
+        detail: message of the parser.
+    """
     return Bad(file, line, offset, reason, detail[:HEAD_BYTES], len(raw), content_hash(raw),
                raw[:HEAD_BYTES].decode("utf-8", "backslashreplace"))
 
 
 def encode(rows: Iterable[Bad]) -> bytes:
-    """JSON lines, ordered by file and offset."""
+    """Return JSON lines, in order of file and offset."""
     ordered = sorted(rows, key=lambda row: (row.file, row.offset, row.line, row.reason, row.detail))
     return b"".join(json.dumps(asdict(row), ensure_ascii=True, sort_keys=True).encode() + b"\n" for row in ordered)
 
 
 def count(rows: Iterable[Bad]) -> dict[str, int]:
-    """Records put aside, by reason."""
+    """Return the number of quarantined records, by reason."""
     totals: Counter[str] = Counter()
     for row in rows:
         totals[row.reason] += row.records

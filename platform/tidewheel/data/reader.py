@@ -1,4 +1,4 @@
-"""Readers: from the bytes of a file to records. They are parts; here is what one is.
+"""`Reader`, the base of all readers: a part that turns the bytes of a file into records.
 
     class Games(tw.Reader):
         "Chess games in PGN, a game a record."
@@ -38,11 +38,11 @@ class SourceBytes:
     """A file to read.
 
     Args:
-        place: where it is.
-        key: its key.
-        name: what it is called in quarantine, and as default source.
-        config: which field is what.
-        shape: what its first bytes say.
+        place: store that holds the file.
+        key: key of the file.
+        name: name of the file in quarantine, and its default source.
+        config: settings of `read`.
+        shape: format of the file, from its first bytes.
         span: one of `Reader.ranges`; None for the whole file.
         members: (key, name) of the files of a bundle, for a reader with `TREE`.
     """
@@ -57,22 +57,22 @@ class SourceBytes:
 
 
 class Reader(Part):
-    """Base of a reader: its fields are its settings. What it gives is a function of the bytes and the settings."""
+    """Base of a reader: its fields are its settings. Its records depend only on the bytes and the settings."""
 
     ENDINGS: ClassVar[tuple[str, ...]] = ()
-    """Endings of file names, before that of a compression, that say it is this format."""
+    """Endings of the names of such files, without the ending of a compression."""
     SHOWN: ClassVar[str] = ""
-    """What a file of this format is called in messages."""
+    """Name of the format in messages."""
     RANGES: ClassVar[str] = "bytes"
-    """What `ranges` counts."""
+    """Unit of `ranges`."""
     TREE: ClassVar[bool] = False
-    """Its files are a tree: many small ones, read in bundles."""
+    """Whether its files are a tree of many small files, which is read in bundles."""
 
     def records(self, stream: BinaryIO) -> Iterator[Mapping[str, object]]:
-        """Yield the fields of each record of a file, JSON values; those that `read` names make the document.
+        """Yield the fields of each record of a file as JSON values; the settings of `read` name those of a document.
 
         Args:
-            stream: the file's bytes, unpacked if it is packed with gzip or zstd.
+            stream: the file's bytes; gzip and zstd are decompressed.
 
         Raises:
             ValueError: the file is damaged. It goes to quarantine as a whole.
@@ -83,46 +83,50 @@ class Reader(Part):
         """Yield the records of a file, in order.
 
         Raises:
-            UnreadableFile: it cannot be trusted or read as a whole. Records read before do not count.
-            InputError: `records` raised an error of its own.
+            UnreadableFile: the file cannot be read or trusted as a whole; records read so far do not count.
+            InputError: `records` raised an unexpected error.
         """
         from tidewheel.data.readers.packed import UnreadableFile, unpacked
         from tidewheel.data.readers.record import Place, record
 
         with unpacked(source.place, source.key) as stream:
-            found = iter(self.records(stream))
+            records = iter(self.records(stream))
             number = 0
             while True:
                 try:
-                    values = next(found, None)
+                    values = next(records, None)
                     if values is None:
                         return
                     if not isinstance(values, Mapping):
-                        raise TypeError(f"records yielded {type(values).__name__}, which is no mapping of fields")
-                    made = record(dict(values), source.config, Place(source.name, 0, number), b"")
+                        raise TypeError(f"records yielded {type(values).__name__}, which is not a mapping of fields")
+                    row = record(dict(values), source.config, Place(source.name, 0, number), b"")
                 except (TidewheelError, OSError, EOFError, MemoryError):
                     raise
                 except ValueError as error:
                     raise UnreadableFile(str(error)) from None
                 except Exception as error:
                     raise _failed(self, error) from error
-                yield made
+                yield row
                 number += 1
 
     def ranges(self, source: SourceBytes, size: int) -> list[tuple[int, int]]:
-        """Return the ranges [first, last) that a file of `size` bytes is cut into; [] if it stays whole."""
+        """Return the ranges [first, last) in which a file of `size` bytes is read; [] to read it as a whole."""
         return []
 
     def is_empty(self, source: SourceBytes) -> bool:
-        """Return whether a file whose first range holds no record holds none at all."""
+        """Return whether a file whose first range has no record has none at all."""
         return next(iter(self.read(source)), None) is None
 
     def packages(self) -> list[str]:
-        """Return the versions of packages that decide what is read, for the keys of units."""
+        """Return the versions of packages that decide its records, for unit keys."""
         return []
 
     def check_installed(self) -> None:
-        """Raise InputError when a package that it needs is missing."""
+        """Check the packages that it needs.
+
+        Raises:
+            InputError: a package is missing.
+        """
 
 
 READERS = Kind("reader", Reader, "tidewheel.data.formats", "tidewheel.readers")
@@ -137,11 +141,11 @@ def _failed(reader: Reader, error: Exception) -> InputError:
 
 
 def chosen(value: Any) -> Any:
-    """Return the value of `read.format`: "auto", the name of a built-in reader, or another reader itself.
+    """Return the value of `read.format`: "auto", the name of a built-in reader, or an instance of another reader.
 
     Raises:
         ConfigError: there is no such reader.
-        pydantic.ValidationError: one of its settings is wrong.
+        pydantic.ValidationError: one of its settings is invalid.
     """
     if isinstance(value, Mapping):
         settings = {key: setting for key, setting in value.items() if key != KIND}
@@ -153,7 +157,7 @@ def chosen(value: Any) -> Any:
 
 
 def reader_of(name: str, config: ReadConfig) -> Reader:
-    """Return the reader of a format, as `Shape.format` names it."""
+    """Return the reader of a format (`Shape.format`)."""
     if is_own(name):
         assert isinstance(config.format, Reader)
         return config.format
@@ -161,7 +165,7 @@ def reader_of(name: str, config: ReadConfig) -> Reader:
 
 
 def version_of(reader: Reader) -> Version:
-    """Return the version of what a reader gives."""
+    """Return the version of a reader's records."""
     if reader.VERSION is not None:
         return reader.VERSION
     from tidewheel.data.readers.record import OWN_READERS

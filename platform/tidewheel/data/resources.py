@@ -1,8 +1,8 @@
-"""Files that a recipe's filters read beside the documents: block lists, word lists, models.
+"""Files that a recipe's filters read besides the documents: block lists, word lists, models.
 
-The recipe names them by path. The driver looks at them once and gives workers references of the form
-`<content hash>@<uri>`: the hash goes into unit keys, so that another content is another unit wherever the file lies,
-and who reads a reference gets that content or an error.
+The recipe names them by path. The driver hashes them once and passes references of the form `<content hash>@<uri>` to
+workers. The hash is part of unit keys, so a changed file makes new units, and a moved one does not. Reading a reference
+returns exactly that content or fails.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ _GZIP = b"\x1f\x8b"
 
 
 def find(paths: Iterable[str], input: str) -> dict[str, str]:
-    """The reference of every path, as written in the recipe.
+    """Return the reference of each path, by the path as written in the recipe.
 
     Raises:
-        InputError: a file is not there.
+        InputError: a file is missing.
         StorageError: its storage cannot be used.
     """
-    found: dict[str, str] = {}
+    references: dict[str, str] = {}
     for path in sorted(set(paths)):
         standalone = "://" in path or path.startswith(("/", "~", PACKAGE))
         uri = path if standalone else join(input, path)
         place, name = _locate(uri)
         try:
-            found[path] = f"{place.hash(name)}@{uri if path.startswith(PACKAGE) else place.at(name)}"
+            references[path] = f"{place.hash(name)}@{uri if path.startswith(PACKAGE) else place.at(name)}"
         except FileNotFoundError:
             raise InputError("there is no such file", where=place.at(name),
                              mend="correct the recipe; relative paths are below --input") from None
-    return found
+    return references
 
 
 def read(reference: str) -> bytes:
-    """The content of a reference, or of a plain path.
+    """Return the content of a reference, or of a plain path.
 
     Raises:
-        InputError: the file is not there, or is not what it was when the run began.
+        InputError: the file is missing.
+        StorageError: the file has changed since the run began.
     """
     place, name, expected = _open(reference)
     try:
@@ -61,7 +62,12 @@ def read(reference: str) -> bytes:
 
 @contextlib.contextmanager
 def local_path(reference: str) -> Iterator[Path]:
-    """The content of a reference as a file of this machine, while the context lasts; raises as `read`."""
+    """Yield a local file with the content of a reference; it may be temporary.
+
+    Raises:
+        InputError: the file is missing.
+        StorageError: the file has changed since the run began.
+    """
     place, name, expected = _open(reference)
     path = place.local_path(name)
     if path is not None and path.is_file():
@@ -76,26 +82,29 @@ def local_path(reference: str) -> Iterator[Path]:
 
 
 def lines(references: Iterable[str]) -> list[str]:
-    """Entries of list files, one a line; blank lines and those that begin with "#" are none. UTF-8, plain or gzip.
+    """Return the entries of list files: one on each line, without blank lines and lines that start with "#".
+
+    The files are UTF-8, plain or gzip.
 
     Raises:
-        InputError: a file is missing, has changed, or is not text.
+        InputError: a file is missing, or is not text.
+        StorageError: a file has changed since the run began.
     """
-    found: list[str] = []
+    entries: list[str] = []
     for reference in references:
         data = read(reference)
         try:
             text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode("utf-8-sig")
         except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
             raise InputError(f"not a list in UTF-8: {str(error)[:200]}", where=reference.partition("@")[2] or reference,
-                             mend="give a text file with one entry a line, plain or gzip") from None
+                             mend="give a text file with one entry on each line, plain or gzip") from None
         stripped = (line.strip() for line in text.splitlines())
-        found += [line for line in stripped if line and not line.startswith("#")]
-    return found
+        entries += [line for line in stripped if line and not line.startswith("#")]
+    return entries
 
 
 def _open(reference: str) -> tuple[Store, str, str]:
-    """(store, key, expected hash or "") of a reference or a path."""
+    """Return (store, key, expected hash or "") of a reference or a path."""
     digest, _, uri = reference.partition("@")
     if not digest.startswith(_HASH):
         digest, uri = "", reference
@@ -103,7 +112,7 @@ def _open(reference: str) -> tuple[Store, str, str]:
 
 
 def _locate(uri: str) -> tuple[Store, str]:
-    """Store and key; `package:name/file` is a file of an installed package, which is found but not imported."""
+    """Return (store, key); `package:name/file` is a file of an installed package, which is located without import."""
     if not uri.startswith(PACKAGE):
         return split(Path(uri).expanduser() if uri.startswith("~") else uri)
     package, _, name = uri.removeprefix(PACKAGE).partition("/")
@@ -115,5 +124,5 @@ def _locate(uri: str) -> tuple[Store, str]:
 
 
 def _changed(place: Store, name: str) -> StorageError:
-    return StorageError("the file is another than when the run began", where=place.at(name),
-                        mend="leave the recipe's files as they are while it runs, and run again")
+    return StorageError("the file has changed since the run began", where=place.at(name),
+                        mend="run again, and do not change the recipe's files while it runs")

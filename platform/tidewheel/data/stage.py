@@ -1,9 +1,9 @@
-"""Durable units: the work of a stage, cut so that each piece is done once, published whole, and found when done.
+"""Durable units: pieces of a stage's work that are done once, published as a whole, and found again when they are done.
 
-A unit's key is a hash of everything its output follows from: the content of its input, the settings of its stage that
-differ from their defaults, and the versions of the parts that do the work. Its files are written first; its manifest,
-`stages/<stage>/units/<key>.json`, written last, publishes it. Files are never changed afterwards: those
-that live in folders shared between units are named by their content.
+A unit's key is a hash of everything that decides its output: the content of its input, the settings of its stage that
+differ from their defaults, and the versions of the parts that do the work. The unit's files are written first. Its
+manifest, `stages/<stage>/units/<key>.json`, is written last and publishes the unit. Files never change afterwards;
+files in folders that units share are named by their content.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Unit:
 
     Args:
         stage: name of the stage, a folder below `stages/`.
-        label: what people call it: a file, or "part-00003".
+        label: name for people: a file, or "part-00003".
         key: 32 hex digits, from `unit_key`.
-        number: place among the units of its stage.
+        number: position among the units of its stage.
     """
 
     stage: str
@@ -44,20 +44,20 @@ class Unit:
 
     @property
     def manifest_key(self) -> str:
-        """Where its manifest is, below the output."""
+        """Key of its manifest, below the output."""
         return f"stages/{self.stage}/units/{self.key}.json"
 
     def file_key(self, name: str) -> str:
-        """Where a file of its own is, below the output."""
+        """Return the key of one of its own files, below the output."""
         return f"stages/{self.stage}/units/{self.key}/{name}"
 
 
 class Cost(NamedTuple):
-    """What a filter took.
+    """Cost of a filter.
 
     Args:
-        documents: that it judged.
-        seconds: of one core, about.
+        documents: number of documents that it judged.
+        seconds: approximate seconds of one core.
     """
 
     documents: int
@@ -69,7 +69,7 @@ class Cost(NamedTuple):
 
 
 def summed(several: Iterable[Mapping[str, Cost]]) -> dict[str, Cost]:
-    """Return the costs of several units together, by filter."""
+    """Return the total costs of several units, by filter."""
     total: dict[str, Cost] = {}
     for costs in several:
         for name, cost in costs.items():
@@ -79,20 +79,26 @@ def summed(several: Iterable[Mapping[str, Cost]]) -> dict[str, Cost]:
 
 @dataclass(frozen=True)
 class Published:
-    """A finished unit: its files by name, and what it counted (JSON values)."""
+    """A finished unit.
+
+    Args:
+        unit: the unit.
+        files: its files, by name.
+        summary: its counts, as JSON values.
+        costs: costs of its filters, if this run made the unit. They differ between runs, so they are not published.
+    """
 
     unit: Unit
     files: Mapping[str, Stamp]
     summary: Mapping[str, Any]
     costs: Mapping[str, Cost] = field(default_factory=dict, compare=False)
-    """Of the filters that were applied, when this run did the unit. Not published: it is another one each time."""
 
     def content(self) -> list[str]:
-        """Hashes of its files, for the keys of units downstream: equal content, equal keys."""
+        """Return the hashes of its files, for the keys of later units: equal content gives equal keys."""
         return [f"{name}={stamp.hash}" for name, stamp in sorted(self.files.items())]
 
     def to_json(self) -> str:
-        """Canonical JSON with its own hash in it."""
+        """Return canonical JSON that contains its own hash."""
         body = {"stage": self.unit.stage, "label": self.unit.label, "key": self.unit.key, "number": self.unit.number,
                 "files": {name: [stamp.key, stamp.bytes, stamp.hash] for name, stamp in self.files.items()},
                 "summary": dict(self.summary)}
@@ -100,10 +106,14 @@ class Published:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Published:
-        """Reads what `to_json` wrote; ValueError when it is damaged."""
+        """Read the JSON that `to_json` wrote.
+
+        Raises:
+            ValueError: it is damaged.
+        """
         body = json.loads(text)
         if not isinstance(body, dict) or body.pop("hash", None) != content_hash(_canonical(body)):
-            raise ValueError("the manifest's hash does not fit its content")
+            raise ValueError("the manifest's hash does not match its content")
         unit = Unit(body["stage"], body["label"], body["key"], body["number"])
         return cls(unit, {name: Stamp(*values) for name, values in body["files"].items()}, body["summary"])
 
@@ -113,7 +123,7 @@ def _canonical(value: Any) -> bytes:
 
 
 UNIT_FILES = Version("unit_files")
-"""How tables are written in a unit's files, and what its manifest holds."""
+"""Version of the tables in a unit's files, and of its manifest."""
 
 
 def unit_key(stage: str, *, settings: Any, version: Version | None, inputs: Sequence[str]) -> str:
@@ -121,50 +131,55 @@ def unit_key(stage: str, *, settings: Any, version: Version | None, inputs: Sequ
 
     Args:
         stage: name of the stage.
-        settings: those that differ from their defaults, JSON values.
-        version: of the part that does the work; None for what is taken as it is.
-        inputs: identities of what it reads, in order.
+        settings: settings that differ from their defaults, as JSON values.
+        version: version of the part that does the work; None if the unit only copies its input.
+        inputs: identities of its inputs, in order.
     """
     numbers = version.numbers() | UNIT_FILES.numbers() if version else {}
     return blake3(_canonical([stage, settings, numbers, list(inputs)])).hexdigest()[:32]
 
 
-def published(place: Store, unit: Unit, *, verify: bool = False) -> Published | None:
-    """The unit as published, if it is there and intact: the manifest's own hash fits, and every file has its length.
+def published(output: Store, unit: Unit, *, verify: bool = False) -> Published | None:
+    """Return a unit if it is published and intact: its manifest has the right hash, and each file the right length.
 
-    The content of files is checked against its hash where it is read (`read_table`, `read_file`), so
-    that a second run of a finished pipeline does not read everything again; with `verify` it is, and checked here.
+    Files are compared with their hashes when they are read (`read_table`, `read_file`), so that a second run of a
+    finished pipeline need not read everything.
+
+    Args:
+        output: the pipeline's output.
+        unit: the unit.
+        verify: read every file now, and compare it with its hash.
     """
     try:
-        found = Published.from_json(place.read(unit.manifest_key))
-        intact = all(place.size(stamp.key) == stamp.bytes and (not verify or place.hash(stamp.key) == stamp.hash)
-                     for stamp in found.files.values())
+        stored = Published.from_json(output.read(unit.manifest_key))
+        intact = all(output.size(stamp.key) == stamp.bytes and (not verify or output.hash(stamp.key) == stamp.hash)
+                     for stamp in stored.files.values())
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, StorageError):
-        return None  # half-written or damaged: do it again
-    # label and number are today's: the same content may have another name or place than when it was published
-    return Published(unit, found.files, found.summary) if intact and found.unit.key == unit.key else None
+        return None  # half-written or damaged: make it again
+    # use the current label and number: the same content may have had another name or position before
+    return Published(unit, stored.files, stored.summary) if intact and stored.unit.key == unit.key else None
 
 
 def counts(units: Iterable[Published], name: str) -> dict[str, int]:
-    """Sum of the counts by reason that units keep in their summaries under `name`."""
+    """Return the sum of the counts by reason that units have in their summaries under `name`."""
     total: Counter[str] = Counter()
     for unit in units:
         total.update(unit.summary.get(name, {}))
     return dict(sorted(total.items()))
 
 
-def lookup(place: Store, units: Sequence[Unit], *, verify: bool = False) -> dict[str, Published]:
-    """The units among `units` that are published, by key; `verify`: with every byte as it was."""
+def lookup(output: Store, units: Sequence[Unit], *, verify: bool = False) -> dict[str, Published]:
+    """Return the units that are published and intact, by key; see `published`."""
     with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
-        found = pool.map(lambda unit: published(place, unit, verify=verify), units)
-        return {entry.unit.key: entry for entry in found if entry is not None}
+        entries = pool.map(lambda unit: published(output, unit, verify=verify), units)
+        return {entry.unit.key: entry for entry in entries if entry is not None}
 
 
 @dataclass
 class UnitWriter:
-    """Collects the files of one unit, then publishes it. Writing the same unit twice writes the same bytes.
+    """Writer of one unit: it writes the unit's files, then publishes it. Writing a unit twice gives the same bytes.
 
     Args:
         output: URI of the pipeline's output.
@@ -181,27 +196,34 @@ class UnitWriter:
         return store(self.output)
 
     def file(self, name: str, data: bytes | memoryview) -> Stamp:
-        """A file of the unit's own."""
+        """Write a file of the unit's own."""
         return self.add(name, self.store.write(self.unit.file_key(name), data))
 
     def table(self, name: str, table: pa.Table) -> Stamp:
-        """An Arrow IPC file of the unit's own; read it with `read_table`."""
+        """Write an Arrow IPC file of the unit's own; read it with `read_table`."""
         with self.store.writer(self.unit.file_key(name)) as sink:
             write_ipc(sink, table)
         return self.add(name, sink.stamp)
 
     def shared(self, name: str, folder: str, suffix: str, data: bytes | memoryview) -> Stamp:
-        """A file in a folder that several units write to, named by its content."""
+        """Write a file to a folder that units share; its name is the hash of its content.
+
+        Args:
+            name: name of the file in the unit.
+            folder: the folder, below the output.
+            suffix: ending of the file's name.
+            data: the content.
+        """
         key = f"{folder}/{content_hash(data).removeprefix('blake3-')[:32]}{suffix}"
         return self.add(name, self.store.write(key, data))
 
     def add(self, name: str, stamp: Stamp) -> Stamp:
-        """A file written elsewhere, its key relative to the pipeline's output."""
+        """Add a file that is already written; its key is relative to the pipeline's output."""
         self.files[name] = stamp
         return stamp
 
     def publish(self, summary: Mapping[str, Any], costs: Mapping[str, Cost] | None = None) -> Published:
-        """Commit: write the manifest. `costs` go along to the driver."""
+        """Write the manifest, which publishes the unit. `costs` are only passed on to the driver."""
         done = Published(self.unit, dict(self.files), dict(summary), dict(costs or {}))
         self.store.write(self.unit.manifest_key, done.to_json().encode())
         return done
@@ -212,65 +234,78 @@ _BATCH_ROWS = 8192
 
 
 def write_ipc(sink: Any, table: pa.Table) -> None:
-    """Write `table` to a binary sink as an Arrow IPC stream; equal rows give equal bytes, however they are chunked."""
+    """Write a table to a binary sink as an Arrow IPC stream; equal rows give equal bytes for any chunking."""
     table = table.combine_chunks()
     with pa.ipc.new_stream(sink, table.schema, options=_IPC) as writer:
         writer.write_table(table, max_chunksize=_BATCH_ROWS)
 
 
 def ipc_stream(sink: Any, schema: pa.Schema) -> pa.ipc.RecordBatchStreamWriter:
-    """A writer for tables that arrive piece by piece; read them back with `read_table` or `read_batches`."""
+    """Return a writer for tables that arrive one by one; `read_table` or `read_batches` reads them."""
     return pa.ipc.new_stream(sink, schema, options=_IPC)
 
 
-def read_file(place: Store, stamp: Stamp) -> bytes:
-    """The bytes `stamp` tells of.
+def read_file(output: Store, stamp: Stamp) -> bytes:
+    """Return the content of a file.
 
     Raises:
-        StorageError: they are missing, or not what was written.
+        StorageError: the file is missing, or its content has changed.
     """
-    for _ in range(2 if is_remote(place.uri) else 1):  # what came over a network may only have come wrong
+    for _ in range(2 if is_remote(output.uri) else 1):  # the content may be damaged only in transit
         try:
-            data = place.read(stamp.key)
+            data = output.read(stamp.key)
         except FileNotFoundError:
             break
         if content_hash(data) == stamp.hash:
             return data
-    raise _damaged(place, stamp)
+    raise _damaged(output, stamp)
 
 
-def read_table(place: Store, stamp: Stamp, columns: Sequence[str] | None = None) -> pa.Table:
-    """An Arrow IPC stream as a table, its hash checked; StorageError as in `read_file`."""
+def read_table(output: Store, stamp: Stamp, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the table in an Arrow IPC stream.
+
+    Args:
+        output: the pipeline's output.
+        stamp: the file.
+        columns: names of the columns; None for all.
+
+    Raises:
+        StorageError: the file is missing, or its content has changed.
+    """
     options = None
-    data = read_file(place, stamp)
+    data = read_file(output, stamp)
     if columns is not None:
         schema = pa.ipc.open_stream(io.BytesIO(data)).schema
         options = pa.ipc.IpcReadOptions(included_fields=sorted(schema.get_field_index(name) for name in columns))
     return pa.ipc.open_stream(pa.py_buffer(data), options=options).read_all()
 
 
-def read_batches(place: Store, stamp: Stamp) -> Iterator[pa.RecordBatch]:
-    """The batches of an Arrow IPC stream, a few in memory at a time.
+def read_batches(output: Store, stamp: Stamp) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow IPC stream, with a few in memory at a time.
 
-    The hash is checked as the bytes go by, so a damaged file fails at its end at the latest.
+    The hash is computed while reading, so a damaged file fails at its end at the latest.
+
+    Raises:
+        StorageError: the content of the file has changed.
     """
-    with place.open(stamp.key) as stream:
+    with output.open(stamp.key) as stream:
         hashing = _HashingReader(stream)
         try:
             yield from pa.ipc.open_stream(pa.PythonFile(hashing, mode="r"))
-        except MemoryError:  # no verdict on the file
+        except MemoryError:  # the file itself may be intact
             raise
         except (OSError, pa.ArrowException):
-            raise _damaged(place, stamp) from None
+            raise _damaged(output, stamp) from None
         while hashing.read(1 << 20):
             pass
     if hashing.hash() != stamp.hash:
-        raise _damaged(place, stamp)
+        raise _damaged(output, stamp)
 
 
 class _HashingReader:
     def __init__(self, stream: Any) -> None:
-        self._stream, self._digest = stream, blake3()
+        self._stream = stream
+        self._digest = blake3()
         self.closed = False
 
     def read(self, size: int = -1) -> bytes:
@@ -285,6 +320,6 @@ class _HashingReader:
         self.closed = True
 
 
-def _damaged(place: Store, stamp: Stamp) -> StorageError:
-    return StorageError("the content is not what was written", where=place.at(stamp.key),
-                        mend="delete this file and run again: its unit is then made anew")
+def _damaged(output: Store, stamp: Stamp) -> StorageError:
+    return StorageError("the content is not what was written", where=output.at(stamp.key),
+                        mend="delete this file and run again, which makes its unit again")

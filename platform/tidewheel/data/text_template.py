@@ -1,7 +1,7 @@
-"""A document's text from several fields of a record: `text: {template: "{title}\n\n{body}"}`.
+"""Compose a document's text from several fields of a record: `text: {template: "{title}\n\n{body}"}`.
 
-Names in braces and nothing else: no attributes, indices, conversions or formats, so that a template can only put values
-that a record holds next to each other. `{{` and `}}` are braces.
+Braces may contain only names of fields: no attributes, indices, conversions or formats. So a template can only join
+values of a record. `{{` and `}}` are literal braces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tidewheel.config import Config
 
 
 class TextTemplate(Config):
-    """Several fields as one text."""
+    """Template that joins several fields to one text."""
 
     template: str
     """Text with the names of fields in braces, `data.title` for the field `title` of the object `data`."""
@@ -30,15 +30,15 @@ class TextTemplate(Config):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that it names, each once."""
+        """The distinct fields that it names."""
         return tuple(dict.fromkeys(name for _, name in parts_of(self.template) if name))
 
     def filled(self, values: Mapping[str, Any]) -> str:
-        """Return the text; every field is there."""
+        """Return the text; `values` must have every field."""
         return "".join(literal + (str(values[name]) if name else "") for literal, name in parts_of(self.template))
 
     def problem(self, values: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return (reason of `quarantine.REASONS`, detail) when a record's values cannot fill it, else None."""
+        """Return (reason of `quarantine.REASONS`, detail) if a record's values cannot fill the template, else None."""
         for name in self.fields:
             value = values.get(name)
             if value is None:
@@ -53,10 +53,10 @@ class TextTemplate(Config):
 
 @lru_cache(maxsize=64)
 def parts_of(template: str) -> tuple[tuple[str, str], ...]:
-    """Return (text, name of the field behind it or "") for each part of a template.
+    """Return (text, name of the field after it or "") for each part of a template.
 
     Raises:
-        ValueError: it holds more than names in braces, or no name.
+        ValueError: braces contain something other than a name, or the template names no field.
     """
     try:
         parsed = list(string.Formatter().parse(template))
@@ -66,9 +66,9 @@ def parts_of(template: str) -> tuple[tuple[str, str], ...]:
     for literal, name, form, conversion in parsed:
         if name is not None and (not name or form or conversion or any(mark in name for mark in "[]{}")):
             shown = f"{{{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}}}"
-            raise ValueError(f"{shown} is no plain name of a field, such as {{title}} or {{data.title}}")
+            raise ValueError(f"{shown} is not a plain name of a field, such as {{title}} or {{data.title}}")
         if name is not None and not all(name.split(".")):
-            raise ValueError(f"{{{name}}} has an empty name before or behind a dot")
+            raise ValueError(f"{{{name}}} has an empty name before or after a dot")
         parts.append((literal, name or ""))
     if not any(name for _, name in parts):
         raise ValueError("it names no field; write for example {title}")

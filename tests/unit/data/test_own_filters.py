@@ -120,7 +120,7 @@ def test_a_function_sees_the_document(module: str):
 
 @pytest.mark.parametrize(("name", "told"), [
     ("broken", "KeyError: 'txt'"), ("odd", "returned int for document d0"), ("Wrong", "reasons are 2, for 1 documents"),
-    ("Secret", "the class must say EDITS"), ("Ranks", "the class must say WRITES = True"),
+    ("Secret", "the class must set EDITS"), ("Ranks", "the class must set WRITES = True"),
 ])
 def test_a_filter_that_fails_is_told_with_its_place(module: str, name: str, told: str):
     with pytest.raises(InputError, match=told) as raised:

@@ -101,7 +101,7 @@ def test_a_damaged_file_goes_to_quarantine_and_a_mistake_ends_the_run(module: st
     with without_ray():
         summary = pipeline.run(recipe(f"{module}:Games"), input=str(tmp_path / "in"), output=str(tmp_path / "out"))
         assert summary.value["quarantine"]["unreadable_file"] == 1
-        with pytest.raises(InputError, match="records yielded str, which is no mapping"):
+        with pytest.raises(InputError, match="records yielded str, which is not a mapping"):
             pipeline.run(recipe(f"{module}:Odd"), input=str(tmp_path / "in"), output=str(tmp_path / "two"))
         with pytest.raises(InputError, match="AttributeError") as raised:
             pipeline.run(recipe(f"{module}:Broken"), input=str(tmp_path / "in"), output=str(tmp_path / "two"))

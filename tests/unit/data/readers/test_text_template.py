@@ -63,8 +63,9 @@ def test_what_cannot_be_filled_says_why(tmp_path, values, reason, detail):
 
 
 @pytest.mark.parametrize(("template", "told"), [
-    ("{title.__class__!r}", "no plain name"), ("{title[0]}", "no plain name"), ("{title:>10}", "no plain name"),
-    ("{title:{width}}", "no plain name"), ("{}", "no plain name"), ("{title", "write {{ and }} for braces"),
+    ("{title.__class__!r}", "not a plain name"), ("{title[0]}", "not a plain name"),
+    ("{title:>10}", "not a plain name"), ("{title:{width}}", "not a plain name"), ("{}", "not a plain name"),
+    ("{title", "write {{ and }} for braces"),
     ("title}", "write {{ and }} for braces"), ("no field", "names no field"), ("{a..b}", "empty name"),
     ("{.a}", "empty name")])
 def test_templates_that_are_more_than_names(template, told):
