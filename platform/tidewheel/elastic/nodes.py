@@ -1,4 +1,4 @@
-"""The nodes of the connected Ray cluster as they are now, from the GCS table: alive, and not about to leave."""
+"""The nodes of the connected Ray cluster at present, from the table of Ray's control store (GCS)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from tidewheel.placement import Selector, is_spot, matches
 
 NAMESPACE = "tidewheel"
-"""Of the actors that are found by name."""
+"""Namespace of the actors that are found by name."""
 PROBE_SECONDS = 1.0
 ANY: Selector = MappingProxyType({})
 """The selector that every node matches."""
@@ -21,23 +21,27 @@ ANY: Selector = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Node:
-    """One node: Ray's id (hex), address and port of its raylet, the resources it offers by Ray's names, whether it is
-    being drained, and its labels."""
+    """One node of the cluster."""
 
     node_id: str
+    """Ray's id, in hexadecimal digits."""
     host: str
+    """Address of its raylet."""
     port: int
+    """Port of its raylet."""
     resources: Mapping[str, float] = field(compare=False)
+    """Resources that it offers, by Ray's names."""
     draining: bool = False
+    """It is about to leave."""
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def spot(self) -> bool:
-        """It may be taken away at any time."""
+        """Whether it may be taken away at any time."""
         return is_spot(self.labels)
 
     def answers(self) -> bool:
-        """Whether the raylet takes a connection. A killed one refuses at once, long before Ray calls it dead."""
+        """Return whether the raylet accepts a connection. A killed one refuses long before Ray considers it dead."""
         try:
             socket.create_connection((self.host, self.port), timeout=PROBE_SECONDS).close()
         except OSError:
@@ -46,24 +50,24 @@ class Node:
 
 
 def alive(selector: Selector = ANY) -> list[Node]:
-    """Nodes that match `selector` and that Ray holds to be alive, with their drains."""
+    """Return the nodes that match `selector` and that Ray considers alive, including nodes that are being drained."""
     import ray
     from ray._private import state
 
     draining = state.state.get_draining_nodes() or {}
-    found = [_node(row, row["NodeID"] in draining) for row in ray.nodes() if row["Alive"]]
-    return [node for node in found if matches(selector, node.labels)]
+    nodes = [_node(row, row["NodeID"] in draining) for row in ray.nodes() if row["Alive"]]
+    return [node for node in nodes if matches(selector, node.labels)]
 
 
-def usable(selector: Selector = ANY, patience_seconds: float = 0.0) -> list[Node]:
-    """Nodes that match, are alive, stay, and answer.
+def usable(selector: Selector = ANY, wait_seconds: float = 0.0) -> list[Node]:
+    """Return the nodes that match, are alive, respond, and are not being drained.
 
     Args:
-        selector: of the nodes that are meant.
-        patience_seconds: wait up to this long until every node that Ray holds to be alive answers too, so that Ray
-            does not place workers on one it has not yet found dead.
+        selector: labels of the nodes.
+        wait_seconds: wait up to this long until every node that Ray considers alive responds, so that Ray does not
+            place workers on a dead node.
     """
-    until = time.monotonic() + patience_seconds
+    until = time.monotonic() + wait_seconds
     while True:
         nodes = [node for node in alive(selector) if not node.draining]
         if not nodes:

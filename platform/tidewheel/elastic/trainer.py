@@ -1,6 +1,6 @@
 """Train a run: `fit` on the connected Ray cluster, `fit_local` in this process.
 
-Both continue a run that was interrupted, and answer at once for one that is over.
+Both resume a run that was interrupted, and return at once if the run is over.
 """
 
 from __future__ import annotations
@@ -40,26 +40,31 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
 PROGRESS_SECONDS = 0.3
 LOGS_SECONDS = 20.0
-"""For the tasks that fetch the last words of killed workers."""
-TAKEN_SECONDS = 10.0  # a killed driver's name is free again once Ray has seen that it is gone
+"""Time for the tasks that fetch the last log lines of killed workers."""
+CALL_SECONDS = 10.0
+"""Time for the coordinator to answer a call."""
+END_SECONDS = 15.0
+"""Time for the coordinator to write what it has collected."""
+TAKEN_SECONDS = 10.0
+"""Ray frees the name of a killed driver's coordinator within this time."""
 
 
 def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False) -> TrainResult:
-    """Train on the Ray cluster this process is connected to, with as many workers as fit, until `config.steps`.
+    """Train on the connected Ray cluster, with as many workers as fit, until `config.steps`.
 
-    Workers and nodes may die, drain and join meanwhile. The driver may die too: run it again.
+    Workers and nodes may die, drain and join meanwhile. After the death of the driver, call `fit` again.
 
     Args:
         run: the open run, or the settings to open it with.
-        on_progress: called from a thread of its own, about three times a second, with "state" and, once known, "step",
-            "steps", "loss", "tokens", "tokens_per_second", "world_size"; "events" holds what happened since the last
-            call and is worth telling (`coordinator.NEWSWORTHY`), as in events.jsonl.
-        take_over: take the run away from a driver that still trains it. Nothing the other one writes counts any more.
+        on_progress: called about three times a second, from a thread of its own, with "state" and, once known, "step",
+            "steps", "loss", "tokens", "tokens_per_second" and "world_size". "events" holds the newsworthy events since
+            the last call (`run_events.NEWSWORTHY`), as in events.jsonl.
+        take_over: take the run away from a driver that still trains it. What that driver writes later is ignored.
 
     Raises:
         OwnershipError: another driver trains the run, or has taken it over.
         ClusterError: not connected, too few CPUs or GPUs, or the run failed for good.
-        TidewheelError: something else a user can mend, as a worker raised it.
+        TidewheelError: another error that the user can fix, as a worker raised it.
     """
     run = Run.open(run)
     finished = run.result()
@@ -76,7 +81,18 @@ def fit(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_o
 
 def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
                 on_progress: OnProgress | None = None, *, take_over: bool = False) -> Any:
-    """What `fit` does, with any function as the worker; see `worker.run_worker` for what it is given."""
+    """Train like `fit`, with any function as the worker.
+
+    Args:
+        run: the open run, or the settings to open it with.
+        worker: called in each worker with the settings that `worker.run_worker` documents.
+        on_progress: see `fit`.
+        take_over: see `fit`.
+
+    Raises:
+        OwnershipError: another driver trains the run, or has taken it over.
+        ClusterError: not connected, too few CPUs or GPUs, or the run failed for good.
+    """
     import ray
 
     if not ray.is_initialized():
@@ -96,7 +112,7 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
                 _coordinator(config, sizes, record.epoch) as (name, coordinator), _reporting(coordinator, on_progress):
             for change in starts.record_start(run.store, config, record.epoch):
                 if change.told:
-                    coordinator.event.remote("setting_changed", _told_change(change))
+                    coordinator.event.remote("setting_changed", _change_detail(change))
             trainer = ElasticTrainer(
                 worker, {"config": config.canonical(), "coordinator": name,
                          "code": [asdict(code) for code in config.code()]},
@@ -112,25 +128,25 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
 
 
 def _fetch_logs(run_uri: str, coordinator: Any) -> None:
-    """Have nodes on which workers were killed write what these said last to the run's logs/."""
+    """Write the last log lines of killed workers, which are on their nodes, to the run's logs/."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from tidewheel.elastic import nodes
 
     try:
-        left: list[str] = ray.get(coordinator.nodes_with_losses.remote(), timeout=10)
+        lossy: list[str] = ray.get(coordinator.nodes_with_losses.remote(), timeout=CALL_SECONDS)
         remote: Any = ray.remote(num_cpus=0, max_retries=0)(pass_on_logs)
         tasks = [remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
-            run_uri) for node in nodes.alive() if node.node_id in left]
+            run_uri) for node in nodes.alive() if node.node_id in lossy]
         if tasks:
             ray.wait(tasks, num_returns=len(tasks), timeout=LOGS_SECONDS)
-    except Exception as error:  # how the run ended is what counts
-        logger.warning("the last words of killed workers were not fetched: %s", error)
+    except Exception as error:  # the outcome of the run matters more
+        logger.warning("the last log lines of killed workers were not fetched: %s", error)
 
 
 def pass_on_logs(run_uri: str) -> int:
-    """Write to the run's logs/ what killed workers of this node have left; return how many."""
+    """Write the last log lines of this node's killed workers to the run's logs/; return the number of workers."""
     from tidewheel.train.logs.worker_log import pass_on_abandoned
 
     return pass_on_abandoned(storage.store(run_uri))
@@ -147,7 +163,7 @@ def _owning(run: storage.Store, take_over: bool) -> contextlib.AbstractContextMa
                   say=lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def _told_change(change: starts.Change) -> dict[str, Any]:
+def _change_detail(change: starts.Change) -> dict[str, Any]:
     return {"setting": change.key, "before": change.before, "now": change.now}
 
 
@@ -156,19 +172,21 @@ def _lost(coordinator: Any) -> OwnershipError | None:
     import ray
 
     try:
-        lost: OwnershipError | None = ray.get(coordinator.lost.remote(), timeout=10)
-    except ray.exceptions.RayError:  # the coordinator is gone: what the trainer raised is all there is to tell
+        lost: OwnershipError | None = ray.get(coordinator.lost.remote(), timeout=CALL_SECONDS)
+    except ray.exceptions.RayError:  # the coordinator is gone: only the trainer's error is known
         return None
     return lost
 
 
 def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False,
               stop: Stop | None = None) -> TrainResult:
-    """Train in this process with one worker and without Ray: for debugging, and as the undisturbed reference.
+    """Train in this process with one worker and without Ray: for debugging, and as an undisturbed reference.
 
     Args:
         run: the open run, or the settings to open it with.
-        stop: once it is asked for, save and raise `Stopped`.
+        on_progress: see `fit`; called in the thread that trains.
+        take_over: see `fit`.
+        stop: when it is requested, save and raise `Stopped`.
 
     Raises:
         OwnershipError: another driver trains the run, or has taken it over.
@@ -192,7 +210,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         control = LocalControl(JsonLog(run.store, "events.jsonl", order=generation), on_progress, stop)
         for change in starts.record_start(run.store, config, record.epoch):
             if change.told:
-                control.event("setting_changed", **_told_change(change))
+                control.event("setting_changed", **_change_detail(change))
         renewal = Renewal(run.store, record.epoch, control.lose)
         manager = CheckpointManager.of(run.checkpoints, config.checkpoint,
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)
@@ -206,10 +224,17 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
 
 
 class LocalControl:
-    """`train.runtime.Control` of a run without a cluster."""
+    """`train.runtime.Control` of a run without a cluster.
+
+    Args:
+        log: the run's events.jsonl.
+        on_progress: see `fit`.
+        stop: a request to stop; default: none ever comes.
+    """
 
     def __init__(self, log: JsonLog, on_progress: OnProgress | None, stop: Stop | None = None) -> None:
-        self.log, self._on_progress = log, on_progress
+        self.log = log
+        self._on_progress = on_progress
         self._stop = stop or Stop()
         self._lost: OwnershipError | None = None
 
@@ -241,10 +266,10 @@ class LocalControl:
 
 
 def _sizes(config: TrainConfig) -> tuple[int, ...]:
-    """Legal numbers of workers, of which at least one must fit now.
+    """Return the legal numbers of workers, at least one of which fits now.
 
     Raises:
-        ClusterError: the cluster is too small for the least of them.
+        ClusterError: the cluster is too small for the smallest of them.
     """
     from tidewheel.elastic import nodes
 
@@ -254,8 +279,9 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
     offers = [node.resources for node in nodes.usable(selector)]
     places = layout.slots(offers, elastic.needs)
     if places < sizes[0] and not can_grow(START_SECONDS):
-        needs = _told(elastic.needs)
-        has = "; ".join(_told({name: there.get(name, 0.0) for name in elastic.needs}) for there in offers) or "no nodes"
+        needs = _listed(elastic.needs)
+        offered = [_listed({name: offer.get(name, 0.0) for name in elastic.needs}) for offer in offers]
+        has = "; ".join(offered) or "no nodes"
         mesh = f" for {legal.describe(config.parallel)}" if config.parallel.unit > 1 else ""
         raise ClusterError(f"{sizes[0]} worker(s) of {needs} each{mesh} do not fit: the cluster's "
                            f"{len(offers)} node(s){with_labels(selector)} ({has}) have room for {places}",
@@ -266,23 +292,25 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
     return sizes
 
 
-def _told(resources: Mapping[str, float]) -> str:
+def _listed(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}{'s' * (name in ('CPU', 'GPU'))}" for name, amount in resources.items())
 
 
 @contextlib.contextmanager
 def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Iterator[tuple[str, Any]]:
-    """The run's coordinator on the driver's node; it ends with the driver."""
+    """Yield name and handle of the run's coordinator, an actor on the driver's node that ends with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from tidewheel.elastic.coordinator import Coordinator, actor_name
     from tidewheel.elastic.nodes import NAMESPACE
 
-    run_uri, name = config.run_uri, actor_name(config.run_uri)
+    run_uri = config.run_uri
+    name = actor_name(run_uri)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote: Any = ray.remote(Coordinator)
-    until, actor = time.monotonic() + TAKEN_SECONDS, None
+    until = time.monotonic() + TAKEN_SECONDS
+    actor = None
     while actor is None:
         try:
             actor = remote.options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=16,
@@ -299,14 +327,14 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
     try:
         yield name, actor
     finally:
-        with contextlib.suppress(Exception):  # the run's outcome is the thing to tell, not a lost event
-            ray.get(actor.end.remote(), timeout=15)
+        with contextlib.suppress(Exception):  # the run's outcome matters more than a lost event
+            ray.get(actor.end.remote(), timeout=END_SECONDS)
         ray.kill(actor)
 
 
 @contextlib.contextmanager
 def _reporting(coordinator: Any, on_progress: OnProgress | None) -> Iterator[None]:
-    """Calls `on_progress` with what is new while the block runs."""
+    """Call `on_progress` with progress and events while the block runs."""
     if on_progress is None:
         yield
         return
@@ -328,8 +356,8 @@ def _report(coordinator: Any, on_progress: OnProgress, ended: threading.Event) -
     while not over:
         over = ended.wait(PROGRESS_SECONDS)  # once more at the end, so that the last step is shown
         try:
-            snapshot: Snapshot = ray.get(coordinator.snapshot.remote(), timeout=10)
-            events = ray.get(coordinator.news.remote(), timeout=10)
+            snapshot: Snapshot = ray.get(coordinator.snapshot.remote(), timeout=CALL_SECONDS)
+            events = ray.get(coordinator.news.remote(), timeout=CALL_SECONDS)
         except ray.exceptions.RayError:
             continue
         now = {"state": snapshot.state, **snapshot.progress}
