@@ -8,7 +8,7 @@ LOCK := $(wildcard requirements.lock)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install demo test long lint format clean help lock kernels sbom
+.PHONY: install demo test long compat lint format clean help lock kernels sbom
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -29,6 +29,9 @@ long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each,
 	$(PYTEST) -m long tests
 	HYPOTHESIS_PROFILE=explore $(PYTEST) -n 2 --dist loadfile tests/unit/data tests/unit/shards
 
+compat: $(STAMP)  ## the contract and elastic tests on each release of Ray that is known to work, in .compat
+	$(BIN)/python -m tests.compat
+
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -47,7 +50,7 @@ format: $(STAMP)  ## sort imports and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
+	rm -rf $(VENV) .compat .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
 
 $(STAMP): pyproject.toml constraints.txt $(LOCK)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; install it, or name it: make PYTHON=/path/to/python3"; exit 2; }
