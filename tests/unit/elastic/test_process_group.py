@@ -1,0 +1,132 @@
+"""The process group of a generation: it opens, it is broken off without the other ranks, and the next one opens."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tidewheel.elastic.process_group import Connections, GenerationGroup, serve_store
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    server.settimeout(10)
+    return client, server
+
+
+def test_only_connections_of_the_block_are_shut_down(listener: socket.socket):
+    connections = Connections()
+    before, before_peer = connect(listener)
+    with connections.recorded():
+        own, own_peer = connect(listener)
+        with connections.recorded():  # a group made inside of another's making
+            inner, inner_peer = connect(listener)
+    after, after_peer = connect(listener)
+    connections.shut_down()
+    assert own_peer.recv(1) == b""
+    assert inner_peer.recv(1) == b""
+    for client, peer in ((before, before_peer), (after, after_peer)):
+        client.sendall(b"x")
+        assert peer.recv(1) == b"x"
+    for one in (before, before_peer, own, own_peer, inner, inner_peer, after, after_peer):
+        one.close()
+
+
+def test_a_descriptor_that_now_is_another_connections_is_spared(listener: socket.socket):
+    connections = Connections()
+    with connections.recorded():
+        own, own_peer = connect(listener)
+    descriptor = own.fileno()
+    own.close()
+    own_peer.close()
+    other, other_peer = connect(listener)
+    assert descriptor in (other.fileno(), other_peer.fileno()), "the system gives the lowest free number"
+    connections.shut_down()
+    other.sendall(b"x")
+    assert other_peer.recv(1) == b"x"
+    other.close()
+    other_peer.close()
+
+
+def test_a_listening_socket_is_spared_and_no_group_is_made_after_the_end():
+    connections = Connections()
+    with connections.recorded():
+        server = socket.create_server(("127.0.0.1", 0))
+    connections.shut_down()
+    client, peer = connect(server)
+    client.close()
+    peer.close()
+    server.close()
+    with pytest.raises(RuntimeError, match="the generation has ended"), connections.recorded():
+        pass
+
+
+def test_one_rank_alone_needs_no_group():
+    group = GenerationGroup()
+    group.open(("127.0.0.1", 1), 0, 0, 1, cuda=False)
+    assert not dist.is_initialized()
+    group.break_off()
+    group.close()
+
+
+def test_what_else_waits_is_broken_off_too_also_when_it_is_told_late():
+    group = GenerationGroup()
+    calls: list[str] = []
+    group.also_break(lambda: calls.append("before"))
+    group.break_off()
+    group.also_break(lambda: calls.append("after"))
+    assert calls == ["before", "after"]
+    assert group.broken
+
+
+def member(rank: int, port: int, leave: Any, answers: Any) -> None:
+    """Rank of two: the second one leaves a collective out, the first one breaks it off; then both sum again."""
+    torch.set_num_threads(1)
+    group = GenerationGroup()
+    group.open(("127.0.0.1", port), 1, rank, 2, cuda=False)
+    total = torch.ones(4) * (rank + 1)
+    dist.all_reduce(total)
+    if rank == 1:
+        leave.wait(60)
+    else:
+        broken = threading.Timer(0.2, group.break_off)
+        broken.start()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(4))  # the other rank never comes
+        broken.join()
+        leave.set()
+    group.close()
+    following = GenerationGroup()
+    following.open(("127.0.0.1", port), 2, rank, 2, cuda=False)
+    again = torch.ones(4) * (rank + 1)
+    dist.all_reduce(again)
+    following.close()
+    answers.put((rank, total.tolist(), again.tolist(), dist.is_initialized()))
+
+
+def test_a_collective_that_a_rank_leaves_out_is_broken_off_and_the_next_generation_works():
+    store = serve_store("127.0.0.1")
+    context = mp.get_context("spawn")
+    leave = context.Event()
+    answers = context.Queue()
+    ranks = [context.Process(target=member, args=(rank, store.port, leave, answers), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = sorted(answers.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    assert found == [(rank, [3.0] * 4, [3.0] * 4, False) for rank in range(2)]
+    assert [process.exitcode for process in ranks] == [0, 0]

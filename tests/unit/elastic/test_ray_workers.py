@@ -1,0 +1,370 @@
+"""The group of workers: who leaves it, who joins it, where processes start. Ray and the coordinator are stand-ins."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.train.v2._internal.execution.worker_group import WorkerStatus
+
+from tidewheel.elastic import ray_workers
+from tidewheel.elastic.nodes import Node
+from tidewheel.elastic.ray_workers import (
+    ElasticWorkerGroup,
+    LostWorkerError,
+    SilentWorkerError,
+    Worker,
+    Workers,
+    actor_resources,
+    train_environment,
+)
+from tidewheel.elastic.worker import RestartNeeded
+from tidewheel.errors import ClusterError, OwnershipError, ShardError
+from tidewheel.train.config import ElasticConfig
+
+RUNNING = WorkerStatus(running=True)
+
+
+class Answer:
+    """Reference to the answer of a call: ready with a value or an error, or not ready."""
+
+    def __init__(self, value: Any = None, *, ready: bool = True) -> None:
+        self.value = value
+        self.ready = ready
+
+
+class Method:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def remote(self, *arguments: Any) -> Answer:
+        try:
+            value = self._function(*arguments)
+        except Exception as error:
+            value = error
+        return value if isinstance(value, Answer) else Answer(value)
+
+
+class Actor:
+    """Worker process on a node."""
+
+    def __init__(self, ray: FakeRay, node: str) -> None:
+        self.name = f"{node}-{len(ray.actors)}"
+        self.node = node
+        self.status: Any = RUNNING
+        self.begun: list[int] = []
+        self.begins: Any = None
+        self.up = node not in ray.slow
+        self.identify = Method(self._identify)
+        self.poll_status = Method(lambda: self.status)
+        self.begin = Method(self._begin)
+        ray.actors.append(self)
+
+    def _identify(self) -> Answer:
+        answer = Answer((self.name, self.node), ready=self.up)
+        self.identity = answer
+        return answer
+
+    def _begin(self, context: Any, function: Any, index: int) -> Any:
+        self.begun.append(index)
+        return self.begins
+
+
+class FakeRay:
+    """`ray.get`, `wait`, `kill` and `remote`, with a clock that only waiting moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.actors: list[Actor] = []
+        self.killed: list[str] = []
+        self.slow: set[str] = set()
+        """Nodes on which no process comes up."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def get(self, reference: Any, timeout: float | None = None) -> Any:
+        if isinstance(reference, list):
+            return [self.get(one) for one in reference]
+        if not reference.ready:
+            raise GetTimeoutError("not ready")
+        if isinstance(reference.value, BaseException):
+            raise reference.value
+        return reference.value
+
+    def wait(self, references: list[Answer], num_returns: int = 1, timeout: float | None = None) -> Any:
+        done = [reference for reference in references if reference.ready]
+        if len(done) < num_returns:
+            self.now += timeout or 0.0
+        return done, [reference for reference in references if not reference.ready]
+
+    def kill(self, actor: Actor) -> None:
+        self.killed.append(actor.name)
+
+    def remote(self, **_: Any) -> Any:
+        def options(scheduling_strategy: Any) -> Any:
+            return SimpleNamespace(remote=lambda: Actor(self, scheduling_strategy.node_id))
+
+        return lambda _: SimpleNamespace(options=options)
+
+
+class Coordinator:
+    """What the coordinator answers, and what it was told."""
+
+    def __init__(self) -> None:
+        self.gone: set[str] = set()
+        self.bad_nodes: set[str] = set()
+        self.owner: Exception | None = None
+        self.tolerates = True
+        self.expected: list[tuple[dict[str, str], bool]] = []
+        self.errors: list[tuple[str, str, bool]] = []
+        self.said: list[str] = []
+        self.fenced = Method(lambda: set(self.gone))
+        self.avoided = Method(lambda: set(self.bad_nodes))
+        self.lost = Method(lambda: Answer(self.owner) if self.owner is None else _value(self.owner))
+        self.dead = Method(lambda names, why: names)
+        self.say = Method(self.said.append)
+        self.expect = Method(lambda names, anew: self.expected.append((names, anew)))
+        self.raised = Method(self._raised)
+
+    def _raised(self, name: str, kind: str, text: str, fatal: bool) -> bool:
+        self.errors.append((name, kind, fatal))
+        return self.tolerates and not fatal
+
+
+def _value(error: Exception) -> Answer:
+    answer = Answer()
+    answer.value = SimpleNamespace(error=error)
+    return answer
+
+
+class World:
+    """Nodes, Ray, the coordinator and the pool of a run with one to three workers of one CPU each."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 2, 3), standby: int = 0) -> None:
+        self.ray = FakeRay()
+        self.coordinator = Coordinator()
+        self.nodes: list[Node] = []
+        patch.setattr(ray_workers, "ray", self.ray)
+        patch.setattr(ray_workers, "time", self.ray)
+        patch.setattr(ray_workers, "NodeAffinitySchedulingStrategy", lambda node, soft: SimpleNamespace(node_id=node))
+        patch.setattr(ray_workers.nodes, "alive", lambda *_: list(self.nodes))
+        patch.setattr(ray_workers.nodes, "usable",
+                      lambda *_: [node for node in self.nodes if not node.draining])
+        elastic = ElasticConfig(min_workers=sizes[0], max_workers=sizes[-1], standby_workers=standby,
+                                start_timeout_seconds=60)
+        self.pool = Workers(elastic, sizes, self.coordinator)
+
+    def add(self, *names: str, cpus: float = 1.0, **more: Any) -> None:
+        self.nodes += [Node(name, "127.0.0.1", 1, {"CPU": cpus}, **more) for name in names]
+
+    def start(self) -> ElasticWorkerGroup:
+        return self.pool.create("run", SimpleNamespace(train_fn_ref="function"), [])
+
+    def names(self, group: ElasticWorkerGroup) -> list[str]:
+        return [worker.node for worker in group.get_workers()]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_a_group_begins_with_the_largest_legal_number_that_fits(world: World):
+    world.add("a", "b", cpus=2)
+    group = world.start()
+    assert Counter(world.names(group)) == {"a": 2, "b": 1}
+    assert [actor.begun for actor in world.ray.actors] == [[0], [1], [2]]
+    assert world.coordinator.expected == [({actor.name: actor.node for actor in world.ray.actors}, True)]
+    assert group.get_latest_poll_status() is None
+    assert group.get_worker_group_state() is None
+    assert list(group.poll_status(0.1).worker_statuses.values()) == [RUNNING] * 3
+
+
+def test_spot_nodes_are_filled_last_so_that_rank_0_is_on_one_that_stays(world: World):
+    world.add("spot", labels={"ray.io/market-type": "spot"})
+    world.add("stays")
+    assert world.names(world.start()) == ["stays", "spot"]
+
+
+def test_a_group_does_not_wait_for_a_slow_process_when_a_legal_number_is_up(world: World):
+    world.add("a", "b")
+    world.ray.slow = {"b"}
+    group = world.start()
+    assert world.names(group) == ["a"]
+    assert world.ray.now == pytest.approx(1000 + ray_workers.START_SECONDS)
+    slow = next(actor for actor in world.ray.actors if actor.node == "b")
+    slow.identity.ready = True
+    assert len(group.poll_status(0.1).worker_statuses) == 2
+    assert slow.begun == [1]
+    assert world.coordinator.expected[-1] == ({slow.name: "b"}, False)
+
+
+def test_without_room_the_start_waits_and_gives_up_in_the_end(world: World):
+    with pytest.raises(ClusterError, match=r"1 worker\(s\) found no room on nodes for 60 s"):
+        world.start()
+    assert world.coordinator.said == ["waiting for nodes"]
+
+
+def test_processes_that_never_come_up_end_the_start_and_are_killed(world: World):
+    world.add("a")
+    world.ray.slow = {"a"}
+    with pytest.raises(ClusterError, match=r"1 worker\(s\) did not come up on nodes for 60 s"):
+        world.start()
+    assert set(world.ray.killed) == {actor.name for actor in world.ray.actors}
+
+
+def test_a_run_that_another_driver_owns_does_not_start(world: World):
+    error = OwnershipError("taken over", where="run")
+    world.coordinator.lost = Method(lambda: _returned(error))
+    with pytest.raises(OwnershipError):
+        world.start()
+    assert world.ray.actors == []
+
+
+def _returned(error: Exception) -> Answer:
+    """An error that a call returns instead of raising it."""
+    class Returned(Answer):
+        ready = True
+
+    answer = Returned()
+    answer.value = error
+    return answer
+
+
+def test_a_node_to_avoid_is_used_only_if_no_legal_number_fits_elsewhere(world: World):
+    world.add("bad", "good")
+    world.coordinator.bad_nodes = {"bad"}
+    assert world.names(world.start()) == ["good"]
+    world.nodes = [node for node in world.nodes if node.node_id == "bad"]
+    assert world.names(world.start()) == ["bad"]
+
+
+def test_lost_and_fenced_workers_leave_and_the_others_stay(world: World):
+    world.add("a", "b", "c")
+    group = world.start()
+    first, second, third = world.ray.actors
+    first.status = RayActorError()
+    world.coordinator.gone = {second.name}
+    world.nodes = world.nodes[2:]
+    statuses = group.poll_status(0.1).worker_statuses
+    assert statuses == {0: RUNNING}
+    assert world.names(group) == ["c"]
+    assert world.ray.killed == [second.name], "the process of the lost one has ended already"
+    assert third.begun == [2]
+
+
+def test_when_every_worker_is_lost_the_group_has_failed(world: World):
+    world.add("a", "b")
+    group = world.start()
+    for actor in world.ray.actors:
+        actor.status = RayActorError()
+    errors = group.poll_status(0.1).errors
+    assert [type(error) for error in errors.values()] == [LostWorkerError] * 2
+    assert len(group.get_workers()) == 2
+
+
+def test_the_coordinator_decides_whether_the_run_goes_on_without_a_worker_that_failed(world: World):
+    world.add("a", "b", "c")
+    group = world.start()
+    world.ray.actors[0].status = WorkerStatus(running=False, error=RuntimeError("out of memory"))
+    world.nodes = world.nodes[1:]
+    assert set(group.poll_status(0.1).worker_statuses) == {0, 1}
+    world.ray.actors[1].status = WorkerStatus(running=False, error=ShardError("damaged"))
+    world.ray.actors[2].status = WorkerStatus(running=False, error=RestartNeeded("again"))
+    assert [type(error) for error in group.poll_status(0.1).errors.values()] == [ShardError, RestartNeeded]
+    assert [error[1:] for error in world.coordinator.errors] == [("RuntimeError", False), ("ShardError", True)]
+
+
+def test_a_silent_worker_is_polled_once_and_counts_as_lost_after_the_limit(world: World, monkeypatch):
+    monkeypatch.setenv(ray_workers.SILENT_SECONDS_VARIABLE, "30")
+    world.add("a", "b")
+    group = world.start()
+    calls = []
+    world.ray.actors[0].poll_status = Method(lambda: calls.append(1) or Answer(ready=False))
+    world.coordinator.tolerates = False
+    assert group.poll_status(20).errors == {}
+    assert isinstance(group.poll_status(20).errors[0], SilentWorkerError)
+    assert calls == [1]
+
+
+def test_a_process_starts_on_a_node_that_joins_but_not_again_soon_after_one_that_did_not(world: World):
+    world.add("a")
+    group = world.start()
+    world.add("b")
+    group.poll_status(0.1)
+    assert [actor.node for actor in world.ray.actors] == ["a", "b"]
+    broken = world.ray.actors[1]
+    broken.identity.value = RayActorError()
+    world.ray.now += ray_workers.LOOK_SECONDS
+    group.poll_status(0.1)
+    assert world.ray.killed == [broken.name]
+    world.ray.now += ray_workers.AGAIN_SECONDS - 1
+    group.poll_status(0.1)
+    assert len(world.ray.actors) == 2
+    world.ray.now += 1
+    group.poll_status(0.1)
+    group.poll_status(0.1)
+    assert [actor.node for actor in world.ray.actors] == ["a", "b", "b"]
+    assert world.names(group) == ["a", "b"]
+
+
+def test_a_worker_that_dies_while_it_begins_is_not_let_in(world: World):
+    world.add("a", "b")
+    world.ray.slow = {"b"}
+    group = world.start()
+    late = next(actor for actor in world.ray.actors if actor.node == "b")
+    late.begins = RayActorError()
+    late.identity.ready = True
+    assert len(group.poll_status(0.1).worker_statuses) == 1
+    assert world.ray.killed == [late.name]
+
+
+def test_a_restart_uses_the_processes_that_answer_and_have_ended_their_function(world: World):
+    world.add("a", "b", "c")
+    group = world.start()
+    idle, busy, dead = world.ray.actors
+    idle.status = WorkerStatus(running=False)
+    dead.status = RayActorError()
+    world.pool.keep = True
+    group.shutdown()
+    assert set(world.ray.killed) == {busy.name, dead.name}
+    assert [worker.name for worker in world.pool.kept] == [idle.name]
+    again = world.start()
+    assert idle.begun == [0, 0]
+    assert Counter(world.names(again)) == {"a": 1, "b": 1, "c": 1}
+    again.shutdown()
+    assert world.pool.kept == []
+    assert idle.name in world.ray.killed
+
+
+def test_a_group_whose_workers_cannot_begin_leaves_no_process(world: World, monkeypatch):
+    world.add("a")
+    monkeypatch.setattr(Actor, "_begin", lambda *_: RayActorError())
+    with pytest.raises(RayActorError):
+        world.start()
+    assert world.ray.killed == [world.ray.actors[0].name]
+
+
+def test_resources_and_settings_of_ray_train_are_passed_on(monkeypatch: pytest.MonkeyPatch):
+    assert actor_resources({"CPU": 2, "GPU": 1, "accelerator": 3}) == {
+        "num_cpus": 2, "num_gpus": 1, "memory": None, "resources": {"accelerator": 3}}
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "9")
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere")
+    assert train_environment()["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] == "9"
+    assert not [name for name in train_environment() if not name.startswith("RAY_TRAIN_")]
+    assert os.environ["RAY_ADDRESS"] == "elsewhere"
+
+
+def test_a_poll_under_way_is_not_repeated():
+    answers = iter([Answer(), Answer()])
+    worker = Worker(SimpleNamespace(poll_status=Method(lambda: next(answers))), "name", "node")
+    assert worker.poll() is worker.poll()
