@@ -1,4 +1,4 @@
-"""Whether the cluster may get more nodes: asked before work is refused for want of them."""
+"""Find out whether the cluster may get more nodes, before work is refused because there are too few."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import time
 from typing import Any
 
 START_SECONDS = 30.0
-"""An autoscaler that was started with the cluster has told of itself by then."""
+"""Time within which an autoscaler that starts with the cluster reports its state."""
 ANSWER_SECONDS = 10.0
 
 
 def can_grow(patience_seconds: float = 0.0) -> bool:
-    """Whether an autoscaler (v2: KubeRay's, `ray up`'s) runs that may add nodes.
+    """Return whether an autoscaler runs that may add nodes (v2, as with KubeRay and `ray up`).
 
-    Its nodes know their type from the start; the autoscaler itself tells of itself a second or two later. On a cluster
-    that young the answer waits up to `patience_seconds`. (`get_max_resources_from_cluster_config`, which Ray's own
-    libraries ask, is None on open-source Ray 2.60: nothing there calls `report_cluster_config`.)
+    Nodes of an autoscaled cluster have a node type from the start; the autoscaler reports its state a second or two
+    later. Ray's own libraries ask `get_max_resources_from_cluster_config` instead, which is None in open-source Ray
+    2.60, because nothing there calls `report_cluster_config`.
+
+    Args:
+        patience_seconds: longest wait for the state of an autoscaler that has just started.
     """
     import ray
     from ray.core.generated import autoscaler_pb2

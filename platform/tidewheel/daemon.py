@@ -1,4 +1,4 @@
-"""Threads that nobody has to wait for: work that may hang in storage must not hold up the end of what asked for it."""
+"""Daemon threads for work that may hang in storage and must not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class DaemonThread:
-    """Runs calls one after the other, as `ThreadPoolExecutor(1)` does, in a thread that can be left behind.
+    """Thread that runs calls in order, as `ThreadPoolExecutor(1)` does, and can be abandoned.
 
-    An executor's thread is joined when the process ends, whatever it hangs in; this one is not.
+    Python joins an executor's thread when the process ends, even if it hangs; it does not join this one.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,9 +30,13 @@ class DaemonThread:
         self._stopped = False
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run `function(*arguments)` behind what was submitted before."""
+        """Run `function(*arguments)` after the calls submitted before; return its future.
+
+        Raises:
+            RuntimeError: `stop` was called.
+        """
         if self._stopped:
-            raise RuntimeError(f"the thread {self._name!r} was told to stop")
+            raise RuntimeError(f"the thread {self._name!r} has been stopped")
         future: Future[T] = Future()
         self._calls.put((future, lambda: function(*arguments)))
         if self._thread is None:
@@ -41,10 +45,10 @@ class DaemonThread:
         return future
 
     def stop(self, *, wait: bool = True) -> None:
-        """Cancel what has not begun, and end the thread; more than once does no harm.
+        """Cancel the calls that have not begun, and end the thread. It may be called again.
 
         Args:
-            wait: return once the call under way, if any, is done. Otherwise it is left to end by itself.
+            wait: wait until the call under way is done; otherwise it goes on by itself.
         """
         self._stopped = True
         self._calls.put(None)
@@ -60,16 +64,16 @@ class DaemonThread:
                 continue
             try:
                 future.set_result(function())
-            except BaseException as error:  # whoever waits for the result gets it
+            except BaseException as error:  # raised again by `Future.result`
                 future.set_exception(error)
-            del call, future, function  # they hold what they were called with
+            del call, future, function  # they keep the call's arguments alive
 
 
 def result(future: Future[T], limit: TimeLimit) -> T:
     """Return the result of `future`, waiting for it no longer than `limit` allows.
 
     Raises:
-        StorageAwayError: the limit has passed before it was there.
+        StorageAwayError: the limit has passed without a result.
     """
     woken = threading.Event()
     future.add_done_callback(lambda _: woken.set())

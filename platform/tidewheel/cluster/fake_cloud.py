@@ -1,7 +1,7 @@
-"""The cloud of an autoscaled local cluster: Ray's fake node provider, with nodes as `supervisor` starts them.
+"""The cloud of an autoscaled local cluster: Ray's fake node provider, with nodes like those of `supervisor`.
 
-The autoscaler's process loads it. As Ray has it, nodes listen at the machine's outside address and outlive the
-autoscaler when that is killed; here each has a loopback address of its own and ends with it.
+The autoscaler's process loads it. Ray's own fake nodes listen at the machine's outside address and outlive a killed
+autoscaler; these have a loopback address each and end with it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from tidewheel.cluster.supervisor import MANY_LOOPBACKS
 
 
 class LoopbackNodes(FakeMultiNodeProvider):
-    """See the module."""
+    """Ray's fake node provider with nodes on loopback."""
 
     def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
         super().__init__(provider_config, cluster_name)
         self._seen: set[str] = set()
-        """Groups of which there has been a node."""
+        """Groups that have had a node."""
 
     def _create_node_with_resources_and_labels(self, node_config: Mapping[str, Any], tags: Mapping[str, str],
                                                count: int, resources: Mapping[str, float],
                                                labels: Mapping[str, str]) -> None:
-        node_type, left = tags[TAG_RAY_USER_NODE_TYPE], dict(resources)
+        node_type = tags[TAG_RAY_USER_NODE_TYPE]
+        left = dict(resources)
         if node_type in self._seen:
             time.sleep(node_config["seconds_apart"])
         self._seen.add(node_type)
@@ -54,7 +55,7 @@ class LoopbackNodes(FakeMultiNodeProvider):
                          "RAY_NODE_TYPE_NAME": node_type}}
         known = {TAG_RAY_NODE_KIND: NODE_KIND_WORKER, TAG_RAY_USER_NODE_TYPE: node_type, TAG_RAY_NODE_NAME: node_id,
                  TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE, **tags}
-        with self.lock:  # before it starts: Ray may see its raylet first, and would take it for somebody else's
+        with self.lock:  # before the raylet starts: Ray ends a raylet that no entry explains
             entry: dict[str, Any] = {"tags": known, "node": None}
             self._nodes[node_id] = entry
         node: Any = None
@@ -67,12 +68,12 @@ class LoopbackNodes(FakeMultiNodeProvider):
                     entry["node"] = node
                 else:
                     self._nodes.pop(node_id, None)
-            if node is not None and not kept:  # no longer wanted by the time it was up
+            if node is not None and not kept:  # terminated while it was starting
                 self._terminate_node({"node": node})
 
     def terminate_node(self, node_id: str) -> None:
-        """End a node; one that is just starting ends when it is up."""
+        """End a node. A node that is still starting ends as soon as it is up."""
         with self.lock:
-            found = self._nodes.pop(node_id, None)
-        if found is not None and found["node"] is not None:
-            self._terminate_node(found)
+            entry = self._nodes.pop(node_id, None)
+        if entry is not None and entry["node"] is not None:
+            self._terminate_node(entry)

@@ -1,6 +1,6 @@
-"""Faults on purpose, for the demo and the tests: lost nodes and workers, drains, damaged files.
+"""Inject faults, for the demo and the tests: lost workers, drains, damaged files.
 
-Only what the caller names is touched. A node of a `LocalCluster` is killed with its `kill_node`.
+`LocalCluster.kill_node` kills a node.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tidewheel.storage import Store
 
 
 def kill_process(pid: int) -> None:
-    """SIGKILL one process, for example a training worker."""
+    """Kill one process, such as a training worker, with SIGKILL."""
     os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """A process that neither works nor closes its connections while the block runs (SIGSTOP, SIGCONT)."""
+    """Stop a process during the block; its connections stay open (SIGSTOP, SIGCONT)."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -32,16 +32,15 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 def drain_node(address: str, node_id: str, notice_seconds: float, reason: str = "spot reclaim") -> bool:
-    """Announce that a node will be taken away after `notice_seconds`; it is not killed here.
+    """Announce that a node will be preempted; do not kill it. Return whether the cluster accepts the drain.
 
     Args:
-        address: of the cluster, "host:port".
-        node_id: 56 hex digits.
-
-    Returns:
-        True if the cluster accepted the drain.
+        address: address of the cluster, "host:port".
+        node_id: id of the node, 56 hex digits.
+        notice_seconds: time until the node goes.
+        reason: text for the workers' logs.
     """
-    raylet: Any = import_module("ray._raylet")  # compiled: their types cannot be checked
+    raylet: Any = import_module("ray._raylet")  # compiled modules, without types
     messages: Any = import_module("ray.core.generated.autoscaler_pb2")
     why = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline_ms = int((time.time() + notice_seconds) * 1000)
@@ -50,7 +49,13 @@ def drain_node(address: str, node_id: str, notice_seconds: float, reason: str = 
 
 
 def flip_byte(store: Store, key: str, offset: int) -> None:
-    """Invert one byte of an object, as a failing disk would; negative offsets count from the end."""
+    """Invert one byte of an object, as a failing disk does.
+
+    Args:
+        store: storage of the object.
+        key: the object.
+        offset: position of the byte; a negative one counts from the end.
+    """
     data = bytearray(store.read(key))
     data[offset] ^= 0xFF
     store.write(key, bytes(data))

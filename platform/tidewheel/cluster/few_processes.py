@@ -1,7 +1,7 @@
 """Start Ray without the processes that serve a dashboard, a log stream or an autoscaler.
 
-Ray starts four Python processes beside its own two on every head and waits for one of them. A private cluster of one
-command uses none of these; without them it comes up, and ends, in half the time.
+On every head Ray starts four Python processes beside its own two, and waits for one of them. A private cluster of one
+command uses none of the four; without them it starts and ends in half the time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def few_processes() -> Iterator[None]:
-    """Let `ray.init` in the block start only Ray's server, the node's own process and its agents, if it starts a
-    cluster without a dashboard."""
+    """Let `ray.init` in the block start only Ray's server, the raylet and its agents, if without a dashboard."""
     from ray._private import parameter
 
     before = parameter.RayParams
@@ -29,7 +28,7 @@ def few_processes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_idle_api_server() -> Iterator[None]:
-    """Let a head in the block start the API server only for a dashboard: without one it would serve nothing."""
+    """Let a head that starts in the block have an API server only if it has a dashboard."""
     from ray._private import services
 
     before = services.start_api_server

@@ -1,4 +1,4 @@
-"""Node groups of clusters that we start: equal nodes, which Ray is told the labels of (see `placement`)."""
+"""Node groups of the clusters that Tidewheel starts: equal nodes with Ray's labels (`placement`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.placement import GROUP_LABEL, MARKET_LABEL, ON_DEMAND, SPOT, WORD
 
 @dataclass(frozen=True)
 class Group:
-    """Equal nodes: a name, how many, what each offers, and further labels."""
+    """Equal nodes: their name, number, CPUs, resources and further labels."""
 
     name: str
     nodes: int = 1
@@ -21,20 +21,21 @@ class Group:
 
     @property
     def node_labels(self) -> dict[str, str]:
-        """What Ray is told about each node."""
+        """Labels that Ray gives each node."""
         market = SPOT if self.name.endswith(SPOT) else ON_DEMAND
         return {GROUP_LABEL: self.name, MARKET_LABEL: market, **self.labels}
 
 
 def parse_group(text: str, *, cpus: float = 1.0, labels: dict[str, str] | None = None) -> Group:
-    """A group from NAME[:NODES[:CPUS]][,RESOURCE=AMOUNT...], for example "gpu-spot:2:4,accelerator=8".
+    """Return the group that a text such as "gpu-spot:2:4,accelerator=8" describes.
 
     Args:
-        cpus: of each node, where the text does not say.
+        text: NAME[:NODES[:CPUS]][,RESOURCE=AMOUNT...].
+        cpus: CPUs of each node if the text has none.
         labels: further labels of each node.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the text has another form.
     """
     head, *more = text.split(",")
     name, *numbers = head.split(":")
@@ -43,21 +44,21 @@ def parse_group(text: str, *, cpus: float = 1.0, labels: dict[str, str] | None =
         raise ConfigError(f"{text!r} is not a node group", where="--group", mend=mend)
     try:
         nodes = int(numbers[0]) if numbers else 1
-        each = float(numbers[1]) if len(numbers) > 1 else cpus
+        node_cpus = float(numbers[1]) if len(numbers) > 1 else cpus
         pairs = [part.partition("=") for part in more]
         resources = {key: float(amount) for key, _, amount in pairs}
     except ValueError:
         raise ConfigError(f"{text!r} is not a node group: a number is wrong", where="--group", mend=mend) from None
-    if nodes < 0 or each < 0 or not all(key and amount > 0 for key, amount in resources.items()):
+    if nodes < 0 or node_cpus < 0 or not all(key and amount > 0 for key, amount in resources.items()):
         raise ConfigError(f"{text!r}: numbers of nodes, CPUs and resources are positive", where="--group", mend=mend)
-    return Group(name, nodes, each, resources, dict(labels or {}))
+    return Group(name, nodes, node_cpus, resources, dict(labels or {}))
 
 
 def parse_labels(texts: Sequence[str]) -> dict[str, str]:
-    """Labels from KEY=VALUE texts, several of them in one with commas between.
+    """Return the labels in texts of the form KEY=VALUE[,KEY=VALUE...].
 
     Raises:
-        ConfigError: no key or value, or one that Ray does not take (the syntax of Kubernetes labels).
+        ConfigError: a key or value is missing, or breaks the syntax of Kubernetes labels, which Ray requires.
     """
     labels: dict[str, str] = {}
     for pair in (part for text in texts for part in text.split(",")):

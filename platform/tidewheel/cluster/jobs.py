@@ -1,6 +1,6 @@
-"""Jobs on a Ray cluster's job server: submit, follow, stop. The connection may be lost meanwhile; the job is not.
+"""Submit, follow and stop jobs on a Ray cluster's job server. A lost connection does not lose the job.
 
-A job is submitted under an id that is made here, so that a submission whose answer was lost is found, not repeated.
+The client makes the job's id, so it can find a submission whose answer was lost instead of repeating it.
 """
 
 from __future__ import annotations
@@ -25,66 +25,70 @@ from tidewheel.cluster.upload import Upload, survey
 from tidewheel.errors import ClusterError, ConfigError
 from tidewheel.private_folders import temporary_folder
 
-STOPPED_CODE = 143  # as of a process that SIGTERM ended
+STOPPED_CODE = 143
+"""Exit code of a stopped job, as of a process that SIGTERM ended."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-#: Between SIGTERM and SIGKILL when a job is stopped (Ray's own: 3 s): training saves and leaves in this time.
+#: Time between SIGTERM and SIGKILL when a job is stopped, in which training saves (Ray's default: 3 s).
 STOP_SECONDS = 120
-PATIENCE_SECONDS = 600.0  # how long a job server may be away before we stop following
+PATIENCE_SECONDS = 600.0
+"""Longest time without an answer of the job server."""
 POLL_SECONDS = 1.0
 JOBS = {"prepare_data": ("data", "run"), "train": ("train",), "evaluate": ("evaluate",),
         "export": ("checkpoint", "export"), "workflow": ("workflow", "run")}
-"""The command that each job runs."""
+"""Command that each job runs."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What is handed to the job server."""
+    """Job as the server receives it."""
 
     command: str
-    """The shell command that the cluster's head runs in the uploaded folder."""
+    """Shell command that the cluster's head runs in the uploaded folder."""
     working_dir: str = "."
-    """Uploaded; "" for none."""
+    """Folder that is uploaded; "" for none."""
     id: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the job and its workers. They are visible to all who may list jobs: no secrets."""
+    """Variables of the job and its workers. Everyone who may list jobs sees them, so they must hold no secrets."""
     excludes: Sequence[str] = ()
     """Patterns of more files to leave out, as in .gitignore."""
     includes: Sequence[str] = ()
     """Patterns of files to upload although they are ignored or may hold secrets."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Selector of the node that the driver runs on (`placement`). Without one Ray runs it on the head, which is never a
-    spot node and which an autoscaler never takes away; with one, on any node that matches."""
+    """Selector of the driver's node (`placement`). With it the driver runs on any node that matches. Without it the
+    driver runs on the head, which is not a spot node and which an autoscaler never ends."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def upload(self) -> Upload | None:
-        """The files that would be uploaded."""
+        """Return the files to upload; None without a working folder."""
         return survey(self.working_dir, self.excludes, self.includes) if self.working_dir else None
 
     def runtime_env(self, package: Path | None = None) -> dict[str, Any]:
-        """Ray's runtime environment: the `package` of the code, and variables. Other packages belong into the cluster's
-        image."""
+        """Return Ray's runtime environment: the `package` of the code, and variables.
+
+        Other packages belong in the cluster's image.
+        """
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), **self.environment}
-        found: dict[str, Any] = {"env_vars": variables}
+        runtime_env: dict[str, Any] = {"env_vars": variables}
         if self.working_dir:
             if package is not None:
-                found["working_dir"] = str(package)
-            if (Path(self.working_dir) / "platform/tidewheel").is_dir():  # a checkout: its code, not the image's
+                runtime_env["working_dir"] = str(package)
+            if (Path(self.working_dir) / "platform/tidewheel").is_dir():  # a checkout's code precedes the image's
                 variables.setdefault("PYTHONPATH", "platform")
-        return found
+        return runtime_env
 
 
 def command_of(tokens: Sequence[str], working_dir: str = ".") -> str:
-    """The shell command of what is submitted: a job's name with its options, a YAML file (of a pipeline or a training)
-    with the options of its job, or any command.
+    """Return the shell command of a submission.
 
     Args:
-        tokens: as given to `tidewheel submit`.
-        working_dir: folder that is uploaded. A job is its module there if it has one, as a checkout does, else the
-            command of the installed package.
+        tokens: arguments of `tidewheel submit`: a job's name with its options, the YAML file of a pipeline or a
+            training with the options of its job, or any command.
+        working_dir: folder that is uploaded. If it has a module of the job, as a checkout does, the command runs that;
+            otherwise it runs the command of the installed package.
 
     Raises:
-        ConfigError: nothing is given, or there is no such file.
+        ConfigError: there is nothing to submit, or the file cannot be read.
     """
     if not tokens:
         raise ConfigError("nothing to submit", where="tidewheel submit", mend=f"name a job ({', '.join(JOBS)}), a "
@@ -104,7 +108,7 @@ def _program(name: str, working_dir: str) -> list[str]:
 
 
 def _job_of(path: str) -> str:
-    """Pipelines read documents; what else is a YAML file here trains."""
+    """Return the job of a YAML file: a pipeline has a `read` section; any other file is a training."""
     try:
         values = yaml_text.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -113,19 +117,19 @@ def _job_of(path: str) -> str:
     return "prepare_data" if isinstance(values, dict) and "read" in values else "train"
 
 
-#: Of Ray's client: what is left out of an upload, and that a connection has closed, we tell ourselves.
+#: Loggers of Ray's client whose messages about uploads and closed connections this module replaces.
 CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env.packaging",
           "ray._private.runtime_env.working_dir")
 
 
 class JobServer:
-    """A client of one job server that waits for it when it is away.
+    """Client of a job server, which waits while the server does not answer.
 
     Args:
-        address: "http://head:8265"; that of the cluster of `tidewheel cluster up` by default, after
-            RAY_API_SERVER_ADDRESS.
-        patience_seconds: how long the server may be away.
-        say: where notices about the connection go.
+        address: such as "http://head:8265". None uses RAY_API_SERVER_ADDRESS, else the cluster of
+            `tidewheel cluster up`.
+        patience_seconds: longest time without an answer.
+        say: function that shows notices about the connection.
 
     Raises:
         ClusterError: no address is known, or no job server answers there.
@@ -145,7 +149,7 @@ class JobServer:
         self._away = (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout)
         refused = (RuntimeError, ray.exceptions.AuthenticationError)
         named = os.environ.get("RAY_API_SERVER_ADDRESS")
-        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray takes it before the address that it is given
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # it takes precedence over Ray's argument
         try:
             self._client: Any = JobSubmissionClient(self.address)
         except (*self._away, *refused) as error:
@@ -159,10 +163,11 @@ class JobServer:
             os.environ.update({} if named is None else {"RAY_API_SERVER_ADDRESS": named})
 
     def submit(self, submission: Submission) -> str:
-        """Upload and start; the job's id. Safe against a lost answer: the same id is not started twice.
+        """Upload the code and start the job; return its id. A lost answer does not start the job twice.
 
         Raises:
-            ClusterError: the server refuses.
+            ClusterError: the server refuses the job, or does not answer.
+            ConfigError: the working folder cannot be uploaded.
         """
         job = submission.id or f"tidewheel-{time.strftime('%H%M%S')}-{uuid.uuid4().hex[:8]}"
         arguments: dict[str, Any] = {"entrypoint": submission.command, "submission_id": job,
@@ -175,7 +180,7 @@ class JobServer:
                 return str(self._client.submit_job(**arguments))
             except RuntimeError as error:
                 if "already exists" in str(error) and not submission.id:
-                    return job  # the answer to our first try was lost
+                    return job  # the answer to the first try was lost
                 raise ClusterError(f"the job server refuses: {_short(error)}", where=self.address,
                                    mend="correct the submission; an id can be used once on a cluster") from None
 
@@ -191,7 +196,11 @@ class JobServer:
             return self._patiently(send)
 
     def info(self, job: str) -> Any:
-        """Ray's `JobDetails`; ClusterError when there is no such job."""
+        """Return Ray's `JobDetails` of a job.
+
+        Raises:
+            ClusterError: there is no such job, or the server does not answer.
+        """
         def look() -> Any:
             try:
                 return self._client.get_job_info(job)
@@ -203,19 +212,20 @@ class JobServer:
         return self._patiently(look)
 
     def jobs(self) -> list[Any]:
-        """Submitted jobs, oldest first."""
-        found = self._patiently(self._client.list_jobs)
-        return sorted((job for job in found if job.submission_id), key=lambda job: job.start_time or 0)
+        """Return the submitted jobs, oldest first."""
+        jobs = self._patiently(self._client.list_jobs)
+        return sorted((job for job in jobs if job.submission_id), key=lambda job: job.start_time or 0)
 
     def follow(self, job: str, write: Callable[[str], Any]) -> int:
-        """Pass the job's log to `write` as it grows, until the job has ended; its exit code (`exit_code`).
+        """Pass the job's log to `write` as it grows, until the job has ended; return its exit code.
 
-        Each part of the log is written once, however often the connection is lost."""
+        Each part of the log is written once, however often the connection is lost.
+        """
         shown = _Shown(write)
         while True:
             try:
                 asyncio.run(self._tail(job, shown))
-            except Exception as error:  # whatever broke the stream: the job's state decides what that means
+            except Exception as error:  # the job's state decides whether the stream's end is an error
                 self._say(f"the log's connection was lost ({_short(error)}); following on")
             if self.info(job).status in ENDED:
                 shown.from_start(self._patiently(lambda: self._client.get_job_logs(job)))
@@ -223,28 +233,30 @@ class JobServer:
             time.sleep(POLL_SECONDS)
 
     def stop(self, job: str) -> bool:
-        """SIGTERM to the job, SIGKILL after STOP_SECONDS; False when it has ended before. Returns at once."""
+        """Send SIGTERM to a job, and SIGKILL after STOP_SECONDS; return False if it has ended. Do not wait."""
         self.info(job)
         return bool(self._patiently(lambda: self._client.stop_job(job)))
 
     async def _tail(self, job: str, shown: _Shown) -> None:
-        """A new connection sends the log from its beginning."""
-        place = 0
+        """Show the log of a new connection, which sends it from its beginning."""
+        position = 0
         async for text in self._client.tail_job_logs(job):
-            shown.part(text, place)
-            place += len(text)
+            shown.part(text, position)
+            position += len(text)
 
     def _patiently(self, request: Callable[[], Any]) -> Any:
-        """`request`, repeated while the server is away."""
-        until, wait, told = time.monotonic() + self._patience, 0.5, False
+        """Call `request`, and again while the server does not answer; return its result."""
+        until = time.monotonic() + self._patience
+        wait = 0.5
+        told = False
         while True:
             try:
                 return request()
             except self._away as error:
                 if time.monotonic() + wait > until:
                     raise ClusterError(f"the job server has not answered for {self._patience:g} s", where=self.address,
-                                       mend="the job may go on without us: `tidewheel job follow ID` when the server "
-                                            "is back") from error
+                                       mend="the job may still run: `tidewheel job follow ID` when the server is "
+                                            "back") from error
             if not told:
                 self._say(f"{self.address} does not answer; trying on for {self._patience:g} s")
                 told = True
@@ -253,25 +265,26 @@ class JobServer:
 
 
 class _Shown:
-    """How much of a log has been written."""
+    """Log of which a part has been written."""
 
     def __init__(self, write: Callable[[str], Any]) -> None:
-        self._write, self._characters = write, 0
+        self._write = write
+        self._characters = 0
 
-    def part(self, text: str, place: int) -> None:
-        """`text` stands at the log's character `place`."""
-        fresh = text[max(0, self._characters - place):]
-        self._characters = max(self._characters, place + len(text))
+    def part(self, text: str, position: int) -> None:
+        """Write the new characters of `text`, which begins at the log's character `position`."""
+        fresh = text[max(0, self._characters - position):]
+        self._characters = max(self._characters, position + len(text))
         if fresh:
             self._write(fresh)
 
     def from_start(self, log: str) -> None:
-        """The whole log as it is now."""
+        """Write the new characters of the whole log."""
         self.part(log, 0)
 
 
 def exit_code(info: Any) -> int:
-    """Of a job that has ended: its driver's own, 143 when it was stopped, 1 when its driver could not say."""
+    """Return the exit code of a job that has ended: its driver's, STOPPED_CODE if stopped, 1 if unknown."""
     if info.status == "SUCCEEDED":
         return 0
     if info.status == "STOPPED":
@@ -280,7 +293,7 @@ def exit_code(info: Any) -> int:
 
 
 def server_address(given: str | None = None) -> str:
-    """URL of the job server that is meant; also lets this process in, so call it before Ray is imported."""
+    """Return the URL of the job server, and give this process its token; call it before Ray is imported."""
     from tidewheel.cluster import background
 
     given = given or os.environ.get("RAY_API_SERVER_ADDRESS")

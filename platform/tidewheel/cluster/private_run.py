@@ -1,7 +1,6 @@
-"""What a cluster of one run on this machine alone needs: a folder and a token that nobody else can read.
+"""A private folder and token for the cluster of one run on this machine.
 
-Ray by itself keeps its sessions in `/tmp/ray`, which everyone can write, and has one token for all of a user's
-clusters.
+Ray's default is a folder that everyone can write, `/tmp/ray`, and one token for all of a user's clusters.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ NODE_ADDRESS = "127.0.0.2"
 
 
 def run_folder() -> Path:
-    """Make a folder of mode 0700 for a cluster's sessions, held until this process ends. Folders that killed processes
-    left are removed."""
+    """Make a folder of mode 0700 for a cluster's sessions, and hold it until this process ends.
+
+    Folders that killed processes have left are removed.
+    """
     remove_abandoned(TMP)
     folder = TMP / f"tw-{uuid.uuid4().hex[:8]}"
     folder.mkdir(mode=0o700)
@@ -55,9 +56,10 @@ def _write_token(path: Path) -> None:
 
 
 def private_arguments() -> dict[str, Any]:
-    """Return arguments of `ray.init` for a cluster of this process alone: on loopback, in a folder of its own.
+    """Return arguments of `ray.init` for a cluster of this process alone, on loopback and in its own folder.
 
-    It gets a token of its own too, unless the environment names one or Ray was imported before: Ray looks once.
+    The cluster also gets its own token, unless the environment names one or Ray is imported already: Ray reads the
+    environment once.
     """
     folder = _folder_of_process(os.getpid())
     if not any(os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
@@ -72,8 +74,8 @@ def private_arguments() -> dict[str, Any]:
 
 
 def _close_token(path: Path) -> None:
-    """Make Ray's own token, or the one that is there, readable by this user only."""
-    with contextlib.suppress(OSError):  # a home that cannot be written has no token either
+    """Make Ray's default token readable by this user only; write one if there is none."""
+    with contextlib.suppress(OSError):  # a home folder that cannot be written holds no token
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if not path.exists():
             _write_token(path)

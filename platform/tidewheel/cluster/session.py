@@ -1,4 +1,4 @@
-"""Connecting to Ray: an existing cluster when one is named, a private one on this machine otherwise."""
+"""Connect to Ray: to the cluster that is named, or else to a private one on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.console import console
 from tidewheel.errors import ClusterError
 from tidewheel.stopping import keeping_handlers
 
-#: Ray's own chatter, off unless somebody asked for it by setting the variable.
+#: Turn Ray's own messages off, unless the user has set the variable.
 QUIET = {
     "RAY_DEDUP_LOGS": "1",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -25,8 +25,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-#: A small node otherwise stops its idle workers and starts new ones at each of a pipeline's short stages, which cost
-#: most of the time. For clusters that we start; nobody else's is changed.
+#: By default a small node stops its idle workers and starts new ones at each short stage of a pipeline, which takes
+#: most of the time. These settings apply to clusters that Tidewheel starts.
 KEEP_WORKERS = {"num_workers_soft_limit": 6, "idle_worker_killing_time_threshold_ms": 600_000}
 MEND = ("start a cluster with `ray start --head`, correct --address or RAY_ADDRESS (host:port or auto), or leave both "
         "out to use this machine alone")
@@ -34,7 +34,7 @@ ANSWER_SECONDS = 5.0
 
 
 def _must_answer(target: str) -> None:
-    """Fail in seconds when nothing listens at host:port; Ray itself tries on for more than ten minutes."""
+    """Fail within seconds if nothing listens at host:port; Ray itself tries for more than ten minutes."""
     if target in ("local", "auto"):
         return
     host, sep, port = target.removeprefix("ray://").rpartition(":")
@@ -48,15 +48,15 @@ def _must_answer(target: str) -> None:
 
 @contextlib.contextmanager
 def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[str]:
-    """Run a block with Ray connected; yields the address.
+    """Connect to Ray during the block; yield the cluster's address.
 
     Args:
-        address: "auto", "host:port" or "ray://host:port". None takes RAY_ADDRESS (which a job server sets for its
-            jobs), and without that starts a cluster of this machine alone, stopped when the block ends.
-        cpus: CPUs of a cluster started here; all by default.
+        address: "auto", "host:port" or "ray://host:port". None uses RAY_ADDRESS, which a job server sets for its jobs;
+            without it a private cluster of this machine starts, and stops when the block ends.
+        cpus: CPUs of a private cluster; None for all.
 
     Raises:
-        ClusterError: there is no cluster at the address.
+        ClusterError: no cluster answers at the address, or a private one does not start.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -71,7 +71,7 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
-    # What workers print is Ray's own noise (a lost node prints pages): what matters reaches the driver as events.
+    # The output of Ray's workers is noise: a lost node prints pages. What matters reaches the driver as events.
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     _must_answer(target)
     began = time.monotonic()

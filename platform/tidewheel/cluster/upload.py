@@ -1,7 +1,7 @@
-"""What a submission uploads: the files of the working folder, without what is ignored and what may hold secrets.
+"""Choose and pack the files of a working folder for a submission, without ignored ones and likely secrets.
 
-We choose the files and pack them ourselves, so that the package holds what the listing shows. Left to Ray, patterns of
-nested ignore files could not bring a file back, and the content of a file could not decide.
+Ray could pack the folder itself. But then patterns of nested ignore files could not include a file again, and a file's
+content could not exclude it. Here the package holds exactly the files that the listing shows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from tidewheel.errors import ConfigError
 from tidewheel.secret_patterns import key_in
 
-#: Folders that no job needs, beside Ray's own defaults (.git, .venv, venv, __pycache__). --include cannot bring them
-#: back: a pattern such as "*.env" would find files in a virtual environment.
+#: Folders that no job needs, beside Ray's defaults (.git, .venv, venv, __pycache__). --include does not include them,
+#: as a pattern such as "*.env" would match files in a virtual environment.
 CLUTTER = (".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".hypothesis/", "node_modules/")
-#: Files that usually hold secrets, in lower case, as in .gitignore.
+#: Patterns, as in .gitignore, of files that usually hold secrets; in lower case.
 SECRETS = (
     ".env", ".env.*", "*.env", ".envrc", "secrets.yaml", "secrets.yml", "secrets.json", "secrets.toml",
     "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.ppk", "*.kdbx", ".gnupg/",
@@ -31,31 +31,33 @@ SECRETS = (
     ".dockercfg", ".dockerconfigjson", "*.tfstate", "*.tfstate.*", "*.tfvars", ".terraformrc", ".vault-token",
     ".npmrc", ".yarnrc.yml", ".pypirc", ".cargo/credentials*", ".gem/credentials", ".config/gh/", ".databrickscfg",
     ".pgpass", ".my.cnf", ".huggingface/", ".ray/")
-IGNORE_FILES = (".gitignore", ".rayignore", ".tidewheelignore")  # in one folder the later ones have the last word
+IGNORE_FILES = (".gitignore", ".rayignore", ".tidewheelignore")  # in one folder the later files take precedence
 SCAN_BYTES = 1 << 20
-"""Larger files are not searched for keys: people put keys into small files, and data into large ones."""
-LIMIT_BYTES = 512 << 20  # of Ray's own store for packages
-SHOWN = 10  # names in the line about what is left out
+"""Size of the largest file that is searched for keys: keys are in small files, data is in large ones."""
+LIMIT_BYTES = 512 << 20
+"""Size of Ray's store for packages."""
+SHOWN = 10
+"""Number of files that `Upload.left_out` names."""
 _MADE = (1980, 1, 1, 0, 0, 0)
-"""Time of all files in a package: equal files give equal bytes, so Ray finds that it has the package."""
+"""Time of all files in a package, so that equal files give equal bytes and Ray recognizes the package."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Files of a working folder that are uploaded, by path below it, with their sizes in bytes."""
+    """Files of a working folder to upload: path below the folder, and size in bytes."""
 
     folder: str
     files: dict[str, int]
     secrets: dict[str, str] = field(default_factory=dict)
-    """Files that are left out because they may hold secrets, with the reason."""
+    """Files left out because they may hold secrets, with the reason."""
 
     @property
     def bytes(self) -> int:
-        """Of all files, before compression."""
+        """Size of all files before compression."""
         return sum(self.files.values())
 
     def rows(self, depth: int = 1) -> list[dict[str, Any]]:
-        """For a table: what each folder (`depth` levels) or file of the top brings, largest first."""
+        """Return a table of the top folders, to `depth` levels, and files with their sizes, largest first."""
         sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for path, size in self.files.items():
             parts = path.split("/")
@@ -66,11 +68,11 @@ class Upload:
         return [{"upload": name, "files": count, "KB": round(size / 1000, 1)} for name, (count, size) in ordered]
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line about the upload."""
         return f"{len(self.files):,} files, {self.bytes / 1e6:.1f} MB from {self.folder}"
 
     def left_out(self) -> str:
-        """One line about files that may hold secrets; empty when there are none."""
+        """Return one line about the files that may hold secrets; "" without any."""
         if not self.secrets:
             return ""
         names = [f"{path} ({reason})" for path, reason in list(self.secrets.items())[:SHOWN]]
@@ -91,15 +93,15 @@ class Upload:
 
 
 def survey(folder: str, excludes: Sequence[str] = (), includes: Sequence[str] = ()) -> Upload:
-    """Choose the files of a working folder that are uploaded.
+    """Choose the files of a working folder to upload.
 
     Args:
         folder: the working folder.
-        excludes: more patterns to leave out, as in .gitignore.
-        includes: patterns of files to upload although they are ignored, excluded or may hold secrets.
+        excludes: more patterns of files to leave out, as in .gitignore.
+        includes: patterns of files to upload even if they are ignored, excluded or may hold secrets.
 
     Raises:
-        ConfigError: there is no such folder, or its files are more than Ray takes.
+        ConfigError: there is no such folder, or its files exceed Ray's limit.
     """
     top = Path(folder).expanduser().absolute()
     if not top.is_dir():
@@ -118,23 +120,25 @@ def survey(folder: str, excludes: Sequence[str] = (), includes: Sequence[str] = 
                 secrets[name] = secret
                 continue
         files[name] = path.stat().st_size
-    found = Upload(str(top), dict(sorted(files.items())), dict(sorted(secrets.items())))
-    if found.bytes > LIMIT_BYTES:
-        largest = ", ".join(f"{row['upload']} {row['KB'] / 1000:,.0f} MB" for row in found.rows()[:3])
-        raise ConfigError(f"{found.summary()} are more than the {LIMIT_BYTES >> 20} MiB that Ray takes ({largest})",
+    upload = Upload(str(top), dict(sorted(files.items())), dict(sorted(secrets.items())))
+    if upload.bytes > LIMIT_BYTES:
+        largest = ", ".join(f"{row['upload']} {row['KB'] / 1000:,.0f} MB" for row in upload.rows()[:3])
+        raise ConfigError(f"{upload.summary()} are more than the {LIMIT_BYTES >> 20} MiB that Ray takes ({largest})",
                           where=str(top), mend="list what the job does not need in .tidewheelignore, or give a smaller "
                                                "--working-dir; data belongs on storage that every node sees")
-    return found
+    return upload
 
 
 class _Walk:
-    """The files below a folder, each with whether it is ignored, as git decides it: the deepest ignore file that says
-    anything about a path decides, its last pattern first, and nothing below an ignored folder comes back.
+    """Files below a folder, ignored or not by git's rules.
+
+    The deepest ignore file with a pattern that matches decides, and in it the last such pattern. No pattern includes a
+    file below an ignored folder again.
 
     Args:
         top: the folder.
-        excludes: patterns that no ignore file overrules.
-        descend: also list what lies in ignored folders.
+        excludes: patterns that take precedence over all ignore files.
+        descend: also list the files in ignored folders.
     """
 
     def __init__(self, top: Path, excludes: Sequence[str], *, descend: bool) -> None:
@@ -148,11 +152,11 @@ class _Walk:
         self._ignore_files = IGNORE_FILES[1:] if without_git else IGNORE_FILES
 
     def files(self) -> Iterator[tuple[Path, bool]]:
-        """Every regular file, and whether it is ignored."""
+        """Yield every regular file, and whether it is ignored."""
         return self._below(self._top, self._above(), False, frozenset())
 
     def _above(self) -> list[tuple[Path, Any]]:
-        """Patterns of the repository that the folder is a part of."""
+        """Return the patterns of the repository around the folder."""
         parents = list(self._top.parents)
         root = next((parent for parent in [self._top, *parents] if (parent / ".git").exists()), None)
         if root is None or ".gitignore" not in self._ignore_files:
@@ -206,7 +210,7 @@ def _patterns(lines: Sequence[str]) -> Any:
 
 
 def _key_inside(path: Path) -> str | None:
-    """What kind of key a small text file holds."""
+    """Return the kind of key that a small text file holds; None without one."""
     if path.stat().st_size > SCAN_BYTES:
         return None
     try:
@@ -214,6 +218,6 @@ def _key_inside(path: Path) -> str | None:
     except OSError as error:
         raise ConfigError(f"cannot be read ({error.strerror})", where=str(path),
                           mend="make it readable, or leave it out with --exclude") from None
-    if b"\0" in content:  # no text
+    if b"\0" in content:  # not a text
         return None
     return key_in(content.decode("utf-8", errors="replace"))

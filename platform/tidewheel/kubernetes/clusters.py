@@ -1,4 +1,4 @@
-"""Ray clusters inside manifests: their pods, what a pod offers, and how many a training run wants."""
+"""Ray clusters in manifests: their pods, the resources of a pod, and the number of pods that a training run needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUFFIX: dict[str, int | Fraction] = {
 
 
 def quantity(value: Any) -> Fraction | None:
-    """A Kubernetes quantity ("500m", "16Gi", 8) as a number; None when it is none."""
+    """Return a Kubernetes quantity such as "500m", "16Gi" or 8 as a number; None if the value is not a quantity."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", str(value))
     if match is None or match[2] not in _SUFFIX:
         return None
@@ -32,31 +32,33 @@ def quantity(value: Any) -> Fraction | None:
 
 @dataclass(frozen=True)
 class Template:
-    """A pod template and where it is; `role` is head, worker, submitter or other."""
+    """Pod template and its place in a manifest; `role` is head, worker, submitter or other."""
 
     manifest: Manifest
     path: Path
     role: str
     value: dict[str, Any]
     group: dict[str, Any] | None = None
-    """The worker group it belongs to."""
+    """Worker group of the template."""
 
     @property
     def spec(self) -> dict[str, Any]:
+        """Specification of the pod."""
         return get(self.value, "spec", default={})
 
     @property
     def labels(self) -> dict[str, str]:
+        """Labels of the pod."""
         return get(self.value, "metadata", "labels", default={})
 
     @property
     def containers(self) -> list[tuple[Path, dict[str, Any]]]:
-        """(path, container) of all, init containers included; Ray's is the first."""
+        """Path and value of every container, init containers included; Ray's is the first."""
         return [((*self.path, "spec", kind, number), container) for kind in ("containers", "initContainers")
                 for number, container in enumerate(get(self.spec, kind, default=[]))]
 
     def offers(self, resource: str) -> Fraction:
-        """What its first container may use: the limit, else the request."""
+        """Return the amount of a resource that the first container may use: its limit, else its request."""
         resources = get(self.spec, "containers", 0, "resources", default={})
         value = get(resources, "limits", resource, default=get(resources, "requests", resource, default=0))
         return quantity(value) or Fraction(0)
@@ -64,7 +66,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The specification of a Ray cluster, of a RayCluster or inside a RayJob."""
+    """Specification of a Ray cluster, in a RayCluster or a RayJob."""
 
     manifest: Manifest
     path: Path
@@ -72,31 +74,35 @@ class Cluster:
 
     @property
     def head(self) -> Template:
+        """Template of the head."""
         path = (*self.path, "headGroupSpec", "template")
         return Template(self.manifest, path, "head", get(self.spec, "headGroupSpec", "template", default={}))
 
     @property
     def groups(self) -> list[tuple[Path, dict[str, Any]]]:
-        """(path, group) of the worker groups."""
+        """Path and value of every worker group."""
         return [((*self.path, "workerGroupSpecs", number), group)
                 for number, group in enumerate(get(self.spec, "workerGroupSpecs", default=[]))]
 
     @property
     def workers(self) -> list[Template]:
+        """Template of every worker group."""
         return [Template(self.manifest, (*path, "template"), "worker", get(group, "template", default={}), group)
                 for path, group in self.groups]
 
     @property
     def autoscaling(self) -> bool:
+        """Whether Ray's autoscaler runs."""
         return get(self.spec, "enableInTreeAutoscaling", default=False) is True
 
     @property
     def autoscaler_v2(self) -> bool:
+        """Whether Ray's autoscaler v2 runs."""
         return self.autoscaling and get(self.spec, "autoscalerOptions", "version") == "v2"
 
 
 def clusters(manifests: Iterable[Manifest]) -> Iterator[Cluster]:
-    """Every Ray cluster that the manifests ask for."""
+    """Yield every Ray cluster in the manifests."""
     for manifest in manifests:
         path: Path = {"RayCluster": ("spec",), "RayJob": ("spec", "rayClusterSpec")}.get(manifest["kind"], ())
         if path and isinstance(spec := get(manifest, *path), dict):
@@ -104,7 +110,7 @@ def clusters(manifests: Iterable[Manifest]) -> Iterator[Cluster]:
 
 
 def templates(manifests: Iterable[Manifest]) -> Iterator[Template]:
-    """Every pod template of the manifests."""
+    """Yield every pod template in the manifests."""
     manifests = list(manifests)
     for cluster in clusters(manifests):
         yield cluster.head
@@ -122,36 +128,35 @@ def templates(manifests: Iterable[Manifest]) -> Iterator[Template]:
 
 
 def workers_per_pod(template: Template, config: TrainConfig) -> int:
-    """Workers of a training run that fit into one pod; a worker never spans two."""
+    """Return the number of workers of a training run that fit into one pod. No worker spans two pods."""
     elastic = config.elastic
-    places = template.offers("cpu") / Fraction(elastic.cpus_per_worker)
+    slots = template.offers("cpu") / Fraction(elastic.cpus_per_worker)
     if elastic.gpus_per_worker:
-        places = min(places, template.offers(GPU) / Fraction(elastic.gpus_per_worker))
-    return math.floor(places + Fraction(1, 10**6))
+        slots = min(slots, template.offers(GPU) / Fraction(elastic.gpus_per_worker))
+    return math.floor(slots + Fraction(1, 10**6))
 
 
 def training_groups(cluster: Cluster, config: TrainConfig) -> list[Template]:
-    """The worker groups a training run is for: those with GPUs, or without when it trains on CPUs, that its placement
-    asks for."""
+    """Return the worker groups on which a training run may run: with GPUs if it uses them, and of its placement."""
     selector = config.elastic.placement.selector
     return [worker for worker in cluster.workers if bool(worker.offers(GPU)) == bool(config.elastic.gpus_per_worker)
             and placement.matches(selector, node_labels(worker))]
 
 
 def node_labels(template: Template) -> dict[str, str]:
-    """Labels, for Ray, of the nodes of a worker group."""
+    """Return Ray's labels of the nodes of a worker group."""
     return {placement.GROUP_LABEL: get(template.group, "groupName", default=""),
             **get(template.group, "labels", default={})}
 
 
 def is_spot(template: Template) -> bool:
-    """Whether the pods of a worker group may be taken away."""
+    """Return whether the pods of a worker group may be preempted."""
     return placement.is_spot(node_labels(template))
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many pods a worker group should have at the least and at the most."""
+    """Least and largest number of pods that a worker group should have."""
 
     template: Template
     least: int
@@ -159,25 +164,25 @@ class Replicas:
 
 
 def wanted(cluster: Cluster, config: TrainConfig) -> list[Replicas]:
-    """What each group a training run is for should have: the smallest legal number of workers always, the largest at
-    the most. Beside a spot group, one on demand has what is always there and the spot group the rest.
+    """Return the number of pods that each group of a training run should have.
 
-    Groups with no room for one worker are left out.
+    The smallest legal number of workers always runs; the largest is the limit. If there are on-demand and spot groups,
+    the smallest number is on demand and the spot group has the rest. Groups without room for a worker are left out.
     """
     from tidewheel.train.parallel import legal
 
-    groups = [(template, places) for template in training_groups(cluster, config)
-              if (places := workers_per_pod(template, config))]
+    groups = [(template, slots) for template in training_groups(cluster, config)
+              if (slots := workers_per_pod(template, config))]
     legal_sizes = legal.sizes(config)
     smallest, largest = legal_sizes[0], legal_sizes[-1]
     stable = [entry for entry in groups if not is_spot(entry[0])]
     spot = [entry for entry in groups if is_spot(entry[0])]
-    found: list[Replicas] = []
-    for template, places in (stable or spot)[:1]:
-        base = math.ceil(smallest / places)
-        found.append(Replicas(template, base, base if stable and spot else math.ceil(largest / places)))
+    replicas: list[Replicas] = []
+    for template, slots in (stable or spot)[:1]:
+        base = math.ceil(smallest / slots)
+        replicas.append(Replicas(template, base, base if stable and spot else math.ceil(largest / slots)))
     if stable and spot:
-        template, places = spot[0]
-        rest = largest - found[0].least * stable[0][1]
-        found.append(Replicas(template, 0, max(0, math.ceil(rest / places))))
-    return found
+        template, slots = spot[0]
+        rest = largest - replicas[0].least * stable[0][1]
+        replicas.append(Replicas(template, 0, max(0, math.ceil(rest / slots))))
+    return replicas

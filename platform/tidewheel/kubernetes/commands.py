@@ -1,4 +1,4 @@
-"""What the commands `tidewheel k8s render` and `lint` do: options in, text or problems out."""
+"""Carry out `tidewheel k8s render` and `lint`: from options to text or problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,23 @@ from tidewheel.train.config import TrainConfig
 def request(overlay: str, *, job: str | None, config: str | None, overrides: Sequence[str] | None,
             components: Sequence[str] | None, arguments: Sequence[str] | None, namespace: str,
             images: Sequence[str] | None, accounts: Sequence[str] | None, tree: str) -> Request:
-    """What is to be rendered, from the command's options."""
+    """Return what to render, from the command's options.
+
+    Args:
+        overlay: name of the overlay.
+        job: name of the job; None for a cluster only.
+        config: configuration file of the job.
+        overrides: changes of the configuration, key=value.
+        components: names of components.
+        arguments: further arguments of the job.
+        namespace: namespace of the objects.
+        images: replacements of images, name=image.
+        accounts: annotations of service accounts, key=value.
+        tree: folder of the manifests.
+
+    Raises:
+        ConfigError: an option or the configuration is wrong.
+    """
     return Request(overlay, tree=Path(tree), components=tuple(components or ()), job=job or "",
                    config=_load(job, config, overrides), arguments=tuple(arguments or ()), namespace=namespace,
                    images=_pairs(images, "--image"), accounts=_pairs(accounts, "--annotate-service-accounts"))
@@ -26,7 +42,7 @@ def request(overlay: str, *, job: str | None, config: str | None, overrides: Seq
 def _load(job: str | None, config: str | None, overrides: Sequence[str] | None) -> Config | None:
     if config is None:
         if overrides:
-            raise ConfigError("--set changes a configuration, and none is given", where="--set", mend="give --config")
+            raise ConfigError("--set changes a configuration, and there is none", where="--set", mend="give --config")
         return None
     if job == "pipeline":
         from tidewheel.data.config import PipelineConfig
@@ -45,25 +61,31 @@ def _pairs(given: Sequence[str] | None, option: str) -> dict[str, str]:
     return pairs
 
 
-def render_text(wanted: Request) -> str:
-    """The manifests as YAML."""
-    return write(render(wanted))
+def render_text(requested: Request) -> str:
+    """Return the manifests as YAML."""
+    return write(render(requested))
 
 
-def lint_rendered(wanted: Request) -> tuple[list[Problem], int]:
-    """What is wrong with what would be rendered, and how many objects there are."""
+def lint_rendered(requested: Request) -> tuple[list[Problem], int]:
+    """Return the problems of the rendered manifests, and the number of objects."""
     from tidewheel.kubernetes.lint import lint
 
-    made = render(wanted)
-    return lint(made, _in_cluster(wanted.config)), len(made)
+    rendered = render(requested)
+    return lint(rendered, _in_cluster(requested.config)), len(rendered)
 
 
 def lint_file(file: str, *, job: str | None, config: str | None,
               overrides: Sequence[str] | None) -> tuple[list[Problem], int]:
-    """What is wrong with manifests in a file ("-": standard input), and how many objects there are.
+    """Return the problems of the manifests in a file, and the number of objects.
+
+    Args:
+        file: the file; "-" for standard input.
+        job: name of the job that `config` configures.
+        config: configuration file of the run; None for the one in the manifests.
+        overrides: changes of the configuration, key=value.
 
     Raises:
-        ConfigError: there is no such file, or it holds no manifests.
+        ConfigError: the file cannot be read, or it holds no manifests.
     """
     from tidewheel.kubernetes.lint import lint
 
@@ -71,12 +93,12 @@ def lint_file(file: str, *, job: str | None, config: str | None,
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=file, mend="give a file of manifests") from None
-    made = manifests(text, file)
-    if not made:
-        raise ConfigError("no manifests in it", where=file, mend="give what `tidewheel k8s render` wrote")
-    return lint(made, _in_cluster(_load(job, config, overrides))), len(made)
+    objects = manifests(text, file)
+    if not objects:
+        raise ConfigError("no manifests in it", where=file, mend="give the output of `tidewheel k8s render`")
+    return lint(objects, _in_cluster(_load(job, config, overrides))), len(objects)
 
 
 def _in_cluster(config: Config | None) -> TrainConfig | None:
-    """The configuration as the run has it there, caches included; None for one that does not train."""
+    """Return the configuration as the run has it in the cluster, caches included; None if it does not train."""
     return build(TrainConfig, settings(config)) if isinstance(config, TrainConfig) else None

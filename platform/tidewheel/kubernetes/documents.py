@@ -1,4 +1,4 @@
-"""YAML documents as Kubernetes reads them: several to a file, no key twice, no tags."""
+"""Read and write YAML as Kubernetes does: several documents in a file, no duplicate keys, no tags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Blocks(_Dumper):  # type: ignore[misc]
-    """A text of several lines is written as one: a configuration inside a ConfigMap stays readable."""
+    """YAML writer that keeps the lines of a text, so that a configuration in a ConfigMap stays readable."""
 
 
 _Blocks.add_representer(str, lambda dumper, value: dumper.represent_scalar(
@@ -23,39 +23,47 @@ _Blocks.add_representer(str, lambda dumper, value: dumper.represent_scalar(
 
 
 def read(text: str, where: str) -> list[Any]:
-    """The documents of a YAML text that hold anything.
+    """Return the documents of a YAML text, without empty ones.
+
+    Args:
+        text: the YAML text.
+        where: name of the text in an error, which adds the line.
 
     Raises:
-        ConfigError: not YAML, or a key is there twice; `where` is named with the line.
+        ConfigError: the text is not YAML, or has a key twice.
     """
     try:
         return [document for document in yaml_text.load_all(text) if document is not None]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}" if mark else where
-        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=place,
+        position = f"{where}:{mark.line + 1}" if mark else where
+        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=position,
                           mend="check indentation, quotes and keys at that line") from None
 
 
 def manifests(text: str, where: str) -> list[Manifest]:
-    """The Kubernetes objects of a YAML text; a List counts as what it holds.
+    """Return the Kubernetes objects of a YAML text, and the items of a List in its place.
+
+    Args:
+        text: the YAML text.
+        where: name of the text in an error.
 
     Raises:
-        ConfigError: a document is no object with apiVersion, kind and metadata.
+        ConfigError: a document is not an object with apiVersion, kind and metadata.
     """
-    found: list[Manifest] = []
+    objects: list[Manifest] = []
     for number, document in enumerate(read(text, where)):
         is_list = isinstance(document, dict) and document.get("kind") == "List"
         for item in document.get("items", []) if is_list else [document]:
             if not (isinstance(item, dict) and isinstance(item.get("kind"), str)
                     and isinstance(item.get("apiVersion"), str) and isinstance(item.get("metadata"), dict)):
-                raise ConfigError(f"document {number} is no Kubernetes object: it needs apiVersion, kind and metadata",
-                                  where=where, mend="give manifests, not a kustomization or a values file")
-            found.append(item)
-    return found
+                raise ConfigError(f"document {number} is not a Kubernetes object: it needs apiVersion, kind and "
+                                  "metadata", where=where, mend="give manifests, not a kustomization or a values file")
+            objects.append(item)
+    return objects
 
 
 def write(values: Iterable[Any]) -> str:
-    """YAML documents, separated as kubectl wants them."""
+    """Return values as YAML documents, separated as kubectl expects."""
     return "---\n".join(yaml.dump(value, Dumper=_Blocks, sort_keys=False, width=120, allow_unicode=True)
                         for value in values)

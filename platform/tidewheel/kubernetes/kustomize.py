@@ -1,9 +1,8 @@
-"""kustomize: the real one when it is on this machine, else the part of it that k8s/ needs.
+"""Build kustomizations with kustomize if it is installed, else with the part of it that k8s/ needs.
 
-`build` runs `kustomize build` or `kubectl kustomize`, whichever is found. Without either, `build_here` does what those
-do with resources, components, configMapGenerator, patches (JSON 6902, and deletion), replacements, namespace, labels,
-images and nameReference; of anything else it says that it needs the real one. tests/k8s compares the two, object by
-object, for every overlay with every component.
+`build` runs `kustomize build` or `kubectl kustomize`. Without either, `build_here` supports resources, components,
+configMapGenerator, patches (JSON 6902, and deletion), replacements, namespace, labels, images and nameReference, and
+refuses anything else. tests/k8s compares the two, object by object, for every overlay with every component.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 def command() -> list[str] | None:
-    """How to run the real kustomize here, or None."""
+    """Return the command of the installed kustomize; None without one."""
     if path := shutil.which("kustomize"):
         return [path, "build"]
     if path := shutil.which("kubectl"):
@@ -43,16 +42,20 @@ def command() -> list[str] | None:
 
 
 def build(folder: Path) -> list[Manifest]:
-    """The objects of a kustomization, by the real kustomize where there is one."""
-    found = command()
-    return build_here(folder) if found is None else build_with(found, folder)
+    """Return the objects of a kustomization, built by kustomize if it is installed.
+
+    Raises:
+        ConfigError: the kustomization is wrong, or needs kustomize, which is not installed.
+    """
+    tool = command()
+    return build_here(folder) if tool is None else build_with(tool, folder)
 
 
 def build_with(tool: list[str], folder: Path) -> list[Manifest]:
-    """The objects of a kustomization, by a program.
+    """Return the objects of a kustomization, built by the program `tool`.
 
     Raises:
-        ConfigError: the program does not take the kustomization.
+        ConfigError: the program refuses the kustomization.
     """
     done = subprocess.run([*tool, str(folder)], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if done.returncode:
@@ -63,10 +66,10 @@ def build_with(tool: list[str], folder: Path) -> list[Manifest]:
 
 
 def build_here(folder: Path) -> list[Manifest]:
-    """The objects of a kustomization, by this module.
+    """Return the objects of a kustomization, built by this module.
 
     Raises:
-        ConfigError: the kustomization is wrong, or needs what only the real kustomize does.
+        ConfigError: the kustomization is wrong, or needs kustomize itself.
     """
     state = _State()
     _accumulate(folder.resolve(), state)
@@ -86,7 +89,7 @@ class _State:
     """(kind referred to, kind that refers, path)."""
 
     def targets(self, select: dict[str, Any]) -> list[Manifest]:
-        """Objects that a target's kind and name, regular expressions of the whole, take in."""
+        """Return the objects that a target selects: its kind and name are regular expressions."""
         return [manifest for manifest in self.objects
                 if re.fullmatch(select.get("kind", ".*"), manifest["kind"])
                 and re.fullmatch(select.get("name", ".*"), manifest["metadata"]["name"])]
@@ -113,7 +116,7 @@ def _accumulate(folder: Path, state: _State) -> None:
             inner.objects += manifests((folder / name).read_text(), str(folder / name))
         else:
             raise ConfigError(f"resource {name!r} is not there", where=str(path), mend="correct the path")
-    if spec.get("kind") == "Component":  # works on what is there already, and on what it brings
+    if spec.get("kind") == "Component":  # changes the objects so far, and those that it adds
         state.objects += inner.objects
         state.hashed += inner.hashed
         inner = state
@@ -141,7 +144,7 @@ def _accumulate(folder: Path, state: _State) -> None:
 
 
 def _stay_inside(folder: Path, spec: dict[str, Any]) -> None:
-    """Files are in the folder or below it, as kustomize wants them; folders may be anywhere."""
+    """Refuse files outside the folder, as kustomize does; folders may be anywhere."""
     names = [*spec.get("configurations", []), *spec.get("resources", [])]
     names += [entry.rpartition("=")[2] for generator in spec.get("configMapGenerator", [])
               for entry in generator.get("files", [])]
@@ -179,13 +182,13 @@ def _add_hashes(state: _State) -> None:
 
 
 def content_suffix(manifest: Manifest) -> str:
-    """The ten characters that kustomize puts after the name of a ConfigMap it generates."""
-    text = json.dumps({"data": manifest["data"], "kind": "ConfigMap", "name": ""},  # it looks for it and misses it
+    """Return the ten characters that kustomize appends to the name of a ConfigMap that it generates."""
+    text = json.dumps({"data": manifest["data"], "kind": "ConfigMap", "name": ""},  # kustomize hashes an empty name
                       sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     for character in "<>&\u2028\u2029":  # as Go's encoding/json
         text = text.replace(character, f"\\u{ord(character):04x}")
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-    return digest.translate(str.maketrans("013ae", "ghkmt"))  # no vowels and no look-alikes, so that no words arise
+    return digest.translate(str.maketrans("013ae", "ghkmt"))  # kustomize avoids vowels and similar characters
 
 
 def _rename(value: Any, path: list[str], old: str, new: str) -> None:
@@ -217,12 +220,18 @@ def _patch(spec: dict[str, Any], state: _State, where: str) -> None:
 
 
 def apply_operation(document: Any, operation: dict[str, Any], *, where: str) -> None:
-    """Do one operation of a JSON patch (RFC 6902: add, remove, replace, test) on `document`, in place.
+    """Apply one operation of a JSON patch (RFC 6902: add, remove, replace, test) to `document`, in place.
+
+    Args:
+        document: the object to change.
+        operation: the operation.
+        where: name of the object and the patch, for errors.
 
     Raises:
-        ConfigError: the path leads nowhere, or a test fails.
+        ConfigError: the path does not exist, or a test fails.
     """
-    kind, pointer = operation["op"], operation["path"]
+    kind = operation["op"]
+    pointer = operation["path"]
     *parents, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]]
     try:
         for part in parents:
@@ -270,7 +279,7 @@ def _image(value: Any, image: dict[str, Any]) -> None:
 
 
 def split_image(image: str) -> tuple[str, str, str]:
-    """(name, separator, tag or digest) of a container image; a registry's port is part of the name."""
+    """Return name, separator, and tag or digest of a container image; a registry's port belongs to the name."""
     if "@" in image:
         name, _, digest = image.partition("@")
         return name, "@", digest

@@ -1,4 +1,4 @@
-"""Check manifests before they are applied: schemas first, then the rules, which rely on them."""
+"""Check manifests before they are applied: against schemas first, then by rules, which rely on the schemas."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ RULES: tuple[Callable[[Sequence[Manifest]], Iterator[Problem]], ...] = (
 
 
 def lint(manifests: Sequence[Manifest], config: TrainConfig | None = None) -> list[Problem]:
-    """Everything that is wrong with the manifests, in their order.
+    """Return the problems of the manifests, in their order.
 
     Args:
-        config: of the training run that they are for, whose workers, batch and layout are compared with the pods; by
-            default the one that is in the manifests, if there is one.
+        manifests: the objects to check.
+        config: configuration of the training run, whose workers, batch and layout must fit the pods; None for the one
+            in the manifests, if any.
     """
-    found = [problem for manifest in manifests for problem in schemas.check(manifest)]
-    if found:
-        return found
-    found = [problem for rule in RULES for problem in rule(manifests)]
+    problems = [problem for manifest in manifests for problem in schemas.check(manifest)]
+    if problems:
+        return problems
+    problems = [problem for rule in RULES for problem in rule(manifests)]
     if config is None:
         config, unusable = training.configuration(manifests)
-        found += unusable
+        problems += unusable
     if config is not None:
-        found += training.check(manifests, config)
-    return list(dict.fromkeys(found))
+        problems += training.check(manifests, config)
+    return list(dict.fromkeys(problems))

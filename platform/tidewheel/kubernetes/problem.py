@@ -1,4 +1,4 @@
-"""What is wrong with a manifest: where, what, and how to mend it."""
+"""A problem of a manifest: its place, its cause and a fix."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding of the lint."""
+    """A finding of the lint."""
 
     resource: str
     """"RayCluster/tidewheel"."""
     path: str
-    """Of the field, as in spec.workerGroupSpecs[0].minReplicas."""
+    """Path of the field, such as spec.workerGroupSpecs[0].minReplicas."""
     what: str
     mend: str
 
@@ -26,14 +26,14 @@ class Problem:
 
 
 def name_of(manifest: Manifest) -> str:
-    """"Kind/name"; a name that is generated ends in "*"."""
+    """Return "Kind/name"; a generated name ends in "*"."""
     metadata = manifest.get("metadata") or {}
     name = metadata.get("name") or f"{metadata.get('generateName', '')}*"
     return f"{manifest.get('kind', '?')}/{name}"
 
 
 def join(*keys: str | int) -> str:
-    """A path of field names and list indices as text: spec.containers[0].image, metadata.labels['ray.io/group']."""
+    """Return a path of keys and indices as text: spec.containers[0].image, metadata.labels['ray.io/group']."""
     path = ""
     for key in keys:
         if isinstance(key, int):
@@ -46,7 +46,13 @@ def join(*keys: str | int) -> str:
 
 
 def get(value: Any, *keys: str | int, default: Any = None) -> Any:
-    """The value at a path of keys and indices; `default` where the path ends early or leads to null."""
+    """Return the value at a path of keys and indices.
+
+    Args:
+        value: the object in which the path begins.
+        keys: keys and indices of the path.
+        default: value to return if the path ends early or leads to null.
+    """
     for key in keys:
         if isinstance(value, dict) and isinstance(key, str):
             value = value.get(key)
@@ -58,7 +64,7 @@ def get(value: Any, *keys: str | int, default: Any = None) -> Any:
 
 
 def walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Every value of a manifest with its path, the outermost first."""
+    """Yield every value of a manifest with its path, outer values first."""
     yield path, value
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, dict):
@@ -70,5 +76,12 @@ def walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def at(manifest: Manifest, path: tuple[str | int, ...], what: str, mend: str) -> Problem:
-    """A problem with the field at `path` of a manifest."""
+    """Return a problem of a field.
+
+    Args:
+        manifest: the object.
+        path: path of the field in it.
+        what: the problem.
+        mend: the fix.
+    """
     return Problem(name_of(manifest), join(*path), what, mend)

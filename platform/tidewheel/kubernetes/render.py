@@ -1,8 +1,8 @@
-"""An overlay, components and a job composed into manifests, with the run's configuration put in.
+"""Compose an overlay, components and a job into manifests, with the run's configuration.
 
-What is put in: the configuration as a ConfigMap that the head mounts, the job's command, the least and most pods of the
-groups that train (from `elastic` and the size of a pod), namespace, images and the annotations of the service accounts.
-All of it is a kustomization, written to a temporary folder beside nothing else, and built like any other.
+The result has the configuration as a ConfigMap that the head mounts, the job's command, the least and largest numbers
+of pods of the groups that train (from `elastic` and the size of a pod), namespace, images, and annotations of the
+service accounts. All of it is a kustomization in a temporary folder, built like any other.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tidewheel.kubernetes.problem import Manifest
 logger = logging.getLogger(__name__)
 
 JOBS = {"train": "train.yaml", "pipeline": "pipeline.yaml", "workflow": ""}
-"""Jobs, and the file under which each finds its configuration in /etc/tidewheel."""
+"""Jobs, and the file in /etc/tidewheel with the configuration of each."""
 NEEDED = {"train": (), "pipeline": ("--output",), "workflow": ("--spec",)}
 PLAIN = re.compile(r"[\w./:=@%+,-]+")
-"""Arguments that no shell takes apart: KubeRay hands the command to two of them."""
+"""Arguments that no shell splits or expands: KubeRay passes the command through two shells."""
 CACHE = "/cache"
 HEAD = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 COMPONENT = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
@@ -40,13 +40,14 @@ class Request:
     """What to render.
 
     Args:
-        overlay: a folder of `tree`/overlays.
-        tree: the folder k8s/ of the repository, or a copy of it.
+        overlay: folder of `tree`/overlays.
+        tree: folder k8s/ of the repository, or a copy of it.
         components: folders of `tree`/components.
         job: one of `JOBS`; "" for a standing cluster.
-        config: of the training run or the pipeline.
-        arguments: further ones of the job's command, such as --output=s3://bucket/clean.
-        images: {name in the manifests: the one to use}, as registry/name:tag.
+        config: configuration of the training run or the pipeline.
+        arguments: further arguments of the job's command, such as --output=s3://bucket/clean.
+        namespace: namespace of the objects; "" for the overlay's.
+        images: images to use instead of those in the manifests, by name, as registry/name:tag.
         accounts: annotations of the head's and workers' service accounts.
     """
 
@@ -62,7 +63,7 @@ class Request:
 
 
 def render(request: Request) -> list[Manifest]:
-    """The manifests.
+    """Return the manifests of a request.
 
     Raises:
         ConfigError: the request or a kustomization is wrong.
@@ -103,7 +104,7 @@ def _check(request: Request) -> None:
 
 
 def _sizes(manifests: list[Manifest], request: Request) -> list[dict[str, Any]]:
-    """Operations that give the groups of a cluster the pods that the training run wants."""
+    """Return the operations that set the numbers of pods of a cluster's groups to those of the training run."""
     from tidewheel.train.config import TrainConfig
 
     if not isinstance(request.config, TrainConfig):
@@ -119,7 +120,7 @@ def _sizes(manifests: list[Manifest], request: Request) -> list[dict[str, Any]]:
 
 
 def _write(folder: Path, request: Request, *, sizes: list[dict[str, Any]]) -> None:
-    """The kustomization in `folder`: first the job, then the components, then the run, then the job's own cluster."""
+    """Write the kustomization: first the job, then the components, then the run, then the job's own cluster."""
     tree = Path(os.path.relpath(request.tree.resolve(), folder))
     components = [f"components/{name}" for name in request.components]
     if request.job:
@@ -128,7 +129,7 @@ def _write(folder: Path, request: Request, *, sizes: list[dict[str, Any]]) -> No
                             "components": [str(tree / name) for name in components]}
     (folder / "run").mkdir(exist_ok=True)
     run = _run(folder / "run", request, sizes)
-    if run != COMPONENT:  # kustomize takes no empty one
+    if run != COMPONENT:  # kustomize refuses an empty component
         (folder / "run/kustomization.yaml").write_text(write([run]))
         root["components"].append("run")
     if request.job:
@@ -169,7 +170,7 @@ def _command(request: Request) -> str:
 
 
 def job_name(request: Request) -> str:
-    """Name of the RayJob: the run's id for a training run, made fit for DNS, so that two runs are two jobs."""
+    """Return the name of the RayJob: for a training, the run's id as a DNS name, so that two runs are two jobs."""
     run = getattr(request.config, "run", None)
     if request.job != "train" or run is None:
         return f"tidewheel-{request.job}"
@@ -178,8 +179,10 @@ def job_name(request: Request) -> str:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """The configuration as it goes into the cluster: what differs from the defaults, JSON values only. Caches that it
-    leaves out go to the nodes' own volume; neither has a say in the result."""
+    """Return the configuration for the cluster: the settings that differ from defaults, as JSON values.
+
+    Caches without a folder use the nodes' volume; they do not change the result.
+    """
     from tidewheel.train.config import TrainConfig
 
     values = config.model_dump(mode="json", exclude_defaults=True)

@@ -1,6 +1,6 @@
-"""Closed schemas of the kinds in use: a manifest may hold nothing that they do not name, and nothing twice.
+"""Check manifests against closed schemas of the kinds in use, which allow neither unknown fields nor duplicates.
 
-The file beside this one was made by `vendor`; SOURCES.md names projects, versions and licence.
+`vendor` makes the file of schemas; SOURCES.md names the projects, versions and licences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _vendored() -> dict[str, Any]:
 
 
 def kinds() -> list[str]:
-    """What can be checked, as apiVersion/Kind."""
+    """Return the kinds that have a schema, as apiVersion/Kind."""
     return sorted(_vendored()["schemas"])
 
 
@@ -46,7 +46,7 @@ def _validator(kind: str) -> Any:
 
 
 def check(manifest: Manifest) -> Iterator[Problem]:
-    """What the schema of the manifest's kind has against it; one problem for each field."""
+    """Yield a problem for each field of a manifest that breaks the schema of its kind."""
     where = name_of(manifest)
     kind = f"{manifest.get('apiVersion')}/{manifest.get('kind')}"
     if kind not in _vendored()["schemas"]:

@@ -2,10 +2,9 @@
 
     python -m tidewheel.kubernetes.vendor --crds FOLDER --core FOLDER
 
-`--crds` holds CustomResourceDefinitions as their projects publish them; `--core` is one folder
-`v1.NN.0-local-strict` of the package kubernetes-validate. SOURCES.md says which ones the file in the repository was
-made from. A manifest may hold nothing that the schema does not name, as `kubectl apply --validate=strict` asks of the
-API server; descriptions are left out, and what occurs more than once is stored once.
+`--crds` holds CustomResourceDefinitions as their projects publish them. `--core` is a folder `v1.NN.0-local-strict` of
+the package kubernetes-validate. SOURCES.md lists the sources of the file in the repository. The schemas allow only
+known fields, as `kubectl apply --validate=strict` does. Descriptions are left out; repeated schemas are stored once.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ KEPT = ("type", "properties", "required", "items", "additionalProperties", "enum
         "maximum", "minLength", "maxLength", "minItems", "maxItems", "anyOf", "oneOf", "allOf", "not", "$ref",
         "x-kubernetes-list-map-keys")
 WORTH_SHARING = 200
-"""Characters of JSON from which a schema that occurs twice is stored once."""
+"""Least length, in characters of JSON, of a repeated schema that is stored once."""
 
 Schema = dict[str, Any]
 
 
 def closed(schema: Any) -> Any:
-    """An OpenAPI v3 schema of a CustomResourceDefinition as a JSON schema that allows nothing it does not name."""
+    """Return a CustomResourceDefinition's OpenAPI v3 schema as a JSON schema that allows only known fields."""
     if not isinstance(schema, dict):
         return schema
     found: Schema = {key: schema[key] for key in KEPT if key in schema}
@@ -81,7 +80,7 @@ def _restriction(schema: Any) -> Any:
 
 
 def custom_resources(folder: Path, metadata: Schema) -> dict[str, Schema]:
-    """{apiVersion/kind: schema} of every version that is served, of the definitions in a folder."""
+    """Return the schema of every served version of the definitions in a folder, by apiVersion/kind."""
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         spec = yaml_text.load_all(path.read_text())[0]["spec"]
@@ -97,7 +96,7 @@ def custom_resources(folder: Path, metadata: Schema) -> dict[str, Schema]:
 
 
 def core(folder: Path) -> dict[str, Schema]:
-    """{apiVersion/kind: schema} of `CORE_KINDS`, with every reference put in."""
+    """Return the schemas of `CORE_KINDS` by apiVersion/kind, with references replaced by their content."""
     definitions = json.loads((folder / "_definitions.json").read_text())["$defs"]
 
     def inlined(schema: Any, above: tuple[str, ...] = ()) -> Any:
@@ -128,7 +127,7 @@ def _quantity(name: str) -> Schema | None:
 
 
 def shared(schemas: dict[str, Schema]) -> dict[str, Any]:
-    """{"schemas", "definitions"}: schemas that occur more than once are stored once and referred to."""
+    """Return "schemas" and "definitions", to which repeated schemas are moved."""
     counts: Counter[str] = Counter()
 
     def count(value: Any) -> None:

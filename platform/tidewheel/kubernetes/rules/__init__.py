@@ -1,1 +1,1 @@
-"""What makes a manifest wrong although its schema allows it: rules by subject, each a function of the whole set."""
+"""Rules beyond the schemas, by subject. Each is a function of all manifests."""

@@ -1,4 +1,4 @@
-"""Alerts and dashboards: what they name is measured, and an alert says what to do."""
+"""Rules for alerts and dashboards: their metrics exist, and an alert says what to do."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ TIDEWHEEL = frozenset({
     "ray_tidewheel_speed_world_size", "ray_tidewheel_memory_host_resident_bytes",
     "ray_tidewheel_memory_device_allocated_bytes", "ray_tidewheel_memory_device_reserved_bytes",
     "ray_tidewheel_memory_device_peak_bytes"})
-"""Gauges of `tidewheel.elastic.gauges.RayGauges`; a test makes them from a run's records."""
+"""Gauges of `tidewheel.elastic.gauges.RayGauges`. A test compares them with a run's records."""
 RAY = frozenset({
     "ray_node_cpu_utilization", "ray_node_cpu_count", "ray_node_mem_used", "ray_node_mem_total",
     "ray_node_mem_available", "ray_node_mem_shared_bytes", "ray_node_gpus_utilization", "ray_node_gpus_available",
     "ray_node_gram_used", "ray_node_gram_available", "ray_node_disk_usage", "ray_node_disk_free",
     "ray_node_network_receive_speed", "ray_node_network_send_speed", "ray_object_store_memory", "ray_tasks",
     "ray_actors", "autoscaler_active_nodes", "autoscaler_pending_nodes", "autoscaler_recently_failed_nodes"})
-"""Of Ray 2.60; a test looks for them in its source."""
+"""Metrics of Ray 2.60. A test looks for them in its source."""
 _PREFIX = re.compile(r"\b((?:ray|autoscaler|tidewheel)[_:][A-Za-z0-9_:]+)")
 _LABELS = re.compile(r"\{[^}]*\}|\b(?:by|on|without|ignoring)\s*\([^)]*\)|\"[^\"]*\"")
 
 
 def names(expression: str) -> set[str]:
-    """Metrics of ours and of Ray in a PromQL expression."""
+    """Return the metrics of Tidewheel and Ray in a PromQL expression."""
     return set(_PREFIX.findall(_LABELS.sub(" ", expression)))
 
 
 def metrics(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Every metric is one that Tidewheel, Ray or a recording rule of the set makes."""
+    """Report metrics that neither Tidewheel, Ray nor a recording rule of the manifests makes."""
     rules = list(_rules(manifests))
     known = TIDEWHEEL | RAY | {rule["record"] for _, _, rule in rules if "record" in rule}
     for manifest, path, rule in rules:
@@ -69,7 +69,7 @@ def _nearest(name: str, known: frozenset[str] | set[str]) -> str:
 
 
 def alerts(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """An alert waits, has a severity, and says what is wrong and how to mend it."""
+    """Report alerts without a waiting time, a severity, a summary or a fix."""
     for manifest, path, rule in _rules(manifests):
         if "alert" not in rule:
             continue

@@ -1,4 +1,4 @@
-"""What the KubeRay operator's own code refuses (v1.7.0, controllers/ray/utils/validation.go), and no schema says."""
+"""Rules of the KubeRay operator's code (v1.7.0, controllers/ray/utils/validation.go) that no schema holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TLS_VARIABLES = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RA
 
 
 def names(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """DNS-1035 names, short enough for what the operator appends."""
+    """Report names that are not DNS-1035 labels, or too long for the operator's suffixes."""
     for manifest in manifests:
         if (longest := LONGEST.get(manifest["kind"])) is None:
             continue
@@ -36,7 +36,7 @@ def names(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def cluster(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Groups, their labels and resources, authentication."""
+    """Report mistakes in groups, their labels and resources, and in authentication."""
     for found in clusters(manifests):
         yield from _groups(found)
         yield from _authentication(found)
@@ -100,7 +100,7 @@ def _authentication(found: Cluster) -> Iterator[Problem]:
 
 
 def autoscaler(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Autoscaler v2 and what it does not go with."""
+    """Report settings that autoscaler v2 lacks or excludes."""
     for found in clusters(manifests):
         options = get(found.spec, "autoscalerOptions")
         here = (*found.path, "autoscalerOptions")
@@ -134,7 +134,7 @@ def autoscaler(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def job(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """RayJob: where it runs, how it is submitted, when it is deleted."""
+    """Report mistakes in a RayJob's cluster, submission and deletion."""
     for manifest in manifests:
         if manifest["kind"] == "RayJob":
             yield from _place(manifest)
@@ -216,7 +216,7 @@ def _submission(manifest: Manifest) -> Iterator[Problem]:
 
 
 def fault_tolerance(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """GCS fault tolerance: through gcsFaultToleranceOptions only."""
+    """Report GCS fault tolerance that is set without gcsFaultToleranceOptions, or incompletely."""
     for found in clusters(manifests):
         options = get(found.spec, "gcsFaultToleranceOptions")
         here = (*found.path, "gcsFaultToleranceOptions")
@@ -241,7 +241,7 @@ def fault_tolerance(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def gates(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Alpha fields, off in the operator's defaults: the manifest says which feature gate it needs, or is refused."""
+    """Report alpha fields, which the operator refuses by default, without an annotation that names the feature gate."""
     for found in clusters(manifests):
         annotation = str(get(found.manifest, "metadata", "annotations", GATES_ANNOTATION, default=""))
         declared = {gate.strip() for gate in annotation.split(",")}
@@ -263,7 +263,7 @@ def _gate(found: Cluster, path: tuple[str, ...], gate: str) -> Problem:
 
 
 def _environment(found: Cluster) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
-    """(path, entry) of the environment of the cluster's Ray containers."""
+    """Yield path and value of each variable of the cluster's Ray containers."""
     for template in [found.head, *found.workers]:
         for number, entry in enumerate(get(template.spec, "containers", 0, "env", default=[])):
             yield (*template.path, "spec", "containers", 0, "env", number), entry

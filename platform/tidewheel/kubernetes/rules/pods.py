@@ -1,4 +1,4 @@
-"""What a pod must be: restricted by Pod Security, of known size, given time to leave, put where it belongs."""
+"""Rules for pods: Pod Security, resources, time to shut down, placement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.placement import MARKET_LABEL, SPOT
 
 DRAIN_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DRAIN_DEFAULT_SECONDS, MARGIN_SECONDS = 30, 15
-"""Ray's own; and what it takes Ray to end once the drain is over."""
+"""Ray's default for a drain, and the time that Ray takes to end after it."""
 VOLUMES = frozenset({"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected",
                      "secret", "name"})
 """Kinds of volume that the restricted standard allows."""
@@ -21,7 +21,10 @@ MOVING_TAGS = frozenset({"", "latest", "nightly", "main", "master", "edge"})
 
 
 def restricted(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """The restricted Pod Security Standard, https://kubernetes.io/docs/concepts/security/pod-security-standards/."""
+    """Report breaches of the restricted Pod Security Standard.
+
+    https://kubernetes.io/docs/concepts/security/pod-security-standards/
+    """
     for template in templates(manifests):
         yield from _pod(template)
         for path, container in template.containers:
@@ -82,7 +85,7 @@ def _context(manifest: Manifest, path: tuple[str | int, ...], context: dict[str,
 
 
 def ray_containers(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """What is the operator's in a Ray pod: the start command, /dev/shm; and images that stay what they are."""
+    """Report settings of a Ray pod that belong to the operator, and images whose tag may move."""
     for template in templates(manifests):
         for path, container in template.containers:
             _, separator, tag = split_image(container.get("image", ""))
@@ -106,7 +109,7 @@ def ray_containers(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def resources(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Every container says what it takes; memory and GPUs are not overcommitted."""
+    """Report containers without requests and limits, and overcommitted memory and GPUs."""
     for template in templates(manifests):
         for path, container in template.containers:
             requests = get(container, "resources", "requests", default={})
@@ -134,7 +137,7 @@ def resources(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def grace(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """A pod lives longer than its drain, in which training saves and leaves."""
+    """Report pods that end before their drain, in which training saves."""
     for cluster in clusters(manifests):
         for template in [cluster.head, *cluster.workers]:
             variables = {entry["name"]: (number, entry.get("value"))
@@ -153,7 +156,7 @@ def grace(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def placement(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """The head never on spot nodes; groups where their name says; GPU pods let onto GPU nodes."""
+    """Report a head on spot nodes, groups whose label contradicts their nodes, and GPU pods without a toleration."""
     for cluster in clusters(manifests):
         head = cluster.head
         if get(cluster.spec, "headGroupSpec", "labels", MARKET_LABEL) == SPOT or _wants_spot(head.spec):

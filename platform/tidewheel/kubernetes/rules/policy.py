@@ -1,4 +1,4 @@
-"""Who may do what: namespaces, network, roles and accounts."""
+"""Rules for access: namespaces, network, roles and accounts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DASHBOARD, METRICS, DNS = 8265, 8080, 53
 
 
 def namespaces(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Restricted Pod Security is enforced, and everything is in the namespace that is made."""
+    """Report namespaces without restricted Pod Security, and objects in other namespaces."""
     made = {manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == "Namespace"}
     for manifest in manifests:
         if manifest["kind"] == "Namespace":
@@ -27,7 +27,7 @@ def namespaces(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector takes in something with these labels."""
+    """Return whether a label selector matches labels."""
     if any(labels.get(key) != value for key, value in get(selector, "matchLabels", default={}).items()):
         return False
     for entry in get(selector, "matchExpressions", default=[]):
@@ -40,9 +40,9 @@ def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 
 def network(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Where traffic is denied by default, what Ray needs is let through: names, the API server, itself, the submitter.
+    """Report traffic that Ray needs and the policies deny: DNS, the API server, other Ray pods, the submitter.
 
-    Without any NetworkPolicy nothing is denied, and that is a problem of its own.
+    Also report pods without any NetworkPolicy, because then nothing is denied.
     """
     policies = [manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"]
     pods = [template for template in templates(manifests) if template.role in ("head", "worker", "submitter")]

@@ -1,4 +1,4 @@
-"""Kueue and Volcano: who waits in which queue, and what both refuse."""
+"""Rules for the queues of Kueue and Volcano."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is named is there: volumes, ConfigMaps, accounts, roles, and pods that selectors are meant for."""
+"""Rules for references: the volumes, ConfigMaps, accounts, roles and pods that manifests name exist."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _source(manifest: Manifest, path: tuple[Any, ...], volume: dict[str, Any],
 
 
 def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Selectors that no pod of the set has the labels for do nothing, in silence."""
+    """Report selectors that match no pod of the manifests, which Kubernetes ignores silently."""
     pods = list(templates(manifests))
     labels = [{**pod.labels, **({"ray.io/node-type": pod.role} if pod.role in ("head", "worker") else {})}
               for pod in pods]
@@ -87,7 +87,7 @@ def selectors(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def _budget(manifest: Manifest) -> Iterator[Problem]:
-    """Ray's pods belong to no controller that can be scaled: what is left is an absolute minAvailable."""
+    """Report budgets that are not an absolute minAvailable: Ray's pods have no controller with a scale."""
     if get(manifest, "spec", "maxUnavailable") is not None:
         yield at(manifest, ("spec", "maxUnavailable"), "not for pods without a controller that can be scaled",
                  "minAvailable, a whole number")
@@ -96,5 +96,5 @@ def _budget(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _only_submitters(selector: dict[str, Any]) -> bool:
-    """A standing cluster has no submitters; the policy for them waits for a job."""
+    """Return whether a selector is for submitters, which a standing cluster lacks until a job comes."""
     return selects(selector, {"tidewheel.io/role": "submitter"})

@@ -1,4 +1,4 @@
-"""Secrets are references: to a Secret that is made elsewhere. No value of one is in a manifest."""
+"""Rule for secrets: manifests refer to a Secret that is made elsewhere and hold no value of one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from tidewheel.secret_patterns import KEYS, URL_PASSWORD
 NAMES = re.compile(r"(?i)(password|passwd|secret|token|credential|api_?key|access_?key|private_?key)")
 NOT_VALUES = re.compile(r"(?i)(_path|_file|_mode|_name|_dir)$")
 VALUES = re.compile("|".join([*KEYS.values(), URL_PASSWORD]))
-"""Keys, and passwords inside URLs."""
+"""Keys, and passwords in URLs."""
 MEND = "make a Secret outside of the manifests, and refer to it with valueFrom.secretKeyRef"
 
 
 def none_inside(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """No Secret with content, no variable with a secret's name and a value, nothing that looks like a key. The value
-    itself is never shown."""
+    """Report Secrets with content, variables with a secret's name and a value, and texts that look like keys.
+
+    The value itself is never shown.
+    """
     for manifest in manifests:
         if manifest["kind"] == "Secret":
             for name in ("data", "stringData"):

@@ -1,4 +1,4 @@
-"""Pods against the training run they are for: workers, layout, batch, storage."""
+"""Rules that compare pods with the training run: workers, layout, batch, storage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from tidewheel.train.config import TrainConfig
 
 RUN_KEY = "train.yaml"
-"""Under which `render` puts the configuration of a training run into its ConfigMap."""
+"""Key of a training run's configuration in the ConfigMap that `render` makes."""
 
 
 def configuration(manifests: Sequence[Manifest]) -> tuple[TrainConfig | None, list[Problem]]:
-    """The configuration of a training run that a ConfigMap of the set holds, and what is wrong with it."""
+    """Return the training run's configuration from a ConfigMap of the manifests, and its problems."""
     from tidewheel.config import build
     from tidewheel.train.config import TrainConfig
 
@@ -40,7 +40,7 @@ def configuration(manifests: Sequence[Manifest]) -> tuple[TrainConfig | None, li
 
 
 def check(manifests: Sequence[Manifest], config: TrainConfig) -> Iterator[Problem]:
-    """What keeps the run from starting, growing to its largest legal size, or using all it is given."""
+    """Report what keeps the run from starting, growing to its largest legal size, or using all pods."""
     found = list(clusters(manifests))
     for cluster in found:
         yield from _sizes(cluster, config)
