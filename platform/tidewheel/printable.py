@@ -1,4 +1,4 @@
-"""Text of strangers made fit to be shown: what would move a cursor, colour a terminal or turn lines around is spelled
+"""Untrusted text made fit to be shown: what would move a cursor, colour a terminal or turn lines around is spelled
 out."""
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import os
@@ -257,25 +258,27 @@ def run_token(folder: Path) -> str:
     return "mode 0600, in a folder of mode 0700"
 
 
-def strangers(folder: Path) -> str:
-    """A stranger announces 256 MiB to a memory-tier agent; strangers hold many connections."""
-    from tidewheel import strangers as limits
+def unauthenticated(folder: Path) -> str:
+    """An unauthenticated connection announces 256 MiB to a memory-tier agent; many more are held open."""
+    from tidewheel import unauthenticated as limits
     from tidewheel.checkpoint.memory_tier.agent import Agent
 
     agent = Agent("127.0.0.1", "secret", "attacked")
     try:
-        with socket.create_connection(agent.address, timeout=15) as stranger:
-            stranger.sendall((256 << 20).to_bytes(4, "big"))
+        with socket.create_connection(agent.address, timeout=15) as connection:
+            connection.sendall((256 << 20).to_bytes(4, "big"))
             with contextlib.suppress(ConnectionResetError):
-                while stranger.recv(4096):  # the agent's challenge, then the end; TimeoutError when it waits for more
+                while connection.recv(4096):  # the agent's challenge, then the end; TimeoutError when it waits for more
                     pass
     finally:
         agent.stop()
     closed: list[int] = []
-    held = limits.Strangers(most=2)
-    with held.one(lambda: closed.append(0)), held.one(lambda: closed.append(1)), held.one(lambda: closed.append(2)):
+    held = limits.UnauthenticatedConnections(max_connections=2)
+    with contextlib.ExitStack() as stack:
+        for number in range(3):
+            stack.enter_context(held.admitted(functools.partial(closed.append, number)))
         assert closed == [0]
-    return f"{limits.HELLO_BYTES} bytes, {limits.HELLO_SECONDS:g} s, {limits.MOST_STRANGERS} at a time; the oldest goes"
+    return f"{limits.HELLO_BYTES} bytes, {limits.HELLO_SECONDS:g} s, {limits.MAX_CONNECTIONS} at once; the oldest goes"
 
 
 ATTACKS = (
@@ -290,7 +293,7 @@ ATTACKS = (
     Attack("password in AWS_ENDPOINT_URL", "refused before any request", 20, endpoint_password),
     Attack("submit: secrets in the folder", "names, ignore files, contents", 20, upload_of_secrets),
     Attack("package with other bytes", "make install, --require-hashes", 120, other_bytes),
-    Attack("strangers at an agent", "hello size, time and number", 20, strangers),
+    Attack("unauthenticated connections to an agent", "hello size, time and number", 20, unauthenticated),
     Attack("shard cache of another user", "owner and mode are checked", 20, shard_cache),
     Attack("shard replaced after its check", "hash of the descriptor that is read", 20, shard_after_check),
     Attack("token of a private run", "own token, mode 0600", 20, run_token),

@@ -25,6 +25,8 @@ from tidewheel.cluster.s3_faults import COUNTS_PATH, Faults
 from tidewheel.errors import ClusterError, StorageError
 
 LOOPBACK = "127.0.0.1"
+REQUEST_SECONDS = 120.0
+"""Deadline of a request to the server itself: generous, so that a loaded machine fails no test."""
 # Anything here of the user's own would be mixed with ours, so it steps aside while the server runs.
 SET_ASIDE = ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE",
              "AWS_SHARED_CREDENTIALS_FILE", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
@@ -101,7 +103,7 @@ class S3Server:
         request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
         try:
-            direct.open(request, timeout=20).close()
+            direct.open(request, timeout=REQUEST_SECONDS).close()
         except urllib.error.HTTPError as error:
             if error.code != 409:  # 409: it is there already
                 raise StorageError(f"the server refused to create the bucket {name!r} (HTTP {error.code})",
@@ -111,7 +113,7 @@ class S3Server:
     def fault_counts(self) -> dict[str, int]:
         """Requests so far, and faults by kind, of a server with `faults`."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(self.endpoint + COUNTS_PATH, timeout=20) as answer:
+        with direct.open(self.endpoint + COUNTS_PATH, timeout=REQUEST_SECONDS) as answer:
             return json.load(answer)
 
     def fail(self, faults: Faults) -> None:
@@ -119,7 +121,7 @@ class S3Server:
         request = urllib.request.Request(self.endpoint + COUNTS_PATH, method="PUT",
                                          data=json.dumps(asdict(faults)).encode())
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        direct.open(request, timeout=20).close()
+        direct.open(request, timeout=REQUEST_SECONDS).close()
 
     def close(self) -> None:
         """End the server and put the environment back; more than once does no harm."""

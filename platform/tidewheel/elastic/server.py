@@ -40,7 +40,7 @@ from tidewheel.elastic.messages import (
     encode,
 )
 from tidewheel.elastic.supervision import Supervisor
-from tidewheel.strangers import HELLO_BYTES, HELLO_SECONDS, Strangers
+from tidewheel.unauthenticated import HELLO_BYTES, HELLO_SECONDS, UnauthenticatedConnections
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Server:
         self._handler = handler
         self._tick_seconds = tick_seconds
         self._supervisor = Supervisor(handler.event)
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedConnections()
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -213,7 +213,7 @@ class Server:
 
     async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Greeting | None:
         """Return the first message of a worker, without its token; None for an unauthenticated peer."""
-        with self._strangers.one(writer.transport.abort):
+        with self._unauthenticated.admitted(writer.transport.abort):
             try:
                 async with asyncio.timeout(HELLO_SECONDS):
                     line = await next_line(reader, HELLO_BYTES)

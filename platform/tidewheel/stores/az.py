@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import os
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +45,7 @@ class AZService(Service):
                    "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET",
                    "AZURE_STORAGE_TENANT_ID", "AZURE_STORAGE_ANON", "AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET",
                    "AZURE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE")
+    begins_by_request = False  # the id is in the names of its blocks, so two writers of a blob do not mix theirs
     uses_md5 = True
 
     # -- connection ----------------------------------------------------------------------------
@@ -177,9 +177,6 @@ class AZService(Service):
 
     async def list_page(self, transfer: Transfer, prefix: str, after: Any) -> tuple[Sequence[Entry], Any]:
         return await self._page(transfer, prefix, after, LIST_ENTRIES)
-
-    async def begin(self, transfer: Transfer, name: str) -> str:
-        return uuid.uuid4().hex  # in the names of its blocks, so that two writers of a blob do not mix theirs
 
     async def send_part(self, transfer: Transfer, part: Part) -> Any:
         block = base64.b64encode(f"{part.upload}-{part.number:05d}".encode()).decode()

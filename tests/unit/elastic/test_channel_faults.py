@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tidewheel import strangers
+from tidewheel import unauthenticated
 from tidewheel.elastic.client import Client
 from tidewheel.elastic.connection import MOST_BYTES
 from tidewheel.elastic.messages import CoordinatorMessage, Hello, Probed, WorkerMessage
@@ -166,7 +166,7 @@ def test_a_worker_whose_coming_fails_is_let_go(server: Server, handler: Handler)
     b'{"body": {"type": "hello", "token": "secret", "name": "a", "node": "n", "more": 1}}\n',
     b'{"body": {"type": "return", "token": "guess", "name": "a", "session": "s"}}\n',
     b'{"body": {"type": "beat", "generation": 0, "step": 0}}\n',
-    b"x" * 2 * strangers.HELLO_BYTES,
+    b"x" * 2 * unauthenticated.HELLO_BYTES,
     b"[" * 4000 + b"\n",
 ])
 def test_an_unauthenticated_peer_is_not_heard(server: Server, handler: Handler, hello: bytes) -> None:
@@ -195,7 +195,7 @@ def test_a_silent_peer_is_closed_in_time(monkeypatch: pytest.MonkeyPatch, handle
 
 
 def test_many_unauthenticated_peers_keep_no_worker_out(handler: Handler, server: Server) -> None:
-    server._strangers._most = 20
+    server._unauthenticated._max_connections = 20
     first = worker(server, "first")
     until(lambda: handler.opened_names == ["first"])
     crowd = [socket.create_connection(server.address, timeout=SECONDS) for _ in range(60)]
@@ -205,7 +205,7 @@ def test_many_unauthenticated_peers_keep_no_worker_out(handler: Handler, server:
     say(first, "probed", problem="first")
     assert handler.heard.get(timeout=SECONDS) == "first"
     assert crowd[0].recv(1) == b""  # the oldest made way
-    until(lambda: len(server._strangers) <= 20)
+    until(lambda: len(server._unauthenticated) <= 20)
     for connection in (first, *crowd):
         connection.close()
 

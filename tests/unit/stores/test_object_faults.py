@@ -110,6 +110,8 @@ def test_a_server_that_is_not_there_is_reported_soon(server: ObjectServer, monke
     """Port 9 of the loopback: nothing listens there."""
     for name, value in server.variables().items():
         monkeypatch.setenv(name, value.replace(server.endpoint, "http://127.0.0.1:9"))
-    with pytest.raises(StorageAwayError, match="does not answer") as error:
-        store(f"{server.kind}://gone").check()
-    assert "tries" not in error.value.what  # an address that never answered is more likely wrong than down
+    gone = store(f"{server.kind}://gone")
+    for operation in (gone.check, lambda: gone.write("key", b"1"), lambda: gone.write("long", bytes(17 << 20))):
+        with pytest.raises(StorageAwayError, match="does not answer") as error:
+            operation()
+        assert "tries" not in error.value.what  # an address that never answered is more likely wrong than down

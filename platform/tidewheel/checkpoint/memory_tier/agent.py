@@ -26,7 +26,7 @@ from tidewheel.checkpoint.memory_tier.slots import SHARED_MEMORY, Content, Slot,
 from tidewheel.checkpoint.memory_tier.worker_session import WorkerSession
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError
-from tidewheel.strangers import Strangers
+from tidewheel.unauthenticated import UnauthenticatedConnections
 
 LINGER_SECONDS = 900.0
 """An agent without workers stops after this time, even if storage could not take what it holds."""
@@ -68,7 +68,7 @@ class Agent:
         self._readers: set[Connection] = set()
         self._stopped = threading.Event()
         self._last_active = time.monotonic()
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedConnections()
         self._generation = -1
         self._listener = socket.create_server((host, 0), backlog=256)
         self.address = Address(host, self._listener.getsockname()[1])
@@ -113,7 +113,7 @@ class Agent:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            with self._strangers.one(functools.partial(_hang_up, sock)):
+            with self._unauthenticated.admitted(functools.partial(_hang_up, sock)):
                 connection = authenticate(sock, self.token)
         except OSError:
             return  # unauthenticated, or already closed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tidewheel.strangers import HELLO_BYTES, HELLO_SECONDS
+from tidewheel.unauthenticated import HELLO_BYTES, HELLO_SECONDS
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Limit of a message's JSON. The longest message is the table of a worker's tensors."""

@@ -82,6 +82,8 @@ class Service(abc.ABC):
     """Variables that name files with credentials, and the path of each file when the variable is not set."""
     delete_batch: ClassVar[int] = 0
     """Number of objects that `delete_many` takes; 0: the protocol deletes objects one by one."""
+    begins_by_request: ClassVar[bool] = True
+    """Whether the store names an upload by `begin`. Otherwise the sender makes up a unique id."""
     uses_md5: ClassVar[bool] = False
     """Whether `complete` needs the MD5 of the whole object."""
 
@@ -169,9 +171,9 @@ class Service(abc.ABC):
             after: None for the first page.
         """
 
-    @abc.abstractmethod
     async def begin(self, transfer: Transfer, name: str) -> str:
         """Begin an upload in parts, and return its id."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     async def send_part(self, transfer: Transfer, part: Part) -> Any:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import logging
 import os
+import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,8 @@ class Sender:
         """Send the buffer as the next part."""
         data = bytes(self._buffer)
         if not self._upload:
-            self._upload = self._store.ask("begin", self._name)
+            asks = self._service.begins_by_request
+            self._upload = self._store.ask("begin", self._name) if asks else uuid.uuid4().hex
         part = Part(self._upload, self._name, len(self._parts) + 1, self._sent, data, is_last)
         self._parts.append(self._store.ask("send_part", part, nbytes=len(data)))
         if self._service.uses_md5:

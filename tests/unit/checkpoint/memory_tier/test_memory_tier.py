@@ -91,7 +91,7 @@ def test_a_state_on_the_gpu(agents):
     worker.close()
 
 
-def test_strangers_are_not_heard(agents):
+def test_unauthenticated_connections_are_refused(agents):
     for token in ("", "wrong"):
         with pytest.raises(ConnectionError):
             connect(agents[0].address, token)
@@ -268,8 +268,8 @@ def test_an_agent_that_nobody_needs_ends():
 @settings(max_examples=8)
 def test_nonsense_ends_its_connection_and_nothing_else(one_agent, data):
     agent = one_agent
-    with socket.create_connection(agent.address, timeout=5) as stranger:
-        stranger.sendall(data)
+    with socket.create_connection(agent.address, timeout=5) as unauthenticated:
+        unauthenticated.sendall(data)
     connection = connect(agent.address, TOKEN)
     connection._socket.sendall(data)
     connection.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidewheel import strangers
+from tidewheel import unauthenticated
 from tidewheel.checkpoint.memory_tier import agent as module
 from tidewheel.checkpoint.memory_tier import protocol
 from tidewheel.checkpoint.memory_tier.agent import Agent
@@ -22,7 +22,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def agent() -> Iterator[Agent]:
-    running = Agent("127.0.0.1", TOKEN, "strangers")
+    running = Agent("127.0.0.1", TOKEN, "unauthenticated")
     yield running
     running.stop()
 
@@ -34,31 +34,31 @@ def works(agent: Agent) -> bool:
     return True
 
 
-def is_closed(stranger: socket.socket) -> bool:
+def is_closed(connection: socket.socket) -> bool:
     try:
-        while stranger.recv(1 << 16):
+        while connection.recv(1 << 16):
             pass
     except ConnectionResetError:
         pass
     return True
 
 
-def test_a_stranger_may_say_little(agent: Agent) -> None:
+def test_an_unauthenticated_connection_may_send_little(agent: Agent) -> None:
     """A message of 256 MiB was taken in whole, by each of any number of connections."""
-    with socket.create_connection(agent.address, timeout=SECONDS) as stranger:
-        stranger.sendall((strangers.HELLO_BYTES + 1).to_bytes(4, "big"))
-        assert is_closed(stranger)
+    with socket.create_connection(agent.address, timeout=SECONDS) as connection:
+        connection.sendall((unauthenticated.HELLO_BYTES + 1).to_bytes(4, "big"))
+        assert is_closed(connection)
     assert works(agent)
 
 
-def test_a_stranger_has_little_time(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unauthenticated_connection_has_little_time(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in all: a byte now and then does not help."""
     monkeypatch.setattr(protocol, "HELLO_SECONDS", 1.0)
-    with socket.create_connection(agent.address, timeout=SECONDS) as stranger:
-        stranger.sendall((1000).to_bytes(4, "big"))
+    with socket.create_connection(agent.address, timeout=SECONDS) as connection:
+        connection.sendall((1000).to_bytes(4, "big"))
         with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
             for _ in range(600):
-                stranger.sendall(b" ")
+                connection.sendall(b" ")
                 time.sleep(0.1)
     assert works(agent)
 
@@ -78,19 +78,19 @@ def test_an_impostor_may_say_little_either() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ConnectionError, match=f"more than {strangers.HELLO_BYTES}"):
+        with pytest.raises(ConnectionError, match=f"more than {unauthenticated.HELLO_BYTES}"):
             connect(address, TOKEN)
         thread.join(SECONDS)
 
 
-def test_many_strangers_keep_nobody_out(agent: Agent) -> None:
-    agent._strangers._most = 10
+def test_many_unauthenticated_connections_keep_no_worker_out(agent: Agent) -> None:
+    agent._unauthenticated._max_connections = 10
     inside = connect(agent.address, TOKEN, seconds=SECONDS)
     crowd = [socket.create_connection(agent.address, timeout=SECONDS) for _ in range(40)]
     assert works(agent)
     inside.ask({"op": "inventory"})
     assert is_closed(crowd[0])
-    assert len(agent._strangers) <= 10
+    assert len(agent._unauthenticated) <= 10
     for connection in (inside, *crowd):
         connection.close()
 
@@ -98,10 +98,10 @@ def test_many_strangers_keep_nobody_out(agent: Agent) -> None:
 @pytest.mark.parametrize("hello", ['{"nonce": "\u00fc", "proof": "\u00fc"}', "[" * 4000, "3", '"\\ud800"',
                                    '{"nonce": "\\ud800", "proof": "\\ud800"}'])
 def test_nonsense_is_refused(agent: Agent, hello: str) -> None:
-    with socket.create_connection(agent.address, timeout=SECONDS) as stranger:
+    with socket.create_connection(agent.address, timeout=SECONDS) as connection:
         data = hello.encode()
-        stranger.sendall(len(data).to_bytes(4, "big") + data)
-        assert is_closed(stranger)
+        connection.sendall(len(data).to_bytes(4, "big") + data)
+        assert is_closed(connection)
     assert works(agent)
 
 
