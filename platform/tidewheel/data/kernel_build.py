@@ -1,9 +1,9 @@
-"""Compile every kernel for each level of processors, and write what `kernel_objects` loads. For developers:
+"""Compile every kernel for each level of processors, and write the files that `kernel_objects` loads. For developers:
 
-    python -m tidewheel.data.kernel_build              # minutes; run it when a kernel has changed
-    python -m tidewheel.data.kernel_build --check      # says which kernels have changed since, in a second
+    python -m tidewheel.data.kernel_build              # takes minutes; run it when a kernel has changed
+    python -m tidewheel.data.kernel_build --check      # list the kernels that have changed, in a second
 
-It needs Linux on x86-64. What it writes follows from the kernels' source and the versions of numba and llvmlite alone.
+It needs Linux on x86-64. The files depend only on the kernels' source and the versions of numba and llvmlite.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tidewheel.data.text import kernel_objects, kernel_tools
 
 KINDS = {"int64": types.int64, "uint64": types.uint64, "float64": types.float64, "bool": types.boolean}
 OUTSIDE = frozenset({"memcpy", "memmove", "memset", "malloc", "free"})
-"""What the machine code may call: the C library of every process."""
-# numba's arrays made inside a kernel, without numba: the same records, from malloc. Offsets as in its `MemInfo`.
+"""Functions of the C library that the machine code may call."""
+# Allocation of arrays inside kernels without numba's runtime: the same records from malloc, laid out as its `MemInfo`.
 RUNTIME = """
 %record = type { i64, ptr, ptr, ptr, i64, ptr }
 declare ptr @malloc(i64)
@@ -107,7 +107,7 @@ def _check(folder: Path) -> int:
 
 
 def stale(folder: Path = kernel_objects.FOLDER) -> list[str]:
-    """Return kernels of which some level has no machine code, or that of another source."""
+    """Return the kernels without machine code for their current source, at any level."""
     warm_up.import_kernels()
     digests = {name: kernel.digest for name, kernel in kernel_tools.KERNELS.items()}
     found: set[str] = set()
@@ -119,7 +119,7 @@ def stale(folder: Path = kernel_objects.FOLDER) -> list[str]:
 
 
 def record() -> dict[str, list[list[Any]]]:
-    """Call every kernel as pipelines call it, and return the types of the arguments that each one took."""
+    """Call every kernel as pipelines call it, and return the types of the arguments of each."""
     with kernel_tools.compiling_here():
         warm_up.warm_up()
     return {name: [[_kind(argument) for argument in signature] for signature in kernel.dispatcher.overloads]
@@ -127,7 +127,7 @@ def record() -> dict[str, list[list[Any]]]:
 
 
 def _build(level: str, recorded: dict[str, list[list[Any]]], folder: Path) -> None:
-    """Compile all forms for a level, and write them as one object."""
+    """Compile all forms for one level, and write them as one object."""
     warm_up.import_kernels()
     assert os.environ["NUMBA_CPU_NAME"] == level, "numba was imported for another processor"
     whole = binding.parse_assembly(RUNTIME)
@@ -149,7 +149,7 @@ def _build(level: str, recorded: dict[str, list[list[Any]]], folder: Path) -> No
 
 
 def _compile(dispatcher: Any, signature: tuple[Any, ...], symbol: str, whole: Any) -> str:
-    """Compile one form, and link it into `whole` under its symbol; the kind of its result."""
+    """Compile one form and link it into `whole` under its symbol; return the type of its result."""
     dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature]
     module = binding.parse_assembly(compiled.library.get_llvm_str())
@@ -167,7 +167,7 @@ def _compile(dispatcher: Any, signature: tuple[Any, ...], symbol: str, whole: An
 
 
 def _emit(whole: Any, symbols: Iterable[str], level: str) -> bytes:
-    """Drop what nothing calls, and return the ELF object."""
+    """Remove unused functions, and return the ELF object."""
     kept = set(symbols)
     for function in whole.functions:
         if not function.is_declaration and function.name not in kept:
@@ -181,13 +181,13 @@ def _emit(whole: Any, symbols: Iterable[str], level: str) -> bytes:
     passes.run(whole, builder)
     outside = {function.name for function in whole.functions
                if function.is_declaration and not function.name.startswith("llvm.")}
-    assert outside <= OUTSIDE, f"the kernels call {sorted(outside - OUTSIDE)}, which not every process has"
+    assert outside <= OUTSIDE, f"the kernels call {sorted(outside - OUTSIDE)}, which some processes lack"
     whole.verify()
     return bytes(machine.emit_object(whole))
 
 
 def _kind(given: Any) -> Any:
-    """The name of one of numba's types, as in `kernel_objects.Form`."""
+    """Return the name of one of numba's types, as in `kernel_objects.Form`."""
     if isinstance(given, types.Array):
         return f"{given.dtype}:{given.ndim}:{given.layout}:{'w' if given.mutable else 'r'}"
     if isinstance(given, (types.Tuple, types.UniTuple)):
@@ -196,7 +196,7 @@ def _kind(given: Any) -> Any:
 
 
 def _type(kind: Any) -> Any:
-    """The inverse of `_kind`."""
+    """Return numba's type of a name; the inverse of `_kind`."""
     if isinstance(kind, list):
         return types.Tuple([_type(inner) for inner in kind])
     if kind in KINDS:

@@ -1,6 +1,6 @@
-"""What each filter of a recipe would do to a few documents, in this process and without Ray; nothing is written.
+"""Apply each filter of a recipe to a few documents, in this process and without Ray or output.
 
-Filters are judged one by one over all documents, also those that an earlier one drops, so that thresholds can be moved.
+Each filter judges all documents, also those that an earlier one drops, so that thresholds can be changed afterwards.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from tidewheel.errors import ConfigError, InputError
 from tidewheel.parts import name_of
 
 TEXT_CHARACTERS = 1500
-_MARK = 123_456.5  # no threshold anybody sets
+_MARK = 123_456.5
+"""Value that marks a setting; nobody sets it as a threshold."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """One limit of one filter.
+    """A limit of a filter.
 
     Args:
-        filter: its name.
-        key: the statistic's, in `Shown.statistics`.
-        statistic: its name.
-        side: "least" or "most": whether smaller or larger values are dropped.
-        limit: the value, which is kept itself.
-        set: the setting as `--set` names it; "" where it is no single number.
+        filter: name of the filter.
+        key: key of the statistic in `Shown.statistics`.
+        statistic: name of the statistic.
+        side: "least" to drop smaller values, "most" to drop larger ones.
+        limit: the limit; values equal to it are kept.
+        set: name of the setting for `--set`; "" if the limit does not follow from a single number.
     """
 
     filter: str
@@ -50,7 +51,15 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Shown:
-    """One document: how its text begins, its statistics by key, and reasons that no threshold gives."""
+    """A document of a preview.
+
+    Args:
+        id: its id.
+        source: its source.
+        text: the beginning of its text.
+        statistics: its statistics, by key.
+        fixed: reasons to drop it that do not depend on a threshold.
+    """
 
     id: str
     source: str
@@ -61,7 +70,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Preview:
-    """What was looked at; `quarantined` counts records that cannot be used, by reason."""
+    """Verdicts of filters on a few documents.
+
+    Args:
+        documents: the documents.
+        thresholds: limits of all filters.
+        quarantined: number of records that cannot be used, by reason.
+    """
 
     documents: list[Shown]
     thresholds: list[Threshold]
@@ -69,11 +84,17 @@ class Preview:
 
 
 def look(config: PipelineConfig, *, input: str, limit: int) -> Preview:
-    """Judge the first documents of each file, `limit` in all.
+    """Judge the first documents of each file.
+
+    Args:
+        config: the recipe.
+        input: URI that relative paths are resolved against.
+        limit: total number of documents.
 
     Raises:
         ConfigError: the recipe has no filter.
-        StorageError, InputError: as a run raises before it starts; no document can be read.
+        StorageError: the input cannot be used.
+        InputError: no file matches, or no document can be read.
     """
     steps = [(number, step.filter) for number, step in enumerate(config.steps) if step.filter is not None]
     if not steps:
@@ -83,16 +104,17 @@ def look(config: PipelineConfig, *, input: str, limit: int) -> Preview:
     job = resolve(config.model_copy(update={"read": read}), input=input, output=str(nowhere))
     table, bad = _documents(job)
     if not len(table):
-        told = ", ".join(f"{reason} {count}" for reason, count in bad.items())
-        raise InputError(f"no document can be read ({told or 'the files are empty'})", where=job.input,
+        reasons = ", ".join(f"{reason} {count}" for reason, count in bad.items())
+        raise InputError(f"no document can be read ({reasons or 'the files are empty'})", where=job.input,
                          mend="`tidewheel data run --dry-run` shows the first record of each format")
     texts = [text[:TEXT_CHARACTERS] for text in table["text"].to_pylist()]
     statistics: list[dict[str, float]] = [{} for _ in texts]
     fixed: list[list[str]] = [[] for _ in texts]
     thresholds: list[Threshold] = []
     for number, step in steps:
-        for rule in step.filters:
-            kind, filter = name_of(type(rule)), filters.received(*job.bound(rule))
+        for configured in step.filters:
+            kind = name_of(type(configured))
+            filter = filters.received(*job.bound(configured))
             judged = filters.judge([filter], table)
             own = _thresholds(f"steps.{number}.filter.{kind}", kind, filter)
             thresholds += own
@@ -100,21 +122,22 @@ def look(config: PipelineConfig, *, input: str, limit: int) -> Preview:
             for name, values in judged.statistics.items():
                 for row, value in enumerate(values.tolist()):
                     statistics[row][f"{number}.{kind}.{name}"] = round(value, 6)
-            for each in own:
-                values = judged.statistics[each.statistic].round(6)
-                failing |= values < each.limit if each.side == "least" else values > each.limit
+            for threshold in own:
+                values = judged.statistics[threshold.statistic].round(6)
+                failing |= values < threshold.limit if threshold.side == "least" else values > threshold.limit
             for row in np.flatnonzero((judged.reasons != "") & ~failing).tolist():
                 fixed[row].append(str(judged.reasons[row]))
             if not step.annotate:
-                table = _as_left(table, judged)
+                table = _edited(table, judged)
     shown = [Shown(*row) for row in zip(table["id"].to_pylist(), table["source"].to_pylist(), texts, statistics, fixed,
                                         strict=True)]
     return Preview(shown, thresholds, bad)
 
 
 def _documents(job: Job) -> tuple[pa.Table, dict[str, int]]:
-    """(documents, records that cannot be used by reason)."""
-    records, bad = [], Counter[str]()
+    """Return (documents, number of unusable records by reason)."""
+    records: list[ingest.Record] = []
+    bad: Counter[str] = Counter()
     for task in ingest.tasks(job):
         tally = ingest.Tally()
         try:
@@ -128,33 +151,36 @@ def _documents(job: Job) -> tuple[pa.Table, dict[str, int]]:
 
 
 def _thresholds(prefix: str, kind: str, settings: Filter) -> list[Threshold]:
-    found = []
+    thresholds = []
     number = prefix.split(".")[1]
     names = _settings_of_limits(settings)
     for statistic, limits in settings.limits().items():
         for side, limit in zip(("least", "most"), limits, strict=True):
             if limit is not None:
                 name = names.get((statistic, side), "")
-                found.append(Threshold(kind, f"{number}.{kind}.{statistic}", statistic, side, float(limit),
-                                       f"{prefix}.{name}" if name else ""))
-    return found
+                thresholds.append(Threshold(kind, f"{number}.{kind}.{statistic}", statistic, side, float(limit),
+                                            f"{prefix}.{name}" if name else ""))
+    return thresholds
 
 
 def _settings_of_limits(settings: Filter) -> dict[tuple[str, str], str]:
-    """Names of the settings behind (statistic, side): those that a limit follows when they are changed."""
-    found = {}
+    """Return the name of the setting that decides the limit of each (statistic, side).
+
+    It is found by changing each setting to `_MARK` and looking for that value in the limits.
+    """
+    names = {}
     for name in type(settings).model_fields:
         if isinstance(getattr(settings, name), int | float) and not isinstance(getattr(settings, name), bool):
             marked = settings.model_copy(update={name: _MARK})
             for statistic, limits in marked.limits().items():
                 for side, limit in zip(("least", "most"), limits, strict=True):
                     if limit == _MARK:
-                        found[statistic, side] = name
-    return found
+                        names[statistic, side] = name
+    return names
 
 
-def _as_left(table: pa.Table, judged: filters.Judged) -> pa.Table:
-    """The documents as the filter leaves them; those that it drops stay."""
+def _edited(table: pa.Table, judged: filters.Judged) -> pa.Table:
+    """Return the documents as edited by the filter, including those that it drops."""
     table = table.set_column(1, table.schema.field("text"), pa.chunked_array([judged.texts]))
     if judged.metas is not None:
         table = table.set_column(3, table.schema.field("meta"), pa.chunked_array([judged.metas]))

@@ -1,7 +1,7 @@
-"""The reader of a near-duplicate index: documents like given texts, and the index as `datasketch` objects.
+"""Search a near-duplicate index for documents similar to given texts, and convert the index to `datasketch` objects.
 
-`dedup_near: {write_index: true}` writes the index (`stages.near_index`): the signature of every document, which is
-bit-identical to that of a datasketch 2.0 `MinHash(scheme="affine32")` of the document's shingle hashes.
+`dedup_near: {write_index: true}` writes the index (`stages.near_index`): the signature of every document, bit-identical
+to that of a datasketch 2.0 `MinHash(scheme="affine32")` of the document's shingle hashes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("id", "hash_hi", "hash_lo", "shingles", "signature", "kept")
 _QUERIES_AT_ONCE = 512
-"""Signatures that are compared with a batch of the index (8,192 documents) at once: 16 MiB of counts."""
+"""Signatures compared with a batch of the index (8,192 documents) at a time: 16 MiB of counts."""
 _TEXT_BYTES = 16 << 20
 _TEXTS = 1024
 
 
 @dataclass(frozen=True)
 class Match:
-    """One document of an index that is like a text.
+    """A document of an index that is similar to a text.
 
     Args:
-        id: its id.
-        similarity: estimated Jaccard similarity of the shingle sets, the share of equal signature values.
-        kept: False when near-deduplication dropped the document; the index holds it all the same.
+        id: id of the document.
+        similarity: estimated Jaccard similarity of the shingle sets: the share of equal signature values.
+        kept: False if near-deduplication dropped the document; the index contains it nevertheless.
     """
 
     id: str
@@ -55,10 +55,10 @@ class SignedFile:
     """The documents of a file, without their texts.
 
     Args:
-        ids: their ids.
+        ids: ids of n documents.
         lines: line or row of each document, from 1.
-        signatures: [n, k] uint32.
-        unusable: how many records cannot be used, by reason (`quarantine.REASONS`).
+        signatures: uint32 [n, k].
+        unusable: number of records that cannot be used, by reason (`quarantine.REASONS`).
     """
 
     ids: list[str]
@@ -69,21 +69,21 @@ class SignedFile:
 
 @dataclass
 class Unusable:
-    """Counts the records that cannot be used, and keeps the first."""
+    """Counter of the records that cannot be used; it keeps the first."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: Bad | None = None
 
     def add(self, record: Bad) -> None:
-        """Count one more."""
+        """Count a record."""
         self.counts[record.reason] += record.records
         self.first = self.first or record
 
 
 class SimilarityIndex:
-    """Compare texts with the documents of a near-duplicate index, with the parameters that the index was made with.
+    """A near-duplicate index on storage; searches use the parameters that the index was made with.
 
-    The index is read in batches, so it may be larger than memory; each search reads all of it once.
+    The index is read in batches, so it may be larger than memory. Each search reads all of it once.
 
         index = tw.SimilarityIndex("s3://bucket/clean/2026-10/near_index")
         for match in index.similar(["some text"])[0]:
@@ -93,7 +93,7 @@ class SimilarityIndex:
         uri: the folder `near_index` below the output of a pipeline.
 
     Raises:
-        InputError: there is no index, it is damaged, or another version of the signatures made it.
+        InputError: the index is missing or damaged, or has another version of signatures.
     """
 
     def __init__(self, uri: str | Path) -> None:
@@ -105,7 +105,7 @@ class SimilarityIndex:
         self._permutations = np.array(permutations(self.settings.num_permutations, self.settings.seed))
 
     def __len__(self) -> int:
-        """Return the number of documents, with those that near-deduplication dropped."""
+        """Return the number of documents, including those that near-deduplication dropped."""
         return self._documents
 
     def signatures(self, texts: Sequence[str]) -> np.ndarray:
@@ -140,10 +140,10 @@ class SimilarityIndex:
     def lsh(self) -> MinHashLSH:
         """Return all documents in a `datasketch.MinHashLSH` with the bands and rows of the index.
 
-        It holds the whole index in memory, about 2 KB a document; `similar` does not.
+        It needs memory for the whole index, about 2 KB for each document; `similar` does not.
 
         Raises:
-            InputError: the index has one band, which datasketch does not take; or a file is missing or damaged.
+            InputError: the index has one band, which datasketch does not support; or a file is missing or damaged.
             StorageError: a file of the index is damaged.
         """
         from datasketch import MinHashLSH
@@ -159,23 +159,24 @@ class SimilarityIndex:
 
     def similar(self, texts: Sequence[str], *, min_jaccard: float | None = None, limit: int = 10
                 ) -> list[list[Match]]:
-        """Return the documents most similar to each text, the best first; see `nearest`."""
+        """Return the documents most similar to each text, best first; see `nearest`."""
         return self.nearest(self.signatures(texts), min_jaccard=min_jaccard, limit=limit)
 
     def nearest(self, signatures: np.ndarray, *, min_jaccard: float | None = None, limit: int = 10
                 ) -> list[list[Match]]:
-        """Return the documents most similar to each of `signatures` ([n, k] uint32), the best first.
+        """Return the documents most similar to each signature, best first.
 
-        Every document is compared, not only those that share a band, so none is missed at any threshold.
+        Every document is compared, not only those that share a band, so the result is complete for any threshold.
 
         Args:
-            signatures: as `signatures` gives them.
-            min_jaccard: the least estimated similarity; that of the index if not given.
-            limit: matches of one signature at most. Of equally similar documents those with smaller ids count.
+            signatures: uint32 [n, k], from `signatures`.
+            min_jaccard: minimum estimated similarity; the default is that of the index.
+            limit: maximum number of matches for a signature. Ties go to the smaller id.
 
         Raises:
             ConfigError: min_jaccard or limit is out of range.
-            InputError, StorageError: a file of the index is missing or damaged.
+            InputError: a file of the index is missing or invalid.
+            StorageError: a file of the index is damaged.
         """
         threshold = self.settings.min_jaccard if min_jaccard is None else min_jaccard
         if not 0 < threshold <= 1:
@@ -192,22 +193,22 @@ class SimilarityIndex:
             values = near_edges.signatures(table)
             for first in range(0, len(distinct), _QUERIES_AT_ONCE):
                 equal = equal_values(distinct[first : first + _QUERIES_AT_ONCE], values)
-                for place in np.flatnonzero((equal >= least).any(axis=1)).tolist():
-                    rows = np.flatnonzero(equal[place] >= least)
-                    matches = _matches(table, rows, similarities[equal[place][rows]])
-                    best[first + place] = _best([*best[first + place], *matches], limit)
+                for query in np.flatnonzero((equal >= least).any(axis=1)).tolist():
+                    rows = np.flatnonzero(equal[query] >= least)
+                    matches = _matches(table, rows, similarities[equal[query][rows]])
+                    best[first + query] = _best([*best[first + query], *matches], limit)
         return [list(best[group]) for group in groups.reshape(-1).tolist()]
 
     def sign_file(self, uri: str, *, text: str = "text", id: str | None = "id") -> SignedFile:
-        """Read the documents of a file, in any format that pipelines read, and keep their signatures.
+        """Return the signatures of the documents of a file, in any format that pipelines read.
 
         Args:
-            uri: the file.
+            uri: URI of the file.
             text: field with a document's text.
-            id: field with its id; documents without it are named by their content.
+            id: field with its id; the id of a document without it is the hash of its text.
 
         Raises:
-            InputError: there is no file, it cannot be read, or none of its records can be used.
+            InputError: the file is missing or cannot be read, or none of its records can be used.
         """
         place, name = split(uri)
         if not place.exists(name):
@@ -227,7 +228,7 @@ class SimilarityIndex:
                              mend="give a file of documents that `tidewheel data run` reads, such as JSONL, Parquet "
                                   "or text, and name its text with --text") from None
         if not ids:
-            problem = "the file holds no record"
+            problem = "the file has no record"
             if unusable.first:
                 problem = (f"none of {sum(unusable.counts.values())} records can be used; line {unusable.first.line}: "
                            f"{unusable.first.reason}, {unusable.first.detail or REASONS[unusable.first.reason]}")
@@ -235,7 +236,7 @@ class SimilarityIndex:
         return SignedFile(ids, lines, np.concatenate(signed), dict(sorted(unusable.counts.items())))
 
     def _tables(self) -> Iterator[pa.Table]:
-        """The columns that a search needs, a batch at a time."""
+        """Yield the columns that a search needs, in batches."""
         folder = store(self.uri)
         for file in self._files:
             if not folder.exists(file.key):
@@ -268,21 +269,23 @@ _WRITE_AGAIN = "write the index again: `tidewheel data run` with dedup_near: {wr
 
 
 def equal_values(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return how many values each row of `a` shares with each row of `b`, place by place.
+    """Return the number of columns in which each row of `a` equals each row of `b`.
+
+    Values are looked up in sorted columns, so pairs without an equal value cost nothing.
 
     Args:
-        a: [m, k] uint32.
-        b: [n, k] uint32.
+        a: uint32 [m, k].
+        b: uint32 [n, k].
 
     Returns:
-        [m, n] int32. Values are looked up in sorted columns, so pairs without an equal value cost nothing.
+        int32 [m, n].
     """
     counts = np.zeros((len(a), len(b)), np.int32)
-    for place in range(a.shape[1]):
-        order = np.argsort(a[:, place], kind="stable")
-        column = a[order, place]
-        last = np.searchsorted(column, b[:, place], "right")
-        repeats = last - np.searchsorted(column, b[:, place], "left")
+    for index in range(a.shape[1]):
+        order = np.argsort(a[:, index], kind="stable")
+        column = a[order, index]
+        last = np.searchsorted(column, b[:, index], "right")
+        repeats = last - np.searchsorted(column, b[:, index], "left")
         columns = np.repeat(np.arange(len(b)), repeats)
         positions = np.arange(len(columns)) + np.repeat(last - np.cumsum(repeats), repeats)
         counts[order[positions], columns] += 1
@@ -290,19 +293,19 @@ def equal_values(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _settings(parameters: Mapping[str, object], where: str) -> DedupNearStep:
-    """The step that the manifest's parameters describe, checked."""
-    made_by = parameters.get("signatures")
-    if made_by != MINHASH_VERSION:
-        raise InputError(f"the signatures are of version {made_by!r}, and this release compares {MINHASH_VERSION!r}",
+    """Return the settings that the manifest's parameters describe, after checking them."""
+    version = parameters.get("signatures")
+    if version != MINHASH_VERSION:
+        raise InputError(f"the signatures are of version {version!r}, and this release compares {MINHASH_VERSION!r}",
                          where=where, mend=_WRITE_AGAIN)
     missing = sorted(near_index.parameters(build(DedupNearStep, {})).keys() - parameters.keys())
     if missing:
-        raise InputError(f"the manifest says nothing about {', '.join(missing)}", where=where, mend=_WRITE_AGAIN)
+        raise InputError(f"the manifest has no parameter {', '.join(missing)}", where=where, mend=_WRITE_AGAIN)
     values = {name: value for name, value in parameters.items() if name != "signatures"}
     try:
         return build(DedupNearStep, values)
     except ConfigError as error:
-        raise InputError(f"the manifest's parameters are no settings of dedup_near: {error.what}", where=where,
+        raise InputError(f"the manifest's parameters are invalid for dedup_near: {error.what}", where=where,
                          mend=_WRITE_AGAIN) from None
 
 
@@ -317,7 +320,7 @@ def _best(matches: list[Match], limit: int) -> list[Match]:
 
 
 def _groups(records: Iterator[Record | Bad], unusable: Unusable) -> Iterator[list[Record]]:
-    """Records, some at a time, so that few texts are in memory; those that cannot be used go to `unusable`."""
+    """Yield usable records in groups, to bound the texts in memory; count the others in `unusable`."""
     group: list[Record] = []
     size = 0
     for record in records:

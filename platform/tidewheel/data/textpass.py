@@ -1,6 +1,6 @@
-"""One pass over a text column for everything that looks at one document alone: filters, hash and signature.
+"""One pass over a text column for everything that looks at single documents: filters, hashes and signatures.
 
-The documents are cut into tokens, words and lines once for all.
+The pass splits documents into tokens, words and lines once, and all measures share the result.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from tidewheel.data.text import (
 from tidewheel.data.text import textpass_kernels as kernels
 from tidewheel.data.text.measures import LINE_COUNTS, REPETITION, TOKEN_COUNTS, LineRules, LineShape, Measures, phrases
 
-CHUNK_BYTES = 1 << 19  # documents scanned per kernel call
+CHUNK_BYTES = 1 << 19
+"""Bytes of text scanned in one kernel call."""
 MinHashSettings: TypeAlias = "tuple[int, int, int]"
 _STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What `textpass_kernels.scan` found in documents [first, last); the arrays are reused by the next one."""
+    """Result of `textpass_kernels.scan` for documents [first, last); the next scan reuses the arrays."""
 
     first: int
     last: int
@@ -53,7 +54,7 @@ class Scan:
 
 
 def scan(texts: text.Texts, *, words: bool = True) -> Iterator[Scan]:
-    """Tokens, lines and (with `words`) normalised words of the documents, in chunks of bounded memory."""
+    """Yield tokens, lines and (with `words`) normalised words of the documents, in chunks of bounded memory."""
     yield from _scan(*text.buffers(texts), True, words)
 
 
@@ -83,13 +84,13 @@ def _scan(data: np.ndarray, offsets: np.ndarray, tokens: bool, words: bool, limi
 
 @lru_cache(maxsize=1)
 def _blob() -> np.ndarray:
-    """The folded forms of `unicode_table`, with room to load eight bytes anywhere."""
+    """Return the folded forms of `unicode_table`, padded so that eight bytes can be loaded anywhere."""
     return text.frozen(np.concatenate([unicode_table.load()[1], np.zeros(8, np.uint8)]))
 
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[np.ndarray, ...]:
-    """(ascii_kinds, stop_keys, special_words) of `textpass_kernels.scan`."""
+    """Return (ascii_kinds, stop_keys, special_words) for `textpass_kernels.scan`."""
     kinds = np.zeros(256, np.uint8)
     for character in map(chr, range(128)):
         if character.isspace():
@@ -126,7 +127,7 @@ def _product(key: int, multiplier: int = int(kernel_tools.MULTIPLIER)) -> int:
 
 
 def _bytes_key(word: str) -> int:
-    """`kernel_tools.key_of` of a word."""
+    """Return `kernel_tools.key_of` of a word."""
     raw = word.encode()
     if len(raw) <= 8:
         return int.from_bytes(raw, "little")
@@ -136,12 +137,18 @@ def _bytes_key(word: str) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure` found in n documents; None for what was not asked for.
+    """Measures of n documents; None for measures that were not requested.
 
-    tokens int64 [n] (none when hashes or signatures alone were asked for); token_counts int64 [n, 10], repetition
-    int64 [n, 16] and line_counts int64 [n, 6]: columns as in `measures`; kept_lines int64 [n, 4]: lines with words,
-    those that stay, sentences in them, number of the reason; edited: the texts without the other lines; hashes uint64
-    [n, 2] (`hashing.text_hashes`); signatures uint32 [n, k] and shingles int32 [n] (`minhash.minhash`).
+    Args:
+        tokens: number of tokens, int64 [n]; zeros if only hashes or signatures are requested.
+        token_counts: int64 [n, 10], columns `measures.TOKEN_COUNTS`.
+        repetition: int64 [n, 16], columns `measures.REPETITION`.
+        line_counts: int64 [n, 6], columns `measures.LINE_COUNTS`.
+        kept_lines: int64 [n, 4]: lines with words, lines that stay, sentences in these, number of the reason.
+        edited: the texts without the lines that do not stay.
+        hashes: uint64 [n, 2], from `hashing.text_hashes`.
+        signatures: uint32 [n, k], from `minhash.minhash`.
+        shingles: int32 [n], from `minhash.minhash`.
     """
 
     tokens: np.ndarray
@@ -157,11 +164,13 @@ class Measured:
 
 def measure(texts: text.Texts, asked: Measures | None = None, *, minhash: MinHashSettings | None = None,
             hashes: bool = False) -> Measured:
-    """Everything asked for, in one pass over the texts.
+    """Measure documents in one pass over the texts.
 
     Args:
-        asked: counts and edits; with none of all, the number of tokens alone is found.
-        minhash: (words in a shingle, permutations, seed).
+        texts: the documents.
+        asked: counts and edits to make; if nothing at all is requested, only the number of tokens is counted.
+        minhash: (words in a shingle, permutations, seed) of signatures; None for no signatures.
+        hashes: whether to hash the texts.
     """
     asked = asked or Measures()
     rules = asked.kept_lines
@@ -203,33 +212,36 @@ def measure(texts: text.Texts, asked: Measures | None = None, *, minhash: MinHas
 
 
 def again(before: Measured, texts: pa.Array, rows: np.ndarray, asked: Measures) -> Measured:
-    """The measures of texts of which `rows` (int64) have changed since `before`: these alone are read again.
+    """Measure texts again after some have changed; only these are read.
 
     Args:
-        asked: no more than `before` was asked, with the same settings; else, or with lines to keep, all is found anew.
+        before: measures before the change.
+        texts: the texts after the change.
+        rows: indices of the changed texts, int64 [m].
+        asked: requested measures. If `before` lacks one, or if lines are to be cut, all texts are read.
     """
     names = list(asked.asked())
     if any(getattr(before, name) is None for name in names) or asked.kept_lines is not None:
         return measure(texts, asked)
     fresh = measure(texts.take(pa.array(rows)), asked)
-    found = {"tokens": before.tokens.copy()}
-    found["tokens"][rows] = fresh.tokens
+    merged = {"tokens": before.tokens.copy()}
+    merged["tokens"][rows] = fresh.tokens
     for name in names:
         values = getattr(before, name).copy()
         values[rows] = getattr(fresh, name)
-        found[name] = values
-    return Measured(**found)
+        merged[name] = values
+    return Measured(**merged)
 
 
 class _Tables:
-    """The hash tables of `line_kernels`, kept from batch to batch: what earlier epochs left in them counts as free."""
+    """Hash tables of `line_kernels`, reused from batch to batch: entries of earlier epochs count as free."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self._tables = [np.zeros(0, np.uint8) for _ in range(3)]
 
     def of(self, number: int, keys: int) -> np.ndarray:
-        """A table for that many keys."""
+        """Return table `number`, with room for that many keys."""
         size = line_kernels.table_bytes(keys)
         if len(self._tables[number]) < size:
             self._tables[number] = np.zeros(size, np.uint8)
@@ -237,7 +249,7 @@ class _Tables:
 
 
 def _token_counts(part: Scan, counts: np.ndarray) -> None:
-    """Columns `TOKEN_COUNTS`."""
+    """Fill the columns `TOKEN_COUNTS`."""
     scanned = part.counts
     counts[:, :7] = scanned[:, [kernels.TOKENS, kernels.SYMBOLS, kernels.WORD_CHARACTERS, kernels.ALPHABETIC,
                                 kernels.STOP_WORDS, kernels.HASHES, kernels.ELLIPSES]]
@@ -246,7 +258,7 @@ def _token_counts(part: Scan, counts: np.ndarray) -> None:
 
 def _lines(part: Scan, repetition: np.ndarray | None, line_counts: np.ndarray | None, shape: LineShape | None,
            tables: _Tables) -> None:
-    """Columns `REPETITION` and `LINE_COUNTS`."""
+    """Fill the columns `REPETITION` and `LINE_COUNTS`."""
     count = int(part.line_offsets[-1])
     line_hashes = np.empty(count, np.uint64)
     line_kernels.line_hashes(part.text, part.lines, count, line_hashes)
@@ -267,14 +279,14 @@ def _lines(part: Scan, repetition: np.ndarray | None, line_counts: np.ndarray | 
 
 @lru_cache(maxsize=4)
 def _marks(characters: str) -> np.ndarray:
-    """[0x110000] uint8: 1 of these characters."""
+    """Return a table over all code points, uint8 [0x110000]: 1 for these characters."""
     table = np.zeros(unicode_table.CODE_POINTS, np.uint8)
     table[[ord(character) for character in characters]] = 1
     return text.frozen(table)
 
 
 def _kept_lines(part: Scan, data: np.ndarray, offsets: np.ndarray, rules: LineRules, counts: np.ndarray) -> pa.Array:
-    """Fills counts; the texts without the lines that go."""
+    """Fill the counts, and return the texts without the lines that do not stay."""
     lines = int(part.line_offsets[-1])
     size = int(offsets[part.last] - offsets[part.first])
     cited, keep = np.full(lines, -1, np.int32), np.empty(lines, np.uint8)

@@ -1,4 +1,4 @@
-"""Every compiled pass of the data room: whether its machine code is on this machine, and calling each once."""
+"""Check and load the machine code of all compiled passes in `data`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ KERNEL_MODULES = ("tidewheel.data.text.kernels", "tidewheel.data.text.textpass_k
                   "tidewheel.data.text.line_kernels", "tidewheel.data.text.kernel_tools",
                   "tidewheel.data.text.kept_line_kernels", "tidewheel.data.decontaminate.eval_kernels",
                   "tidewheel.data.dedup", "tidewheel.data.dedup.minhash", "tidewheel.data.tokenize.pack")
-"""Modules with kernels; filters name their own."""
+"""Modules with kernels; filters name theirs in `Filter.KERNELS`."""
 
 
 def import_kernels() -> None:
@@ -21,7 +21,7 @@ def import_kernels() -> None:
 
 
 def is_warm() -> bool:
-    """Return whether the machine code of every kernel is here: it came with the package, or was compiled before."""
+    """Return whether this machine has the machine code of every kernel, from the package or from the cache."""
     from tidewheel.data.text import kernel_tools
 
     import_kernels()
@@ -29,9 +29,9 @@ def is_warm() -> bool:
 
 
 def warm_up() -> None:
-    """Call every kernel once, as pipelines do. What did not come with the package is compiled, into a cache on disk.
+    """Call every kernel once, as pipelines do; this compiles missing machine code into a cache on disk.
 
-    The driver calls this before workers start if not `is_warm`, so that they load machine code instead of compiling.
+    The driver calls it before workers start, unless `is_warm`, so that workers load machine code instead of compiling.
     """
     import numpy as np
     import pyarrow as pa

@@ -202,9 +202,9 @@ def test_files_that_cannot_be_used(tmp_path, index):
 
 @pytest.mark.parametrize(("change", "told"), [
     ({"signatures": "words-0/affine32-1"}, "version 'words-0/affine32-1'"),
-    ({"ngram": -1}, "no settings of dedup_near"), ({"seed": None}, "no settings of dedup_near"),
+    ({"ngram": -1}, "invalid for dedup_near"), ({"seed": None}, "invalid for dedup_near"),
     ({"permutations": 256}, "signatures are"), ({"format": 99}, "reads"),
-    ({"unit": ...}, "says nothing about unit")])
+    ({"unit": ...}, "no parameter unit")])
 def test_an_index_of_another_kind_is_refused(tmp_path, documents, change, told):
     uri = write_index(tmp_path, documents[:4])
     path = Path(uri, "manifest.json")

@@ -1,4 +1,4 @@
-"""Cleaned documents as a product: files in the formats that other tools read, and the pages that describe them."""
+"""The product of a pipeline: cleaned documents in the formats of other tools, with files that describe them."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from tidewheel.storage import Store
 
 FOLDER, MANIFEST = "dataset", "manifest.json"
 NAMING = ("parquet", "arrow", "jsonl")
-"""Formats that ids of documents are read from, the best first."""
+"""Formats from which ids of documents can be read, best first."""
 
 
-def read_manifest(place: Store) -> dict[str, Any]:
-    """The manifest of the product at `place`.
+def read_manifest(folder: Store) -> dict[str, Any]:
+    """Return the manifest of the product in a folder.
 
     Raises:
-        StorageError: there is none, or it is damaged.
+        StorageError: the manifest is missing or damaged.
     """
     try:
-        value = place.read_json(MANIFEST)
+        value = folder.read_json(MANIFEST)
     except FileNotFoundError:
-        raise StorageError("no manifest.json: the data set is not whole", where=place.uri,
+        raise StorageError("no manifest.json: the data set is incomplete", where=folder.uri,
                            mend="run the pipeline again") from None
     if not isinstance(value, dict) or not {"files", "others", "formats", "documents"} <= value.keys():
-        raise StorageError("the manifest is damaged", where=place.at(MANIFEST), mend="run the pipeline again")
+        raise StorageError("the manifest is damaged", where=folder.at(MANIFEST), mend="run the pipeline again")
     return value
 
 
-def keys(place: Store) -> list[str]:
-    """Keys of all files of the product at `place`."""
-    manifest = read_manifest(place)
+def keys(folder: Store) -> list[str]:
+    """Return the keys of all files of the product in a folder."""
+    manifest = read_manifest(folder)
     return [MANIFEST, *manifest["others"], *(file["name"] for file in manifest["files"])]
 
 
-def ids(place: Store) -> Iterator[pa.Array]:
-    """Ids of the documents of the product at `place`.
+def ids(folder: Store) -> Iterator[pa.Array]:
+    """Yield the ids of the documents of the product in a folder.
 
     Raises:
-        InputError: none of its formats is one of `NAMING`.
+        InputError: the product has none of the formats `NAMING`.
+        StorageError: the manifest is missing or damaged.
     """
-    manifest = read_manifest(place)
+    manifest = read_manifest(folder)
     kind = next((name for name in NAMING if name in manifest["formats"]), None)
     if kind is None:
         raise InputError(f"the ids of documents are read from {', '.join(NAMING)}; this data set has "
-                         f"{', '.join(manifest['formats'])}", where=place.uri,
+                         f"{', '.join(manifest['formats'])}", where=folder.uri,
                          mend="add one of them to write.formats and run the pipeline again")
     for file in manifest["files"]:
         if file["format"] == kind:
-            with place.open(file["name"]) as stream:
+            with folder.open(file["name"]) as stream:
                 yield from _ids(kind, stream)
 
 

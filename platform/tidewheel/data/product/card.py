@@ -1,6 +1,6 @@
-"""`README.md` of a product: the data set card that the Hugging Face hub shows, and `load_dataset` reads the head of.
+"""`README.md` of a product: the data set card of the Hugging Face hub, whose header `load_dataset` reads.
 
-Names that documents bring with them (sources, languages, licences) are escaped: they cannot become links, HTML or YAML.
+Names from documents (sources, languages, licences) are escaped, so that they cannot become links, HTML or YAML.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tidewheel.data.config import UNDECISIVE, PipelineConfig
 from tidewheel.data.product.formats import FOLDERS, SUFFIXES
 from tidewheel.provenance import without_secrets
 
-#: Licences by the names that the hub knows; others are "other".
 HUB_LICENSES = frozenset((
     "apache-2.0", "mit", "bsd", "bsd-2-clause", "bsd-3-clause", "cc", "cc0-1.0", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0",
     "cc-by-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0", "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0", "cc-by-nd-4.0",
@@ -24,17 +23,19 @@ HUB_LICENSES = frozenset((
     "cdla-permissive-1.0", "cdla-permissive-2.0", "gpl", "gpl-2.0", "gpl-3.0", "lgpl", "lgpl-2.1", "lgpl-3.0",
     "agpl-3.0", "mpl-2.0", "epl-2.0", "isc", "zlib", "unlicense", "wtfpl", "artistic-2.0", "odc-by", "odbl", "pddl",
     "gfdl", "eupl-1.1", "eupl-1.2", "postgresql", "bsl-1.0", "unknown", "other"))
+"""Names of licences that the hub knows; all others are "other"."""
 _HUB_LANGUAGE = re.compile(r"[a-z]{2,3}")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~$:@-])")
 _SHOWN_CHARACTERS = 80
-_BUILDERS = ("parquet", "jsonl", "arrow")  # which `load_dataset` reads, the best first
+_BUILDERS = ("parquet", "jsonl", "arrow")
+"""Formats that `load_dataset` reads, best first."""
 
 
 def recipe_of(config: PipelineConfig) -> dict[str, Any]:
-    """The resolved recipe, less where it is computed, and what is not set."""
-    found = {name: value for name, value in config.canonical().items() if name not in UNDECISIVE}
+    """Return the resolved recipe without settings that are not set or only say where it is computed."""
+    values = {name: value for name, value in config.canonical().items() if name not in UNDECISIVE}
     steps = [{step.kind: _set(step.settings.canonical())} for step in config.steps]
-    recipe: dict[str, Any] = without_secrets({**found, "read": _set(found["read"]), "steps": steps})
+    recipe: dict[str, Any] = without_secrets({**values, "read": _set(values["read"]), "steps": steps})
     return recipe
 
 
@@ -44,7 +45,7 @@ def _set(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(manifest: Mapping[str, Any]) -> str:
-    """The card; a function of the manifest."""
+    """Return the card, a function of the manifest alone."""
     head = yaml.safe_dump(header(manifest), sort_keys=False, allow_unicode=True)
     recipe = yaml.safe_dump(manifest["recipe"], sort_keys=False, allow_unicode=True)
     splits = {name: count for name, count in manifest["splits"].items() if count}
@@ -72,16 +73,16 @@ def render(manifest: Mapping[str, Any]) -> str:
 
 
 def header(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the hub and `load_dataset` read."""
+    """Return the header, which the hub and `load_dataset` read."""
     languages = sorted({code for name in manifest["languages"] if (code := _language(name))})
-    found: dict[str, Any] = {"pretty_name": manifest["name"], **({"language": languages} if languages else {}),
-                             "license": _licenses(manifest["licenses"]), "task_categories": ["text-generation"],
-                             "size_categories": [_size(manifest["documents"])]}
+    values: dict[str, Any] = {"pretty_name": manifest["name"], **({"language": languages} if languages else {}),
+                              "license": _licenses(manifest["licenses"]), "task_categories": ["text-generation"],
+                              "size_categories": [_size(manifest["documents"])]}
     if kind := next((name for name in _BUILDERS if name in manifest["formats"]), None):
         files = [{"split": split, "path": f"{FOLDERS[kind]}/{split}-*{SUFFIXES[kind]}"}
                  for split, count in manifest["splits"].items() if count]
-        found["configs"] = [{"config_name": "default", "data_files": files}]
-    return found
+        values["configs"] = [{"config_name": "default", "data_files": files}]
+    return values
 
 
 def _language(name: str) -> str:
@@ -89,8 +90,8 @@ def _language(name: str) -> str:
     return code if _HUB_LANGUAGE.fullmatch(code) else ""
 
 
-def _licenses(found: Mapping[str, Any]) -> str | list[str]:
-    stated = sorted({name for name in found if not name.startswith("(")})
+def _licenses(counts: Mapping[str, Any]) -> str | list[str]:
+    stated = sorted({name for name in counts if not name.startswith("(")})
     if not stated:
         return "unknown"
     names = sorted({hub if (hub := "-".join(name.lower().split())) in HUB_LICENSES else "other" for name in stated})
@@ -134,8 +135,8 @@ def _reasons(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{_text(reason)} {count:,}" for reason, count in sorted(dropped.items())) or "0"
 
 
-def _tally(title: str, found: Mapping[str, Sequence[int]]) -> str:
-    rows = sorted(found.items(), key=lambda item: (-item[1][0], item[0]))
+def _tally(title: str, counts: Mapping[str, Sequence[int]]) -> str:
+    rows = sorted(counts.items(), key=lambda item: (-item[1][0], item[0]))
     return _table((title, "documents", "MB of text"),
                   [(_text(name), f"{count:,}", f"{size / 1e6:,.2f}") for name, (count, size) in rows])
 
@@ -146,7 +147,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _text(value: str) -> str:
-    """What a document or a recipe says, as text in Markdown."""
+    """Return text from a document or a recipe, escaped for Markdown."""
     value = " ".join("".join(mark if mark.isprintable() else " " for mark in value).split())
     value = value if len(value) <= _SHOWN_CHARACTERS else f"{value[: _SHOWN_CHARACTERS - 1]}\u2026"
     return _SPECIAL.sub(r"\\\1", html.escape(value))

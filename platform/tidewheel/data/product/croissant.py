@@ -1,4 +1,4 @@
-"""`croissant.json` of a product: its description for machines, in MLCommons' Croissant 1.0 (JSON-LD on schema.org)."""
+"""`croissant.json` of a product: a machine-readable description in MLCommons' Croissant 1.0 (JSON-LD on schema.org)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _MEDIA = {"parquet": "application/x-parquet", "jsonl": "application/zstd", "arro
 
 
 def render(manifest: Mapping[str, Any]) -> str:
-    """The description; a function of the manifest."""
+    """Return the description, a function of the manifest alone."""
     files = [{"@type": "cr:FileObject", "@id": file["name"], "name": file["name"], "contentUrl": file["name"],
               "contentSize": f"{file['bytes']} B", "encodingFormat": _MEDIA[file["format"]], "sha256": file["sha256"]}
              for file in manifest["files"]]
-    found = header(manifest)
+    card_header = header(manifest)
     parquet = sorted({file["split"] for file in manifest["files"] if file["format"] == "parquet"})
     value = {
         "@context": _CONTEXT, "@type": "sc:Dataset", "conformsTo": "http://mlcommons.org/croissant/1.0",
-        "name": manifest["name"], "version": "1.0.0", "license": found["license"],
+        "name": manifest["name"], "version": "1.0.0", "license": card_header["license"],
         "description": f"{manifest['documents']} documents, {manifest['bytes']} bytes of text, written by Tidewheel "
                        f"with the recipe {manifest['recipe_hash']}; README.md says what was done.",
-        "inLanguage": found.get("language", []), "distribution": [*files, *map(_file_set, parquet)],
+        "inLanguage": card_header.get("language", []), "distribution": [*files, *map(_file_set, parquet)],
         "recordSet": [_records(split) for split in parquet]}
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
@@ -49,7 +49,7 @@ def _file_set(split: str) -> dict[str, Any]:
 
 
 def _records(split: str) -> dict[str, Any]:
-    """The columns of a split's Parquet files."""
+    """Return the description of the columns of a split's Parquet files."""
     fields = [{"@type": "cr:Field", "@id": f"{split}/{name}", "name": name, "dataType": "sc:Text",
                "source": {"fileSet": {"@id": f"parquet-{split}"}, "extract": {"column": name}}}
               for name in SCHEMA.names]

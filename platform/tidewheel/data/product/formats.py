@@ -1,7 +1,7 @@
-"""One writer for each format of a product. Equal rows give equal bytes.
+"""Writers for the formats of a product. Equal rows give equal bytes.
 
-Formats that others define are written from their definitions: MDS as mosaicml-streaming's version 2, `.bin` and `.idx`
-as Megatron-LM's indexed data set of version 1. What every writer needs is a sink with `write`.
+MDS follows version 2 of mosaicml-streaming; `.bin` and `.idx` follow version 1 of Megatron-LM's indexed data set. A
+writer needs a sink with the method `write`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LEVEL = 3
 MDS_COLUMNS = tuple(sorted(SCHEMA.names))
 MDS_SIZE_LIMIT = 1 << 26
 MEGATRON_UINT16_BELOW = 65_500
-"""Vocabularies of fewer tokens are stored as uint16, as Megatron-LM's `DType.optimal_dtype` has it; others as int32."""
+"""Vocabularies with fewer tokens are stored as uint16, others as int32, as in Megatron-LM's `DType.optimal_dtype`."""
 
 
 class FileWriter(Protocol):
-    """Writes one file."""
+    """Writer of one file."""
 
     def add(self, batch: Batch) -> None: ...
 
@@ -43,7 +43,13 @@ class FileWriter(Protocol):
 
 
 def open_writer(format: str, sink: Any, token_dtype: str = "") -> FileWriter:
-    """The writer of a format; `token_dtype` is what `megatron_dtype` says."""
+    """Return a writer.
+
+    Args:
+        format: name of the format.
+        sink: object with the method `write`.
+        token_dtype: `megatron_dtype` of the vocabulary, for the format megatron.
+    """
     if format == "megatron":
         return MegatronWriter(sink, token_dtype)
     writers: dict[str, Callable[[Any], FileWriter]] = {
@@ -52,10 +58,11 @@ def open_writer(format: str, sink: Any, token_dtype: str = "") -> FileWriter:
 
 
 class JsonlFile:
-    """JSON lines, compressed with zstd: id, text, source, url, language and license where known, metadata."""
+    """JSON lines, compressed with zstd: id, text, source, url, language and license if known, metadata."""
 
     def __init__(self, sink: Any) -> None:
-        self._sink, self._packer = sink, zstd.ZstdCompressor(level=_LEVEL)
+        self._sink = sink
+        self._compressor = zstd.ZstdCompressor(level=_LEVEL)
 
     def add(self, batch: Batch) -> None:
         rows = batch.table.drop_columns(["metadata"]).to_pylist()
@@ -63,14 +70,14 @@ class JsonlFile:
         for row, metadata in zip(rows, batch.metadata, strict=True):
             known = {name: value for name, value in row.items() if name not in CANONICAL or value is not None}
             lines.append(json.dumps({**known, "metadata": metadata}, ensure_ascii=False) + "\n")
-        self._sink.write(self._packer.compress("".join(lines).encode()))
+        self._sink.write(self._compressor.compress("".join(lines).encode()))
 
     def close(self) -> None:
-        self._sink.write(self._packer.flush())
+        self._sink.write(self._compressor.flush())
 
 
 class ParquetFile:
-    """Parquet with zstd, checksums of pages, and a row group for each batch."""
+    """Parquet with zstd, page checksums, and a row group for each batch."""
 
     def __init__(self, sink: Any) -> None:
         self._file = pq.ParquetWriter(sink, SCHEMA, compression="zstd", compression_level=_LEVEL,
@@ -85,7 +92,7 @@ class ParquetFile:
 
 
 class ArrowFile:
-    """An Arrow IPC file, a record batch for each batch, buffers compressed with zstd."""
+    """Arrow IPC file with a record batch for each batch, and buffers compressed with zstd."""
 
     def __init__(self, sink: Any) -> None:
         options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", _LEVEL))
@@ -99,12 +106,16 @@ class ArrowFile:
 
 
 class MdsShard:
-    """A shard of MDS: uint32 number of samples; uint32 offsets, one more than samples, from the beginning of the file;
-    the shard's settings as JSON; the samples. A sample is the uint32 sizes of its columns, then their values, columns
-    by name."""
+    """MDS shard.
+
+    It contains the number n of samples (uint32), n + 1 offsets from the beginning of the file (uint32), the shard's
+    settings as JSON, and the samples. A sample has the sizes of its columns (uint32), then their values, in the order
+    of the columns' names.
+    """
 
     def __init__(self, sink: Any) -> None:
-        self._sink, self._samples = sink, list[bytes]()
+        self._sink = sink
+        self._samples: list[bytes] = []
 
     def add(self, batch: Batch) -> None:
         columns = [batch.table[name].to_pylist() for name in MDS_COLUMNS]
@@ -118,7 +129,7 @@ class MdsShard:
         sizes = np.array([0, *map(len, self._samples)], np.int64)
         offsets = sizes.cumsum() + 4 + 4 * (count + 1) + len(settings)
         if offsets[-1] >= 1 << 32:
-            raise ValueError(f"a shard of {offsets[-1]} bytes; MDS holds less than 4 GiB in one")
+            raise ValueError(f"an MDS shard of {offsets[-1]} bytes; the maximum is 4 GiB")
         self._sink.write(struct.pack("<I", count) + offsets.astype("<u4").tobytes() + settings)
         for sample in self._samples:
             self._sink.write(sample)
@@ -126,24 +137,25 @@ class MdsShard:
 
 
 def mds_settings() -> dict[str, Any]:
-    """What a shard and the index say about how samples are written."""
+    """Return the settings of a shard that its header and the index contain."""
     return {"version": 2, "format": "mds", "compression": None, "hashes": ["sha256"], "size_limit": MDS_SIZE_LIMIT,
             "column_names": list(MDS_COLUMNS), "column_encodings": ["str"] * len(MDS_COLUMNS),
             "column_sizes": [None] * len(MDS_COLUMNS)}
 
 
 def mds_index(shards: list[dict[str, Any]]) -> bytes:
-    """`index.json` of a folder of shards, each {"name", "rows", "bytes", "sha256"}."""
+    """Return `index.json` of a folder of shards, each {"name", "rows", "bytes", "sha256"}."""
     entries = [{**mds_settings(), "samples": shard["rows"], "zip_data": None, "raw_data": {
         "basename": shard["name"], "bytes": shard["bytes"], "hashes": {"sha256": shard["sha256"]}}} for shard in shards]
     return json.dumps({"version": 2, "shards": entries}, sort_keys=True).encode()
 
 
 class MegatronWriter:
-    """The tokens of documents, one behind the other (`.bin`); `index` gives the `.idx` that belongs to it."""
+    """Writer of the tokens of documents, one after another (`.bin`); `index` returns its `.idx`."""
 
     def __init__(self, sink: Any, token_dtype: str) -> None:
-        self._sink, self._dtype = sink, token_dtype
+        self._sink = sink
+        self._dtype = token_dtype
         self._sizes = [np.zeros(0, np.int64)]
 
     def add(self, batch: Batch) -> None:
@@ -153,12 +165,15 @@ class MegatronWriter:
         self._sizes.append(batch.sizes)
 
     def close(self) -> None:
-        """Nothing is left to write: the index is a file of its own."""
+        """Do nothing: the index is a separate file."""
 
     def index(self) -> bytes:
-        """Magic, version, code of the token type, sequences, documents and one; then int32 tokens of each sequence,
-        int64 offsets in bytes, int64 number of the first sequence of each document and behind the last. A document is a
-        sequence here."""
+        """Return the index.
+
+        It contains the magic, the version, the code of the token type, the number of sequences and the number of
+        documents plus one; then the tokens of each sequence (int32), its offset in bytes (int64), and the number of
+        the first sequence of each document, and one after the last (int64). Here each document is one sequence.
+        """
         sizes = np.concatenate(self._sizes)
         offsets = (np.cumsum(sizes) - sizes) * np.dtype(self._dtype).itemsize
         head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, _MEGATRON_CODES[self._dtype], len(sizes), len(sizes) + 1)
@@ -170,5 +185,5 @@ _MEGATRON_CODES = {"int32": 4, "uint16": 8}
 
 
 def megatron_dtype(vocabulary: int) -> str:
-    """The type of tokens that Megatron-LM takes for a vocabulary of this size."""
+    """Return the token type that Megatron-LM expects for a vocabulary of this size."""
     return "uint16" if vocabulary < MEGATRON_UINT16_BELOW else "int32"

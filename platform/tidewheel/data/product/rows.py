@@ -1,4 +1,4 @@
-"""The rows of a product: documents with the fields that people look for as columns, in batches that rows decide."""
+"""Rows of a product: documents with well-known fields as columns, in batches that depend only on the documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidewheel.data.readers.record import CANONICAL
 SCHEMA = pa.schema([
     pa.field("id", pa.string(), nullable=False), pa.field("text", pa.large_string(), nullable=False),
     pa.field("source", pa.string(), nullable=False), *(pa.field(name, pa.string()) for name in CANONICAL),
-    pa.field("metadata", pa.string(), nullable=False),  # JSON object: the other fields, and where the record was
+    pa.field("metadata", pa.string(), nullable=False),  # JSON object: other fields, and the position of the record
 ])
 BATCH_BYTES = 16 << 20
 BATCH_ROWS = 4096
@@ -29,8 +29,9 @@ class Batch:
 
     Args:
         table: rows of `SCHEMA`.
-        metadata: its column `metadata`, parsed.
-        tokens, sizes: of a tokenized product, tokens of all documents in a row, and how many each has.
+        metadata: the column `metadata`, parsed.
+        tokens: tokens of all documents, one after another; None without a tokenizer.
+        sizes: number of tokens of each document; None without a tokenizer.
     """
 
     table: pa.Table
@@ -40,23 +41,28 @@ class Batch:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of text."""
+        """Total bytes of text."""
         return int(pc.sum(pc.binary_length(self.table["text"])).as_py() or 0)
 
 
 def batches(documents: Iterable[pa.Table], max_bytes: int = BATCH_BYTES) -> Iterator[pa.Table]:
-    """Tables of `DOCUMENT_SCHEMA` cut anew, so that where they were cut before does not show in what is written."""
+    """Yield documents (`DOCUMENT_SCHEMA`) in batches that do not depend on the boundaries of the given tables."""
     max_bytes = min(max_bytes, BATCH_BYTES)
     left: list[pa.Table] = []
-    rows = size = 0
+    rows = 0
+    size = 0
     for table in documents:
         sizes = pc.add(pc.binary_length(table["text"]), pc.binary_length(table["meta"])).to_numpy()
         begin = 0
-        for row, one in enumerate(sizes.tolist()):
-            rows, size = rows + 1, size + one
+        for row, row_bytes in enumerate(sizes.tolist()):
+            rows += 1
+            size += row_bytes
             if rows >= BATCH_ROWS or size >= max_bytes:
                 yield pa.concat_tables([*left, table.slice(begin, row + 1 - begin)])
-                left, rows, size, begin = [], 0, 0, row + 1
+                left = []
+                rows = 0
+                size = 0
+                begin = row + 1
         if begin < len(table):
             left.append(table.slice(begin))
     if left:
@@ -64,7 +70,7 @@ def batches(documents: Iterable[pa.Table], max_bytes: int = BATCH_BYTES) -> Iter
 
 
 def batch_of(documents: pa.Table) -> Batch:
-    """Documents (`DOCUMENT_SCHEMA`) as rows of a product."""
+    """Return documents (`DOCUMENT_SCHEMA`) as rows of a product."""
     metas = [json.loads(meta) for meta in documents["meta"].to_pylist()]
     named = {name: [_string(meta.pop(name, None)) for meta in metas] for name in CANONICAL}
     metadata = [encode_meta(meta, ensure_ascii=False) for meta in metas]
