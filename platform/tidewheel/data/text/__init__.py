@@ -1,4 +1,4 @@
-"""Words and the normalised text: one frozen definition that every hash of the pipeline rests on.
+"""Words and normalised text: the frozen definition that all hashes of a pipeline use.
 
 Definition `TEXT_VERSION`, per code point of Unicode 14 (later additions count as unassigned):
 
@@ -9,9 +9,9 @@ Definition `TEXT_VERSION`, per code point of Unicode 14 (later additions count a
 - a run of decimal digits of any script becomes "0" (with `keep_digits`: ASCII digits, one for one);
 - ideographs, kana (hiragana) and the letters of Thai, Lao, Khmer and Myanmar, written without spaces,
   are words of their own, together with the marks that follow them;
-- words are joined by one space. No words: the empty string.
+- words are joined by one space. A text without words becomes the empty string.
 
-The classes are in `unicode_table`, the compiled pass in `kernels.scan_words`.
+`unicode_table` has the classes, `kernels.scan_words` the compiled pass.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from tidewheel.versions import Version
 
 TEXT_VERSION = "text-1"
 VERSION = Version("text")
-"""How text is normalised and cut into words."""
-CHUNK_BYTES = 1 << 20  # documents scanned per kernel call, so that the scratch stays in the cache
+"""Version of how text is normalised and split into words."""
+CHUNK_BYTES = 1 << 20
+"""Bytes of text scanned in one kernel call, so that the scratch memory stays in the processor's cache."""
 
 Texts: TypeAlias = "pa.Array | pa.ChunkedArray | Sequence[str]"
 
@@ -38,8 +39,11 @@ Texts: TypeAlias = "pa.Array | pa.ChunkedArray | Sequence[str]"
 class Words:
     """Words of n consecutive documents.
 
-    hashes uint64 [w]: 64-bit hash of each normalised word; offsets int64 [n+1]: document d has words
-    [offsets[d], offsets[d+1]); starts, ends int64 [w]: where the word is in the document's own UTF-8 bytes.
+    Args:
+        hashes: 64-bit hash of each normalised word, uint64 [w].
+        offsets: document d has the words [offsets[d], offsets[d + 1]), int64 [n + 1].
+        starts: first byte of each word in the document's UTF-8 bytes, int64 [w].
+        ends: byte after each word, int64 [w].
     """
 
     hashes: np.ndarray
@@ -49,10 +53,10 @@ class Words:
 
 
 def buffers(texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-    """(data uint8, offsets int64 [n+1]) of a string column without copying it; nulls are empty. Read-only.
+    """Return (data uint8, offsets int64 [n + 1]) of a string column, read-only and without a copy; nulls are empty.
 
     Raises:
-        TypeError: `texts` is an Arrow array of something else than strings.
+        TypeError: `texts` is an Arrow array of another type than strings.
     """
     array = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.large_string())
     if isinstance(array, pa.ChunkedArray):
@@ -73,15 +77,16 @@ def buffers(texts: Texts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """A read-only view. numba compiles read-only and writable arguments apart: inputs are always read-only here."""
+    """Return a read-only view. numba compiles separate code for writable arrays, so all inputs are read-only."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def chunks(offsets: np.ndarray, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
-    """Ranges of documents (first, last) of about `limit` bytes each, at least one document."""
-    first, count = 0, len(offsets) - 1
+    """Yield ranges [first, last) of documents of about `limit` bytes, with at least one document."""
+    first = 0
+    count = len(offsets) - 1
     while first < count:
         last = int(np.searchsorted(offsets, offsets[first] + limit, side="right")) - 1
         last = min(max(last, first + 1), count)
@@ -90,13 +95,13 @@ def chunks(offsets: np.ndarray, limit: int = CHUNK_BYTES) -> Iterator[tuple[int,
 
 
 def scan(texts: Texts, *, keep_digits: bool = False) -> Iterator[tuple[int, int, Words]]:
-    """Words of the documents, in chunks of (first, last, words); bounded memory for any column."""
+    """Yield (first, last, words) for chunks of documents, in bounded memory."""
     for first, last, words, _, _ in _scan(texts, keep_digits):
         yield first, last, words
 
 
 def words(texts: Texts, *, keep_digits: bool = False) -> Words:
-    """Words of all documents at once."""
+    """Return the words of all documents."""
     parts = [part for _, _, part in scan(texts, keep_digits=keep_digits)]
     offsets = [np.zeros(1, np.int64)]
     for part in parts:
@@ -110,13 +115,13 @@ def words(texts: Texts, *, keep_digits: bool = False) -> Words:
 
 
 def normalised_chunks(texts: Texts, *, keep_digits: bool = False) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-    """Normalised text as (first, last, bytes uint8, offsets int64 [last-first+1]); the arrays are reused."""
+    """Yield (first, last, bytes uint8, offsets int64 [last - first + 1]) of normalised text; arrays are reused."""
     for first, last, _, data, offsets in _scan(texts, keep_digits):
         yield first, last, data, offsets
 
 
 def normalise(texts: Texts, *, keep_digits: bool = False) -> pa.LargeStringArray:
-    """The normalised text of each document."""
+    """Return the normalised text of each document."""
     parts = []
     for first, last, data, offsets in normalised_chunks(texts, keep_digits=keep_digits):
         parts.append(pa.LargeStringArray.from_buffers(last - first, pa.py_buffer(offsets.tobytes()),
@@ -126,19 +131,22 @@ def normalise(texts: Texts, *, keep_digits: bool = False) -> pa.LargeStringArray
 
 def _scan(texts: Texts, keep_digits: bool) -> Iterator[tuple[int, int, Words, np.ndarray, np.ndarray]]:
     data, offsets = buffers(texts)
-    from tidewheel.data.text import kernels, unicode_table  # numba: only where something is compiled
+    from tidewheel.data.text import kernels, unicode_table  # imports numba, which is slow
 
     entries, blob = unicode_table.load()
     letters = ascii_letters()
     out = np.empty(0, np.uint8)
     for first, last in chunks(offsets):
-        size, count = int(offsets[last] - offsets[first]), last - first
-        if len(out) < 3 * size:  # folding makes at most 3 bytes of one (Hangul), as the table's test asserts
+        size = int(offsets[last] - offsets[first])
+        count = last - first
+        if len(out) < 3 * size:  # folding turns a byte into at most 3 (Hangul), as the table's test asserts
             out = np.empty(3 * size, np.uint8)
-        most = size // 2 + count  # shortest word with its separator
+        most = size // 2 + count  # the shortest word has one byte and a separator
         hashes = np.empty(most, np.uint64)
-        starts, ends = np.empty(most, np.int64), np.empty(most, np.int64)
-        out_offsets, word_offsets = np.empty(count + 1, np.int64), np.empty(count + 1, np.int64)
+        starts = np.empty(most, np.int64)
+        ends = np.empty(most, np.int64)
+        out_offsets = np.empty(count + 1, np.int64)
+        word_offsets = np.empty(count + 1, np.int64)
         kernels.scan_words(data, offsets, first, last, entries, blob, letters, keep_digits,
                            out, out_offsets, hashes, starts, ends, word_offsets)
         total = int(word_offsets[-1])
@@ -147,7 +155,7 @@ def _scan(texts: Texts, keep_digits: bool) -> Iterator[tuple[int, int, Words, np
 
 @lru_cache(maxsize=1)
 def ascii_letters() -> np.ndarray:
-    """[256] uint8: the lower-case letter of an ASCII letter, 0 for every other byte."""
+    """Return the lower-case letter of each ASCII letter, uint8 [256]; 0 for every other byte."""
     table = np.zeros(256, np.uint8)
     for byte in range(128):
         if chr(byte).isalpha():

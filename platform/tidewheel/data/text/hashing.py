@@ -10,15 +10,15 @@ import xxhash
 from tidewheel.data import text
 
 HASH_VERSION = f"{text.TEXT_VERSION}+digits/xxh3-128"
-_NO_WORDS_SEED = 1  # keeps raw hashes of documents without words apart from those of normalised texts
+_NO_WORDS_SEED = 1
+"""Separates raw hashes of documents without words from hashes of normalised texts."""
 
 
 def text_hashes(texts: text.Texts) -> np.ndarray:
-    """[n, 2] uint64 (high, low): XXH3-128 of each document's normalised text.
+    """Return XXH3-128 of each document's normalised text, uint64 [n, 2] (high, low).
 
-    Case, diacritics, punctuation and spacing do not count. Digits do (`keep_digits`), unlike in
-    MinHash shingles: "Chapter 12" is no copy of "Chapter 13". A document without any word ("!!!")
-    is compared by its raw bytes.
+    Case, diacritics, punctuation and spacing are ignored. Unlike in MinHash shingles, digits count (`keep_digits`):
+    "Chapter 12" is not a copy of "Chapter 13". A document without words ("!!!") is hashed by its raw bytes.
     """
     data, offsets = text.buffers(texts)
     hashes = np.empty((len(offsets) - 1, 2), np.uint64)
@@ -28,10 +28,16 @@ def text_hashes(texts: text.Texts) -> np.ndarray:
 
 
 def of_normalised(normalised: np.ndarray, bounds: np.ndarray, data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[n, 2] uint64 of n documents: their normalised text is normalised[bounds[i] : bounds[i + 1]], their raw text
-    data[offsets[i] : offsets[i + 1]]."""
-    view, ends = normalised.data, bounds.tolist()
-    digests = [xxhash.xxh3_128_digest(view[start:end]) for start, end in itertools.pairwise(ends)]
+    """Return the hashes of n documents from their normalised texts, uint64 [n, 2].
+
+    Args:
+        normalised: bytes of the normalised texts.
+        bounds: text i is normalised[bounds[i] : bounds[i + 1]], int64 [n + 1].
+        data: bytes of the raw texts.
+        offsets: raw text i is data[offsets[i] : offsets[i + 1]], int64 [n + 1 or more].
+    """
+    view = normalised.data
+    digests = [xxhash.xxh3_128_digest(view[start:end]) for start, end in itertools.pairwise(bounds.tolist())]
     hashes = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
     for i in np.nonzero(np.diff(bounds) == 0)[0]:
         raw = xxhash.xxh3_128_digest(data.data[offsets[i] : offsets[i + 1]], seed=_NO_WORDS_SEED)

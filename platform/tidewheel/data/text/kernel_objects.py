@@ -1,12 +1,12 @@
-"""Machine code that comes with the package: loaded in milliseconds, so that no machine has to compile the kernels.
+"""Load the machine code in the package within milliseconds, so that machines need not compile the kernels.
 
-`kernels_*.bin` hold one ELF object each, for a level of x86-64 processors. An object is compressed and begins with a
-JSON header: for each kernel a digest of its source, and for each form (the types of its arguments) a symbol. Nothing in
-it depends on the versions of Python or numba. A kernel whose source has another digest is not taken from here.
-`kernel_build` writes these files.
+Each `kernels_*.bin` is a compressed ELF object for one level of x86-64 processors, after a JSON header. The header has
+a digest of the source of each kernel, and a symbol for each form (the types of its arguments). The code does not depend
+on the versions of Python or numba. A kernel whose source has another digest is not loaded. `kernel_build` writes these
+files.
 
-A form is called as numba calls native code: a place for the result, one for the exception, then the arguments, an
-array as seven or more words.
+Calls follow numba's convention for native code: a pointer for the result, one for the exception, then the arguments;
+an array takes seven or more words.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEVELS: dict[str, frozenset[str]] = {
     "x86-64-v3": frozenset(["avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"]),
     "x86-64-v2": frozenset(["cx16", "sahf", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3"]),
 }
-"""LLVM's names of the levels, the best first, and the processor features that each adds to the ones below it."""
+"""LLVM's names of the levels, best first, and the processor features that each adds to the levels below it."""
 _SCALARS: dict[str, Any] = {"int64": ctypes.c_int64, "uint64": ctypes.c_uint64, "float64": ctypes.c_double,
                             "bool": ctypes.c_bool}
 _RETURNED, _RETURNED_NONE = 0, -2  # numba's status codes; others are exceptions
@@ -43,10 +43,14 @@ _START, _STRIDES = 4, 5  # words before the shape of an array: owner, parent, it
 
 @dataclass(frozen=True)
 class Form:
-    """One kernel compiled for arguments of certain types.
+    """A kernel compiled for certain argument types.
 
-    arguments: "int64", "uint64", "float64", "bool", a list of these for a tuple, or an array as
-    "dtype:dimensions:layout:r", layout "C" or "A" (any), "r" for an array that is only read and "w" for others.
+    Args:
+        symbol: name of its function in the object.
+        arguments: types of the arguments: "int64", "uint64", "float64", "bool", a list of these for a tuple, or
+            "dtype:dimensions:layout:access" for an array, with layout "C" or "A" (any) and access "r" or "w".
+        result: type of the result.
+        address: address of the function.
     """
 
     symbol: str
@@ -62,7 +66,7 @@ class Form:
         return ctypes.CFUNCTYPE(ctypes.c_int32, *kinds)(self.address)
 
     def pack(self, values: Sequence[Any]) -> list[Any] | None:
-        """Return the words to call with; None if the values are of other types."""
+        """Return the words to pass; None if the values have other types."""
         if len(values) != len(self.arguments):
             return None
         packed: list[Any] = []
@@ -70,10 +74,10 @@ class Form:
         return packed if fits else None
 
     def call(self, packed: list[Any]) -> Any:
-        """Run it, without the GIL.
+        """Call the function, without the GIL.
 
         Raises:
-            RuntimeError: the kernel raised, which none does on arrays of the right sizes.
+            RuntimeError: the kernel raised an error; none does for arrays of the right sizes.
         """
         result = _SCALARS.get(self.result, ctypes.c_void_p)()
         exception = ctypes.c_void_p()
@@ -84,7 +88,7 @@ class Form:
 
 
 def _words(argument: Any) -> list[Any]:
-    """The ctypes that an argument is passed as."""
+    """Return the ctypes of the words of an argument."""
     if isinstance(argument, list):
         return [word for inner in argument for word in _words(inner)]
     if argument in _SCALARS:
@@ -93,7 +97,7 @@ def _words(argument: Any) -> list[Any]:
 
 
 def _pack(argument: Any, value: Any, packed: list[Any]) -> bool:
-    """Append the words of a value; False if it is not of the argument's type."""
+    """Append the words of a value; return False if it does not have the argument's type."""
     if isinstance(argument, list):
         return (isinstance(value, tuple) and len(value) == len(argument)
                 and all(_pack(kind, inner, packed) for kind, inner in zip(argument, value)))
@@ -120,17 +124,17 @@ def _array_kind(argument: str) -> tuple[np.dtype, int, str, str]:
 
 
 def forms(name: str, digest: str) -> tuple[Form, ...]:
-    """Return the forms of a kernel whose source has this digest; () if they did not come with the package."""
-    shipped = _loaded()
-    found = shipped.kernels.get(name) if shipped else None
-    if shipped is None or found is None or found["digest"] != digest:
+    """Return the forms of a kernel whose source has this digest; () if the package does not have them."""
+    loaded = _loaded()
+    entry = loaded.kernels.get(name) if loaded else None
+    if loaded is None or entry is None or entry["digest"] != digest:
         return ()
-    return tuple(Form(each["symbol"], tuple(each["arguments"]), each["result"],
-                      shipped.engine.get_function_address(each["symbol"])) for each in found["forms"])
+    return tuple(Form(form["symbol"], tuple(form["arguments"]), form["result"],
+                      loaded.engine.get_function_address(form["symbol"])) for form in entry["forms"])
 
 
 @dataclass(frozen=True)
-class _Shipped:
+class _Loaded:
     """An object file in memory."""
 
     kernels: dict[str, Any]
@@ -139,33 +143,44 @@ class _Shipped:
 
 @functools.cache
 def level() -> str | None:
-    """Return the best level that this processor has and the package has an object for; None if there is none.
+    """Return the best level that this processor supports and the package has an object for; None if there is none.
 
-    `TIDEWHEEL_KERNELS` changes it, for measurements: one of the levels, or "compile" for none.
+    The environment variable `TIDEWHEEL_KERNELS` overrides it for measurements: a level, or "compile" for none.
     """
-    wanted = os.environ.get(SETTING)
-    if wanted == "compile" or sys.platform != "linux" or platform.machine() != "x86_64":
+    requested = os.environ.get(SETTING)
+    if requested == "compile" or sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     features = {name for name, has in binding.get_host_cpu_features().items() if has}
     for name in LEVELS:
-        if required(name) <= features and path(name).is_file() and wanted in (None, "", name):
+        if required(name) <= features and path(name).is_file() and requested in (None, "", name):
             return name
     return None
 
 
 def required(name: str) -> frozenset[str]:
-    """Return the features that a processor of this level has."""
+    """Return the processor features that a level needs."""
     names = list(LEVELS)
-    return frozenset().union(*(LEVELS[each] for each in names[names.index(name):]))
+    return frozenset().union(*(LEVELS[lower] for lower in names[names.index(name):]))
 
 
 def path(name: str) -> Path:
-    """Return where the object of a level is."""
+    """Return the file of a level's object."""
     return FOLDER / f"kernels_{name.replace('-', '_')}.bin"
 
 
 def write(name: str, kernels: dict[str, Any], elf: bytes, made: dict[str, str], folder: Path = FOLDER) -> Path:
-    """Write the object of a level; made: the versions of what compiled it, for people."""
+    """Write the object of a level.
+
+    Args:
+        name: the level.
+        kernels: digest and forms of each kernel.
+        elf: the ELF object.
+        made: versions of the compilers, for people.
+        folder: folder to write to.
+
+    Returns:
+        The file.
+    """
     header = json.dumps({"format": FORMAT, "level": name, "made": made, "kernels": kernels}, sort_keys=True).encode()
     target = folder / path(name).name
     target.write_bytes(lzma.compress(len(header).to_bytes(8, "little") + header + elf, preset=9 | lzma.PRESET_EXTREME))
@@ -173,14 +188,14 @@ def write(name: str, kernels: dict[str, Any], elf: bytes, made: dict[str, str], 
 
 
 def read(file: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the header and the ELF object of a file that `write` made."""
+    """Return the header and the ELF object of a file that `write` wrote."""
     data = lzma.decompress(file.read_bytes())
     size = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:size]), data[size:]
 
 
 @functools.cache
-def _loaded() -> _Shipped | None:
+def _loaded() -> _Loaded | None:
     chosen = level()
     if chosen is None:
         return None
@@ -193,4 +208,4 @@ def _loaded() -> _Shipped | None:
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
     engine.add_object_file(binding.ObjectFileRef.from_data(elf))
     engine.finalize_object()
-    return _Shipped(header["kernels"], engine)
+    return _Loaded(header["kernels"], engine)

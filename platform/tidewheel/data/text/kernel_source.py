@@ -1,7 +1,7 @@
-"""What the machine code of a kernel follows from: its source, that of all it calls, and the constants they read.
+"""Digest of everything that decides a kernel's machine code: its source, that of all callees, and their constants.
 
-The digest says whether machine code that was kept or came with the package is that of a kernel as it is written now. It
-does not depend on the version of Python, nor on anything in a file beside the functions themselves.
+The digest tells whether stored machine code belongs to the current source. It does not depend on the version of Python,
+nor on other parts of a file.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import numpy as np
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Return the SHA-256 digest, in hex, of what a kernel follows from.
+    """Return the SHA-256 digest of a kernel's source, in hex.
 
     Raises:
         OSError: there is no source file.
-        TypeError: it reads a global that is neither a number, a text, a module nor a function.
+        TypeError: the kernel reads a global that is not a number, string, module or function.
     """
-    found: dict[str, str] = {}
-    _visit(function, found)
+    sources: dict[str, str] = {}
+    _visit(function, sources)
     whole = hashlib.sha256()
-    for name, content in sorted(found.items()):  # the order of names in the code is another in each Python
+    for name, content in sorted(sources.items()):  # the order of names in the code differs between Python versions
         whole.update(f"{len(name)} {len(content)} {name}{content}".encode())
     return whole.hexdigest()
 
 
-def _visit(function: Callable[..., Any], found: dict[str, str]) -> None:
-    """Add the source of a function, and of what it calls."""
+def _visit(function: Callable[..., Any], sources: dict[str, str]) -> None:
+    """Add the source of a function and of its callees."""
     own = f"{function.__module__}.{function.__qualname__}{_closure(function)}"
-    if own in found:
+    if own in sources:
         return
-    found[own] = inspect.getsource(function)
+    sources[own] = inspect.getsource(function)
     for name in dict.fromkeys(_names(function.__code__)):
         if name not in function.__globals__:
             continue  # an attribute, or a builtin
         value = function.__globals__[name]
         inner = _function_of(value)
         if inner is not None:
-            _visit(inner, found)
+            _visit(inner, sources)
         elif not (isinstance(value, (ModuleType, type)) or type(value).__module__.startswith(("numba.", "llvmlite."))):
-            found[f"{own}:{name}"] = _constant(name, value)
+            sources[f"{own}:{name}"] = _constant(name, value)
 
 
 def _function_of(value: Any) -> Any:
-    """The Python function behind a kernel, one of numba's functions or an intrinsic; None for anything else."""
+    """Return the Python function of a kernel, a numba function or an intrinsic; None for anything else."""
     for attribute in ("py_func", "_defn"):
         inner = getattr(value, attribute, None)
         if inspect.isfunction(inner):
@@ -64,7 +64,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _closure(function: Callable[..., Any]) -> str:
-    """What an intrinsic was made with: it tells two made by one function apart."""
+    """Return the closure of an intrinsic, which distinguishes two intrinsics made by one function."""
     cells = getattr(function, "__closure__", None) or ()
     return "".join(f"<{cell.cell_contents!r}>" for cell in cells if not inspect.isfunction(cell.cell_contents))
 

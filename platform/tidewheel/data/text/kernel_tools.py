@@ -1,7 +1,7 @@
-"""What the compiled passes share: bytes at addresses, hashes of them, UTF-8; and how a pass is compiled and cached.
+"""Tools of the compiled passes: bytes at addresses, their hashes, UTF-8, and the compilation and caching of a pass.
 
-Small functions take addresses where arrays would do: numba counts references to an array at each call. Whoever makes an
-address keeps the array.
+Small functions take addresses instead of arrays, because numba counts references to an array at each call. The caller
+that takes an address must keep the array alive.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ KERNELS: dict[str, Kernel] = {}
 
 
 class Kernel:
-    """A compiled pass, called from Python. Its machine code comes with the package (`kernel_objects`), is on this
-    machine's disk (`kernel_cache`), or is compiled now: the first of these."""
+    """A compiled pass, callable from Python.
+
+    Its machine code comes from the package (`kernel_objects`) if possible, else from this machine's disk
+    (`kernel_cache`), else it is compiled.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
-        self.py_func, self.name = function, f"{function.__module__}.{function.__qualname__}"
+        self.py_func = function
+        self.name = f"{function.__module__}.{function.__qualname__}"
 
     def __call__(self, *arguments: Any) -> Any:
         for form in self.forms if not _compiling_here else ():
@@ -50,23 +54,23 @@ class Kernel:
 
     @functools.cached_property
     def forms(self) -> tuple[kernel_objects.Form, ...]:
-        """What came with the package; () if that is of another source or for other processors."""
+        """Forms from the package; () if they have another source or need another processor."""
         return kernel_objects.forms(self.name, self.digest)
 
     @functools.cached_property
     def digest(self) -> str:
-        """What the machine code follows from, see `kernel_source`."""
+        """Digest of the source, from `kernel_source`."""
         return kernel_source.digest(self.py_func)
 
     @functools.cached_property
     def dispatcher(self) -> Any:
-        """numba's function, which compiles for the types it is called with: nopython, without the GIL."""
+        """numba's dispatcher, which compiles for the argument types of a call, in nopython mode and without the GIL."""
         dispatcher = numba.njit(nogil=True)(self.py_func)
         kernel_cache.keep(dispatcher, self.digest)
         return dispatcher
 
     def is_ready(self) -> bool:
-        """Return whether machine code is here already."""
+        """Return whether this machine has the machine code already."""
         return bool(self.forms) or kernel_cache.is_kept(self.dispatcher)
 
 
@@ -75,7 +79,7 @@ _compiling_here: list[bool] = []
 
 @contextlib.contextmanager
 def compiling_here() -> Iterator[None]:
-    """Leave what came with the package aside: kernels are compiled, or found in this machine's cache."""
+    """Ignore the package's machine code in the block: compile kernels, or load them from this machine's cache."""
     _compiling_here.append(True)
     try:
         yield
@@ -84,7 +88,7 @@ def compiling_here() -> Iterator[None]:
 
 
 def compiled(function: Callable[..., Any]) -> Kernel:
-    """Decorator that makes a kernel. Kernels do not call each other; what they call is under `numba.njit`."""
+    """Make a function a kernel; use it as a decorator. Kernels must not call each other, but `numba.njit` functions."""
     kernel = Kernel(function)
     KERNELS[kernel.name] = kernel
     return kernel

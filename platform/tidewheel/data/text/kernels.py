@@ -1,7 +1,7 @@
 """The compiled pass over the bytes of a text column that finds normalised words and their hashes.
 
-Tables come in as arguments, never as globals (numba would freeze them into the machine code). The definition it
-implements is written in `text`. `textpass_kernels` has it once more, fused with everything else.
+Tables are arguments and never globals, which numba would freeze into the machine code. `text` documents the definition
+that it implements. `textpass_kernels` implements it a second time, fused with all other measures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one pass over a text can be asked for: `textpass.measure` takes it, filters say what they need of it."""
+"""Measures of texts that filters request and `textpass.measure` makes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = Version("text_measures", 2, uses=(text.VERSION,))
-"""What one pass over a text counts and hashes."""
+"""Version of the counts and hashes of a pass over texts."""
 PHRASES = ("javascript", "lorem ipsum", "terms of use", "privacy policy", "cookie policy", "uses cookies",
            "use of cookies", "use cookies")
-"""What the rules of `LineRules` look for."""
+"""Phrases that the rules of `LineRules` search for."""
 TOKEN_COUNTS = ("tokens", "symbol_tokens", "word_characters", "alphabetic_words", "stop_words",
                 "hashes", "ellipses", "lines", "bullet_lines", "ellipsis_lines")
 TOP, DUPLICATE = (2, 3, 4), (5, 6, 7, 8, 9, 10)
@@ -25,15 +25,15 @@ REPETITION = ("characters", "lines", "duplicate_lines", "duplicate_line_characte
               "paragraphs", "duplicate_paragraphs", "duplicate_paragraph_characters",
               *(f"top_{n}_gram" for n in TOP), *(f"duplicate_{n}_grams" for n in DUPLICATE))
 LINE_COUNTS = ("lines", "terminal_lines", "short_lines", "duplicate_line_characters", "characters", "newlines")
-"""Columns of what is counted, here and above."""
+"""Columns of the counts, as `TOKEN_COUNTS` and `REPETITION`."""
 
 
 class LineShape(NamedTuple):
-    """What lines are counted by.
+    """Settings for counting lines.
 
     Args:
-        terminal_punctuation: characters that end a sentence when they are the last of a line.
-        short_line: most characters of a short line.
+        terminal_punctuation: characters that end a sentence at the end of a line.
+        short_line: maximum number of characters of a short line.
     """
 
     terminal_punctuation: str
@@ -41,7 +41,7 @@ class LineShape(NamedTuple):
 
 
 class LineRules(NamedTuple):
-    """Rules by which lines stay or go, and documents with them; the filter `c4` tells each."""
+    """Rules that cut lines and drop documents; the filter `c4` documents each."""
 
     terminal_punctuation: bool
     min_sentences: int
@@ -56,13 +56,13 @@ class LineRules(NamedTuple):
 
 @dataclass(frozen=True)
 class Measures:
-    """What a pass is to find; each field is one of `textpass.Measured`.
+    """Requested measures; each is a field of `textpass.Measured`.
 
     Args:
-        token_counts: tokens by kind, for each document (`TOKEN_COUNTS`).
-        repetition: characters in repeated lines, paragraphs and n-grams (`REPETITION`).
-        line_counts: lines by kind (`LINE_COUNTS`).
-        kept_lines: the text of the lines that stay.
+        token_counts: count tokens by kind in each document (`TOKEN_COUNTS`).
+        repetition: count characters in repeated lines, paragraphs and n-grams (`REPETITION`).
+        line_counts: count lines by kind (`LINE_COUNTS`).
+        kept_lines: cut lines by these rules.
     """
 
     token_counts: bool = False
@@ -71,27 +71,27 @@ class Measures:
     kept_lines: LineRules | None = None
 
     def asked(self) -> dict[str, Any]:
-        """Return the fields that are asked for."""
+        """Return the requested fields."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
 
     def covers(self, other: Measures) -> bool:
-        """Return whether a pass with these measures finds all that `other` asks for."""
+        """Return whether these measures include those that `other` requests."""
         mine = self.asked()
         return all(mine.get(name) == value for name, value in other.asked().items())
 
     @classmethod
     def of_all(cls, several: Iterable[Measures | None]) -> Measures:
-        """Return what several ask for together; where they want one field differently, the first decides."""
-        found: dict[str, Any] = {}
+        """Return all requested measures; if several request a field with different settings, the first decides."""
+        requested: dict[str, Any] = {}
         for measures in several:
             if measures is not None:
-                found = {**measures.asked(), **found}
-        return cls(**found)
+                requested = {**measures.asked(), **requested}
+        return cls(**requested)
 
 
 @lru_cache(maxsize=1)
 def phrases() -> np.ndarray:
-    """[8, 3] uint64: of each of `PHRASES` the first and the last eight bytes, and the length."""
+    """Return first eight bytes, last eight bytes and length of each of `PHRASES`, uint64 [8, 3]."""
     import numpy as np
 
     raw = [phrase.encode() for phrase in PHRASES]

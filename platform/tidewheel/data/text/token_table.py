@@ -1,7 +1,7 @@
-"""The frozen tables behind the tokens of `gopher_quality`: what each character may do, and words cut by hand.
+"""The frozen tables of the tokens of `gopher_quality`: properties of each character, and words with special splits.
 
-Like `unicode_table`, the character table is shipped (`token_table.bin`, xz); `build()` recreates it on a Python whose
-`unicodedata.unidata_version` is `UNICODE_VERSION`, and a test compares the two. To write the file anew:
+Like `unicode_table`, the package contains the character table (`token_table.bin`, xz). `build()` computes it on a
+Python whose `unicodedata.unidata_version` is `UNICODE_VERSION`, and a test compares the two. To write the file again:
 
     python -m tidewheel.data.text.token_table
 """
@@ -19,7 +19,7 @@ from tidewheel.data.text.unicode_table import CODE_POINTS, UNICODE_VERSION
 
 PATH = Path(__file__).with_name("token_table.bin")
 
-# What a character is, one bit each.
+# Properties of a character, one bit each.
 SPACE = 1 << 0  # white space: ends a chunk
 ALPHA = 1 << 1  # letters and marks
 LOWER = 1 << 2  # those that are not upper case
@@ -51,7 +51,7 @@ def _split(words: str) -> list[str]:
     return words.split()
 
 
-# Words that are cut, or not, against the rules (`special_words`).
+# Words that are split, or not, contrary to the rules (`special_words`).
 _NEGATED = _split(
     "ca could do does did had may might must need ought sha should wo would ai are is was were have has dare")
 _PERSONS = _split(
@@ -104,19 +104,19 @@ def _bits(character: str) -> int:
 
 @lru_cache(maxsize=1)
 def load() -> np.ndarray:
-    """[0x110000] uint16, the shipped table; read-only."""
+    """Return the package's table, uint16 [0x110000], read-only."""
     return np.frombuffer(lzma.decompress(PATH.read_bytes()), "<u2")
 
 
 @lru_cache(maxsize=1)
 def special_words() -> dict[str, tuple[str, ...]]:
-    """Chunk -> its tokens, for the words that the rules alone would cut elsewhere, with "'" and with "’"."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the tokens of each chunk that the rules alone would split differently, with "'" and with "’"."""
+    splits: dict[str, tuple[str, ...]] = {}
 
     def add(*parts: str) -> None:
         for first in {parts[0], parts[0].title()}:
             tokens = (first, *parts[1:])
-            found["".join(tokens)] = tokens
+            splits["".join(tokens)] = tokens
 
     for verb in _NEGATED:
         add(verb, "n't")
@@ -139,20 +139,20 @@ def special_words() -> dict[str, tuple[str, ...]]:
         add(first, second)
     for word in ("ill", "its", "hell", "shell", "shed", "were", "well"):  # words in their own right
         for form in (word, word.title()):
-            found.pop(form, None)
+            splits.pop(form, None)
     for whole in (*_ABBREVIATIONS, *_EMOTICONS, *(f"{letter}." for letter in "abcdefghijklmnopqrstuvwxyzäöü")):
-        found[whole] = (whole,)
+        splits[whole] = (whole,)
     for hour in range(1, 13):
         for part in ("am", "pm", "a.m.", "p.m."):
-            found[f"{hour}{part}"] = (str(hour), part)
-    curly = {chunk: tokens for chunk, tokens in found.items() if "'" in chunk}
-    found.update({chunk.replace("'", "’"): tuple(token.replace("'", "’") for token in tokens)
-                  for chunk, tokens in curly.items()})
-    return found
+            splits[f"{hour}{part}"] = (str(hour), part)
+    curly = {chunk: tokens for chunk, tokens in splits.items() if "'" in chunk}
+    splits.update({chunk.replace("'", "’"): tuple(token.replace("'", "’") for token in tokens)
+                   for chunk, tokens in curly.items()})
+    return splits
 
 
 def main() -> None:
-    """Write the shipped table from this Python's `unicodedata`."""
+    """Write the package's table from this Python's `unicodedata`."""
     if unicodedata.unidata_version != UNICODE_VERSION:
         raise SystemExit(f"this Python has Unicode {unicodedata.unidata_version}; the table is {UNICODE_VERSION}")
     PATH.write_bytes(lzma.compress(build().astype("<u2").tobytes(), preset=9))

@@ -1,8 +1,8 @@
-"""The frozen character table behind the definition of words: what each code point is, and what it folds to.
+"""The frozen character table of the definition of words: the class of each code point, and its folded form.
 
-The table is shipped (`unicode_table.bin`, xz) and not computed at start, because `unicodedata` changes
-with every Python release and published hashes must not. `build()` recreates it on a Python whose
-`unicodedata.unidata_version` is `UNICODE_VERSION`; a test compares the two. To write the file anew:
+The package contains the table (`unicode_table.bin`, xz), because `unicodedata` changes with every Python release, but
+published hashes must not. `build()` computes it on a Python whose `unicodedata.unidata_version` is `UNICODE_VERSION`;
+a test compares the two. To write the file again:
 
     python -m tidewheel.data.text.unicode_table
 """
@@ -24,7 +24,7 @@ PATH = Path(__file__).with_name("unicode_table.bin")
 SEPARATOR = 0  # white space, punctuation, symbols, controls, unassigned: ends a word
 LETTER = 1  # letters and letter-like or other numbers of scripts that put spaces between words
 DIGIT = 2  # decimal digits of any script
-DROPPED = 3  # diacritics, vowel points, format characters: as if they were not there
+DROPPED = 3  # diacritics, vowel points, format characters: ignored
 SOLO = 4  # ideographs and letters of scripts without spaces between words: one word each
 MARK = 5  # marks that carry meaning (vowel signs, kana voicing): part of the word they follow
 CLASS_BITS = 7
@@ -43,8 +43,9 @@ _SOLO_SCRIPTS = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 
 
 
 def classify(character: str) -> int:
-    """Class of a code point, by this Python's `unicodedata`."""
-    category, code = unicodedata.category(character), ord(character)
+    """Return the class of a code point, by this Python's `unicodedata`."""
+    category = unicodedata.category(character)
+    code = ord(character)
     if category == "Nd":
         return DIGIT
     if category[0] == "M":
@@ -57,7 +58,7 @@ def classify(character: str) -> int:
 
 
 def fold(character: str) -> str:
-    """Lower case without diacritics: NFD, lower case, NFD, minus `DROPPED`; final sigma as sigma; digits as ASCII."""
+    """Return the folded form: NFD, lower case, NFD, without `DROPPED`; final sigma as sigma, digits as ASCII."""
     if unicodedata.category(character) == "Nd":
         return str(unicodedata.digit(character))
     lowered = "".join(part.lower() for part in unicodedata.normalize("NFD", character))
@@ -66,10 +67,10 @@ def fold(character: str) -> str:
 
 
 def build() -> tuple[np.ndarray, np.ndarray]:
-    """(entries [0x110000] uint32, blob [bytes] uint8), by this Python's `unicodedata`."""
+    """Compute (entries uint32 [0x110000], blob uint8 [bytes]) from this Python's `unicodedata`."""
     entries = np.zeros(CODE_POINTS, np.uint32)
     blob = bytearray()
-    places: dict[bytes, int] = {}
+    starts: dict[bytes, int] = {}
     for code in range(CODE_POINTS):
         if 0xD800 <= code < 0xE000:
             continue  # surrogates do not occur in UTF-8
@@ -82,17 +83,17 @@ def build() -> tuple[np.ndarray, np.ndarray]:
         entry |= UPPER if category in ("Lu", "Lt") else 0
         folded = fold(character).encode() if kind in (LETTER, DIGIT, SOLO, MARK) else b""
         if folded and folded != character.encode():
-            if folded not in places:
-                places[folded] = len(blob)
+            if folded not in starts:
+                starts[folded] = len(blob)
                 blob += folded
-            entry |= len(folded) << LENGTH_SHIFT | places[folded] << OFFSET_SHIFT
+            entry |= len(folded) << LENGTH_SHIFT | starts[folded] << OFFSET_SHIFT
         entries[code] = entry
     return entries, np.frombuffer(bytes(blob), np.uint8)
 
 
 @lru_cache(maxsize=1)
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """(entries [0x110000] uint32, blob [bytes] uint8), the shipped table; read-only arrays."""
+    """Return (entries uint32 [0x110000], blob uint8 [bytes]) of the package's table, as read-only arrays."""
     data = lzma.decompress(PATH.read_bytes())
     split = CODE_POINTS * 4
     return np.frombuffer(data[:split], "<u4"), np.frombuffer(data[split:], np.uint8)
@@ -103,7 +104,7 @@ def _within(code: int, ranges: tuple[tuple[int, int], ...]) -> bool:
 
 
 def main() -> None:
-    """Write the shipped table from this Python's `unicodedata`."""
+    """Write the package's table from this Python's `unicodedata`."""
     if unicodedata.unidata_version != UNICODE_VERSION:
         raise SystemExit(f"this Python has Unicode {unicodedata.unidata_version}; the table is {UNICODE_VERSION}")
     entries, blob = build()
