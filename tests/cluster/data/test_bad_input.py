@@ -58,7 +58,7 @@ def test_more_bad_records_than_allowed_stop_the_run(recipe, tmp_path, capsys, cl
     assert not (output / "shards").exists()
 
 
-def test_a_few_bad_records_are_put_aside_with_place_and_reason(recipe, tmp_path, capsys, cluster):
+def test_a_few_bad_records_go_to_quarantine_with_position_and_reason(recipe, tmp_path, capsys, cluster):
     source = lines(tmp_path / "in", *(good(n) for n in range(60)), b"{not json", b'{"id": "x"}',
                    b'{"id": "y", "text": "\xff\xfe"}')
     (tmp_path / "in" / "empty.jsonl").write_bytes(b"")
@@ -72,25 +72,25 @@ def test_a_few_bad_records_are_put_aside_with_place_and_reason(recipe, tmp_path,
     assert json.loads((output / "summary.json").read_text())["quarantine"]["invalid_json"] == 1
 
 
-def test_no_such_input(recipe, tmp_path, capsys):
+def test_a_missing_input_raises(recipe, tmp_path, capsys):
     told = refused(capsys, "data", "run", recipe, "--input", str(tmp_path / "nowhere"), "--output", str(tmp_path / "o"))
     assert "nowhere" in told
     assert not (tmp_path / "o").exists()
 
 
-def test_missing_bucket(recipe, capsys):
+def test_a_missing_bucket_raises(recipe, capsys):
     with S3Server():
         told = refused(capsys, "data", "run", recipe, "--input", "s3://no-such-bucket/raw", "--output", "s3://nor-this/o")
     assert "no-such-bucket" in told
 
 
-def test_wrong_credentials(recipe, capsys):
+def test_wrong_credentials_raise(recipe, capsys):
     with S3Server(accept_all=False):
         told = refused(capsys, "data", "run", recipe, "--input", "s3://private/raw", "--output", "s3://private/o")
     assert "AWS_ACCESS_KEY_ID" in told
 
 
-def test_more_workers_than_cpus(tmp_path, capsys, cluster):
+def test_more_workers_than_cpus_raise(tmp_path, capsys, cluster):
     write_shards(tmp_path / "shards")
     path = tmp_path / "train.yaml"
     path.write_text(f"run: {{id: r, uri: {tmp_path}/runs}}\ndata: {{uri: {tmp_path}/shards}}\nsteps: 2\n"

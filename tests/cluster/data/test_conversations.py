@@ -59,7 +59,7 @@ CHAT = [*(conversation(number) for number in range(40)),
         {"id": "bad", "messages": [{"role": "user", "content": "hello?"}]}]
 
 
-def test_chat(cluster, tmp_path):
+def test_chat_data_is_packed_with_its_loss_mask(cluster, tmp_path):
     source = write(tmp_path / "in", "chat", CHAT)
     done = pipeline.run(recipe("chat"), input=str(source), output=str(tmp_path / "out"))
     assert done.value["quarantine"] == {"no_assistant_turn": 1}
@@ -104,7 +104,7 @@ def _check_rows(place: str) -> int:
     return count
 
 
-def test_preferences(cluster, tmp_path):
+def test_preference_pairs_are_written(cluster, tmp_path):
     records = [{"id": f"p{number}", "prompt": f"ask {number}", "chosen": f"well {number}", "rejected": "no"}
                for number in range(12)]
     records += [{"id": "long", "prompt": "ask", "chosen": "word " * 200, "rejected": "no"},
@@ -121,7 +121,7 @@ def test_preferences(cluster, tmp_path):
     assert sorted(names) == sorted(f"p{number}" for number in range(12))
 
 
-def test_a_template_that_takes_nothing_stops_the_run(cluster, tmp_path):
+def test_a_template_that_refuses_everything_stops_the_run(cluster, tmp_path):
     source = write(tmp_path / "in", "chat", CHAT[:5])
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ raise_exception('never') }}"}))
     with pytest.raises(InputError, match="no conversation could be tokenized"):

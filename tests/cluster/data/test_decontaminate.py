@@ -55,7 +55,7 @@ def run(source, output, **step) -> dict:
 HIT = {"d03", "d04", "d05", "only"}
 
 
-def test_drop(cluster, source, tmp_path):
+def test_drop_removes_contaminated_documents(cluster, source, tmp_path):
     summary = run(source, tmp_path)
     assert not HIT & set(documents_of(tmp_path))
     found = summary["contamination"]
@@ -74,7 +74,7 @@ def test_drop(cluster, source, tmp_path):
     assert again["contamination"] == found
 
 
-def test_cut(cluster, source, tmp_path):
+def test_cut_removes_the_matches(cluster, source, tmp_path):
     summary = run(source, tmp_path, action="cut")
     left = documents_of(tmp_path)
     assert HIT - set(left) == {"only"}  # nothing is left of that one
@@ -86,7 +86,7 @@ def test_cut(cluster, source, tmp_path):
     assert summary["samples"]["decontaminate"]["contaminated_cut"][0]["after"]
 
 
-def test_annotate_keeps_everything_and_the_packed_rows_tell(cluster, source, tmp_path):
+def test_annotate_keeps_everything_and_the_packed_check_reports_it(cluster, source, tmp_path):
     summary = run(source, tmp_path, action="annotate")
     assert set(documents_of(tmp_path)) >= HIT
     stage = next(entry for entry in summary["stages"] if entry["name"] == "decontaminate")
@@ -99,7 +99,7 @@ def test_annotate_keeps_everything_and_the_packed_rows_tell(cluster, source, tmp
     write_pipeline_report(str(tmp_path))
 
 
-def test_the_gate_publishes_nothing(cluster, source, tmp_path):
+def test_a_run_above_fail_above_publishes_nothing(cluster, source, tmp_path):
     with pytest.raises(InputError, match=r"4 of 41 .* 0.05 \(quiz in 4\)"):
         run(source, tmp_path, fail_above=0.05)
     assert not (tmp_path / "shards" / "manifest.json").exists()

@@ -66,7 +66,7 @@ def finished(cluster, tmp_path_factory):
     return root / "out", pipeline.run(config(*STEPS), input=write(root / "in", 3, 0), output=str(root / "out"))
 
 
-def test_documents_are_packed_as_the_filters_leave_them(finished):
+def test_edited_documents_are_packed(finished):
     output, summary = finished
     texts = {record["id"]: record["text"] for record in records()}
     shouting = {f"d{number:02d}" for number in range(0, 60, 7)}
@@ -102,7 +102,7 @@ def test_each_edit_can_be_traced(finished):
     assert found["verdicts"][0]["detail"]["refinedweb_removed_lines"] == 1
 
 
-def test_annotations_hold_what_thresholds_are_chosen_from(finished):
+def test_annotations_have_statistics_and_reasons(finished):
     output, summary = finished
     tables = {stage: pq.read_table(output / "annotations" / stage).sort_by("id") for stage in ("filter", "filter_3")}
     assert summary.stage("filter_3")["dropped"] == {}
@@ -122,7 +122,7 @@ def test_annotations_hold_what_thresholds_are_chosen_from(finished):
     assert {"words", "hash_ratio"} <= set(summary.value["histograms"])
 
 
-def test_file_order_and_number_do_not_show_and_old_annotations_go(finished, tmp_path):
+def test_file_order_does_not_matter_and_old_annotations_are_removed(finished, tmp_path):
     output, _ = finished
     other = str(tmp_path / "out")
     source = write(tmp_path / "in", 1, 8)

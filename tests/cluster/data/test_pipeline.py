@@ -141,7 +141,7 @@ def finished(cluster, tmp_path_factory):
     return root, summary, seen
 
 
-def test_each_document_meets_its_fate(finished):
+def test_each_document_gets_the_expected_verdict(finished):
     root, summary, _ = finished
     records, fate = corpus()
     verdicts = verdict_rows(root / "out")
@@ -161,7 +161,7 @@ def test_each_document_meets_its_fate(finished):
     assert summary.documents + summary.value["validation"]["documents"] == len(kept)
 
 
-def test_bad_records_are_in_quarantine_with_their_place(finished):
+def test_bad_records_are_in_quarantine_with_their_position(finished):
     root, summary, _ = finished
     rows = [json.loads(line) for path in (root / "out" / "quarantine").iterdir() for line in path.open()]
     assert summary.value["quarantine"] == {"duplicate_id": 1, "empty_file": 1, "invalid_json": 1, "missing_text": 1,
@@ -223,7 +223,7 @@ def test_a_second_run_does_nothing(finished, monkeypatch):
     assert [stage.published for stage in planned.stages] == [5, 3, 3, 3, 0, None, None]
 
 
-def test_file_order_and_file_count_do_not_show(finished, tmp_path):
+def test_file_order_and_count_do_not_change_the_output(finished, tmp_path):
     root, _, _ = finished
     pipeline.run(recipe(), input=str(write(tmp_path / "in", files=7, seed=9)), output=str(tmp_path / "out"))
     assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
@@ -247,7 +247,7 @@ def test_parquet_and_arrow_give_the_same_bytes(finished, tmp_path):
     assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
 
 
-def test_ranges_of_files_do_not_show(finished, tmp_path):
+def test_ranges_of_files_do_not_change_the_output(finished, tmp_path):
     root, whole, _ = finished
     config = recipe("read.unit_bytes=4096")
     done = pipeline.run(config, input=str(root / "in"), output=str(tmp_path / "out"))
@@ -267,7 +267,7 @@ def test_ranges_of_files_do_not_show(finished, tmp_path):
     assert all(entry["units_reused"] == entry["units"] for entry in again.value["stages"])
 
 
-def test_web_archives_and_text_trees_run_through(cluster, tmp_path):
+def test_web_archives_and_text_trees_are_packed(cluster, tmp_path):
     pytest.importorskip("trafilatura")
     from tests.unit.data.readers.test_web import response
 
@@ -284,7 +284,7 @@ def test_web_archives_and_text_trees_run_through(cluster, tmp_path):
     assert texts["books/one.md"].startswith("the book has words")
 
 
-def test_lost_pieces_are_made_anew_and_only_they(finished, tmp_path):
+def test_only_lost_units_are_made_again(finished, tmp_path):
     root, _, _ = finished
     shutil.copytree(root / "out", tmp_path / "out")
     units = {stage: sorted((tmp_path / "out" / "stages" / stage / "units").glob("*.json"))
@@ -302,7 +302,7 @@ def test_lost_pieces_are_made_anew_and_only_they(finished, tmp_path):
                       "tokenizer": 0, "pack": 1}
 
 
-def test_workers_that_die_change_nothing(finished, tmp_path):
+def test_killed_workers_do_not_change_the_output(finished, tmp_path):
     import psutil
 
     root, _, _ = finished
@@ -322,7 +322,7 @@ def test_workers_that_die_change_nothing(finished, tmp_path):
     assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
 
 
-def test_another_recipe_keeps_what_it_shares_and_leaves_no_old_verdicts(finished, tmp_path):
+def test_another_recipe_reuses_shared_units_and_leaves_no_old_verdicts(finished, tmp_path):
     root, _, _ = finished
     shutil.copytree(root / "out", tmp_path / "out")
     strict = recipe("steps.2.dedup_near.min_jaccard=1.0")
@@ -336,7 +336,7 @@ def test_another_recipe_keeps_what_it_shares_and_leaves_no_old_verdicts(finished
     assert back.stage("pack")["units_reused"] == 3
 
 
-def test_bare_recipe_with_more_partitions_than_documents(cluster, tmp_path):
+def test_a_bare_recipe_runs_with_more_partitions_than_documents(cluster, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "one document only"}\n{"text": "one document only"}\n')
     config = recipe("partitions=5", "read.paths=[a.jsonl]", steps=[
@@ -391,7 +391,7 @@ def test_too_many_bad_records_name_the_worst_file(cluster, tmp_path):
 
 @pytest.mark.parametrize(("stage", "file", "reader"), [
     ("ingest", "documents", "partition"), ("partition", "keys", "dedup_exact"), ("partition", "documents", "pack")])
-def test_damage_in_a_unit_is_told_and_mended(finished, tmp_path, stage, file, reader):
+def test_a_damaged_unit_is_reported_and_made_again(finished, tmp_path, stage, file, reader):
     root, _, _ = finished
     shutil.copytree(root / "out", tmp_path / "out")
     path = max((tmp_path / "out" / "stages" / stage / "units").glob(f"*/{file}"), key=lambda each: each.stat().st_size)
@@ -407,7 +407,7 @@ def test_damage_in_a_unit_is_told_and_mended(finished, tmp_path, stage, file, re
     assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
 
 
-def test_a_filter_that_leaves_nothing_says_so(cluster, tmp_path):
+def test_a_filter_that_drops_everything_raises(cluster, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "too short"}\n')
     config = recipe("read.paths=[a.jsonl]", steps=[

@@ -82,7 +82,7 @@ def finished(cluster, tmp_path_factory):
     return root, pipeline.run(recipe(), input=str(write(root / "in")), output=str(root / "out"))
 
 
-def test_each_document_meets_its_fate(finished):
+def test_each_document_gets_the_expected_verdict(finished):
     root, summary = finished
     tables = [pq.read_table(path) for path in (root / "out" / "verdicts").rglob("*.parquet")]
     rows = {row["id"]: (row["verdict"], row["reason"], row["survivor"])
@@ -98,7 +98,7 @@ def test_each_document_meets_its_fate(finished):
     assert verify(str(root / "out" / "shards")) == []
 
 
-def test_what_is_written_anew_is_what_is_left(finished):
+def test_rewritten_partitions_have_the_remaining_documents(finished):
     root, _ = finished
     place, found = store(str(root / "out")), {}
     for path in sorted((root / "out" / "stages" / "dedup_lines" / "units").glob("*.json")):
@@ -113,7 +113,7 @@ def test_what_is_written_anew_is_what_is_left(finished):
     assert json.loads(found["notice"]["meta"])["language"] == "en"
 
 
-def test_file_order_does_not_show_and_nothing_is_done_twice(finished, tmp_path):
+def test_file_order_does_not_matter_and_a_second_run_does_nothing(finished, tmp_path):
     root, _ = finished
     pipeline.run(recipe(), input=str(write(tmp_path / "in", files=5, seed=4)), output=str(tmp_path / "out"))
     assert shard_hashes(tmp_path / "out") == shard_hashes(root / "out")
@@ -121,7 +121,7 @@ def test_file_order_does_not_show_and_nothing_is_done_twice(finished, tmp_path):
     assert all(stage["units_reused"] == stage["units"] for stage in again.value["stages"])
 
 
-def test_another_list_is_another_result(finished, tmp_path):
+def test_a_changed_list_changes_the_result(finished, tmp_path):
     root, _ = finished
     shutil.copytree(root, tmp_path / "all")
     folder = tmp_path / "all"

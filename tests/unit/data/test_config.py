@@ -40,17 +40,17 @@ def ending(*steps):
     ([TOKENIZE, "write"], ["megatron"]), ([TOKENIZE, "pack"], None), ([TOKENIZE, "pack", "write"], ["parquet"]),
     ([{"write": {"formats": ["jsonl", "mds"]}}], ["jsonl", "mds"]),
     ([TOKENIZE, "pack", {"write": {"formats": ["megatron", "arrow"]}}], ["megatron", "arrow"])])
-def test_a_recipe_may_end_after_any_step(steps, formats):
+def test_a_recipe_can_end_after_any_step(steps, formats):
     config = build(PipelineConfig, ending(*steps))
     assert (config.product and list(config.product.formats)) == formats
     assert build(PipelineConfig, config.canonical()).recipe_hash() == config.recipe_hash()
 
 
-def test_the_hash_of_a_recipe_stays_what_it_is():
+def test_known_recipes_keep_their_hashes():
     assert load(PipelineConfig, DEMO).recipe_hash() == "8b8094544668619d"
 
 
-def test_conversations_have_no_megatron_format():
+def test_conversations_cannot_be_written_as_megatron():
     chat = {"paths": ["*"], "kind": "chat"}
     with pytest.raises(ConfigError, match="no loss mask"):
         build(PipelineConfig, {**ending({"tokenize": {"file": "t.json"}}), "read": chat})
@@ -76,7 +76,7 @@ def test_a_step_without_settings_may_be_written_short(form):
     assert build(PipelineConfig, changed(1, form)).recipe_hash() == build(PipelineConfig, VALUES).recipe_hash()
 
 
-def test_the_hash_is_that_of_the_meaning():
+def test_equal_recipes_in_other_words_have_one_hash():
     config = build(PipelineConfig, VALUES)
     spelled_out = build(PipelineConfig, config.canonical())
     assert spelled_out == config
@@ -125,7 +125,7 @@ def _gopher():
     (changed(3, {"decontaminate": {"evals": ["e/"], "action": "remove"}}), "decontaminate.action"),
     (changed(3, {"decontaminate": {"evals": ["e/"], "fail_above": 2}}), "fail_above"),
 ])
-def test_mistakes_are_told_with_their_key(values, told):
+def test_errors_name_the_setting(values, told):
     with pytest.raises(ConfigError) as error:
         build(PipelineConfig, values, where="recipe.yaml")
     assert told in str(error.value)

@@ -12,7 +12,7 @@ def test_content_id_is_a_hash_of_the_bytes():
     assert content_id("a") != content_id("a ")
 
 
-def test_lone_surrogates_are_refused():
+def test_lone_surrogates_raise():
     with pytest.raises(UnicodeEncodeError):
         content_id("\ud800")
 

@@ -66,7 +66,7 @@ def command(folder: Path, min_words: int, *more: str) -> list[str]:
             *more]
 
 
-def test_another_recipe_says_what_it_would_replace(folder):
+def test_a_different_recipe_is_refused_with_the_differences(folder):
     before = (folder / "out/shards/manifest.json").read_bytes()
     with pytest.raises(ConfigError) as raised:
         run(folder, min_words=9)
@@ -80,7 +80,7 @@ def test_another_recipe_says_what_it_would_replace(folder):
     assert origin.read(store(folder / "out"))["recipe"]["steps"][0]["filter"]["gopher_quality"]["min_words"] == 9
 
 
-def test_a_step_more_is_told_by_its_name_and_not_by_its_settings(folder):
+def test_an_added_step_is_reported_by_name_only(folder):
     more = recipe()["steps"]
     more.insert(1, {"dedup_exact": {}})
     more.append({"write": {}})
@@ -91,7 +91,7 @@ def test_a_step_more_is_told_by_its_name_and_not_by_its_settings(folder):
         '"tokenize", "pack", "write"]')
 
 
-def test_the_command_asks_for_replace_also_in_a_dry_run(folder, capsys):
+def test_the_dry_run_command_also_requires_replace(folder, capsys):
     for dry in ([], ["--dry-run"]):
         assert run_command(command(folder, 9, *dry)) == 2
         assert "min_words was 5, now 9" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_the_command_asks_for_replace_also_in_a_dry_run(folder, capsys):
     assert "replaces" not in capsys.readouterr().out
 
 
-def test_other_input_with_nothing_in_common_is_asked_for_too(folder):
+def test_disjoint_input_also_requires_replace(folder):
     write(folder / "other", "b.jsonl", range(50, 60))
     with pytest.raises(ConfigError, match="no file of its input"):
         run(folder, source="other")
@@ -109,7 +109,7 @@ def test_other_input_with_nothing_in_common_is_asked_for_too(folder):
     assert run(folder).documents > 30  # a file more is the same output, brought up to date
 
 
-def test_an_output_of_an_earlier_version_is_asked_for_without_its_settings(folder):
+def test_an_unrecorded_recipe_requires_replace(folder):
     (folder / "out/recipe.json").unlink()
     with pytest.raises(ConfigError, match="was not recorded"):
         run(folder, min_words=9)
@@ -120,7 +120,7 @@ def files(output: Path) -> dict[str, int]:
             if path.is_file() and "leases" not in path.parts}
 
 
-def test_what_nothing_refers_to_is_removed_and_nothing_else(folder, capsys):
+def test_clean_removes_exactly_the_unreferenced_files(folder, capsys):
     output = folder / "out"
     assert clean.find(str(output)) == []  # nothing of a run is left over
     fresh = run(folder, "fresh", min_words=9)
@@ -142,13 +142,13 @@ def test_what_nothing_refers_to_is_removed_and_nothing_else(folder, capsys):
     assert again.documents == fresh.documents
 
 
-def test_a_set_in_waves_keeps_its_waves(folder):
+def test_clean_keeps_the_waves_of_a_set(folder):
     steps = [*recipe()["steps"][:-1], {"pack": {"sequence_length": 16, "waves": 2}}]
     run(folder, "waves", steps=steps)
     assert clean.find(str(folder / "waves")) == []
 
 
-def test_work_of_a_run_that_was_not_finished_stays_unless_asked_for(folder, monkeypatch):
+def test_clean_keeps_an_unfinished_run_by_default(folder, monkeypatch):
     def stop(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -163,7 +163,7 @@ def test_work_of_a_run_that_was_not_finished_stays_unless_asked_for(folder, monk
     assert verify(str(folder / "out/shards")) == []
 
 
-def test_nothing_is_removed_where_nothing_is_known_or_somebody_writes(folder, tmp_path, monkeypatch):
+def test_clean_refuses_unknown_outputs_and_active_pipelines(folder, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="has finished here"):
         clean.clean(str(tmp_path))
     monkeypatch.setattr(clean, "holding", functools.partial(holding, beat_seconds=0.2))
@@ -172,7 +172,7 @@ def test_nothing_is_removed_where_nothing_is_known_or_somebody_writes(folder, tm
         clean.clean(str(folder / "out"))
 
 
-def test_two_outputs_are_compared_down_to_documents(folder, capsys):
+def test_compare_reports_settings_counts_and_documents(folder, capsys):
     write(folder / "in", "b.jsonl", range(50, 60))
     run(folder, "other", min_words=9)
     found = compare(str(folder / "out"), str(folder / "other"))
@@ -192,7 +192,7 @@ def test_two_outputs_are_compared_down_to_documents(folder, capsys):
     assert json.loads(capsys.readouterr().out)["lost"]["documents"] == 4
 
 
-def test_documents_are_compared_a_share_at_a_time(folder, monkeypatch):
+def test_comparing_in_shares_gives_the_same_result(folder, monkeypatch):
     write(folder / "in", "b.jsonl", range(50, 60))
     run(folder, "other", min_words=9)
     whole = compare(str(folder / "out"), str(folder / "other"))
@@ -202,7 +202,7 @@ def test_documents_are_compared_a_share_at_a_time(folder, monkeypatch):
                                                                       whole.lost.reasons)
 
 
-def test_the_same_output_twice(folder, capsys):
+def test_an_output_does_not_differ_from_itself(folder, capsys):
     assert run_command(["data", "diff", str(folder / "out"), str(folder / "out")]) == 0
     assert "settings: the same" in capsys.readouterr().out
     assert run_command(["data", "diff", str(folder / "out"), str(folder / "in")]) == 2

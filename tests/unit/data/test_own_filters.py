@@ -95,7 +95,7 @@ def rules(*filters_of_step: object) -> list:
     return list(step.filters)
 
 
-def test_a_class_and_functions_beside_the_packages_own(module: str):
+def test_own_classes_and_functions_run_beside_built_in_filters(module: str):
     lenient = {"min_sentences": 0, "min_words_per_line": 0, "terminal_punctuation": False}
     found = rules(("c4", lenient), (f"{module}:Shouting", None), (f"{module}:Trim", {}),
                   ("python", f"{module}:short"))
@@ -111,7 +111,7 @@ def test_a_class_and_functions_beside_the_packages_own(module: str):
     assert [filter.changes() for filter in found] == [True, False, True, False]
 
 
-def test_a_function_sees_the_document(module: str):
+def test_a_function_gets_the_whole_document(module: str):
     judged = filters.judge(rules(("python", f"{module}:from_web")), table("a"))
     assert judged.reasons.tolist() == [""]
     off = filters.judge(rules(("python", f"{module}:from_web")), table("a").set_column(3, "meta", [["{}"]]))
@@ -122,7 +122,7 @@ def test_a_function_sees_the_document(module: str):
     ("broken", "KeyError: 'txt'"), ("odd", "returned int for document d0"), ("Wrong", "reasons are 2, for 1 documents"),
     ("Secret", "the class must set EDITS"), ("Ranks", "the class must set WRITES = True"),
 ])
-def test_a_filter_that_fails_is_told_with_its_place(module: str, name: str, told: str):
+def test_the_error_of_a_failing_filter_names_its_line(module: str, name: str, told: str):
     with pytest.raises(InputError, match=told) as raised:
         filters.judge(rules((f"{module}:{name}", {})), table("a"))
     assert f"{module}:{name}" in raised.value.what
@@ -135,7 +135,7 @@ def test_a_filter_that_fails_is_told_with_its_place(module: str, name: str, told
     ("no_such_module_at_all:x", {}, "there is no module 'no_such_module_at_all'"),
     ("{}:Shouting", {"max_uper": 1}, "did you mean 'max_upper'"), ("{}:short", {"a": 1}, "a"),
 ])
-def test_mistakes_are_told_before_anything_runs(module: str, name: str, settings: dict, told: str):
+def test_invalid_filters_are_refused_before_the_run(module: str, name: str, settings: dict, told: str):
     with pytest.raises(ConfigError, match=told):
         rules((name.format(module), settings))
 
@@ -150,7 +150,7 @@ def recipe(module: str, **settings: object) -> PipelineConfig:
         {"filter": {f"{module}:Shouting": settings}}]})
 
 
-def test_keys_follow_the_source_and_the_settings(module: str, tmp_path: Path):
+def test_keys_depend_on_source_and_settings(module: str, tmp_path: Path):
     plain = recipe(module).recipe_hash()
     assert recipe(module, max_upper=0.3).recipe_hash() == plain
     assert recipe(module, max_upper=0.4).recipe_hash() != plain
@@ -160,7 +160,7 @@ def test_keys_follow_the_source_and_the_settings(module: str, tmp_path: Path):
     assert recipe(module).recipe_hash() != plain
 
 
-def test_a_worker_with_another_source_refuses(module: str):
+def test_a_worker_with_a_different_source_raises(module: str):
     (rule,) = rules((f"{module}:Shouting", {"max_upper": 0.4}))
     name, settings, code = filters.bound(rule)
     ((_, [arrived]),) = groups([[False, [[name, settings, code]]]])
@@ -169,7 +169,7 @@ def test_a_worker_with_another_source_refuses(module: str):
         filters.received(name, settings, {**code, "hash": "blake3-0"})
 
 
-def test_a_pipeline_and_the_sdk(module: str, tmp_path: Path):
+def test_yaml_and_sdk_give_the_same_pipeline(module: str, tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "LOUD WORDS"}\n{"text": "quiet words"}\n')
     with without_ray():
         summary = pipeline.run(recipe(module), input=str(tmp_path), output=str(tmp_path / "out"))
@@ -187,7 +187,7 @@ def test_a_pipeline_and_the_sdk(module: str, tmp_path: Path):
         made.filter(mine.Shouting)  # type: ignore[arg-type]
 
 
-def test_what_filters_cost_is_told_and_changes_no_byte_of_a_unit(module: str, tmp_path: Path):
+def test_costs_are_reported_and_not_published(module: str, tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "LOUD WORDS"}\n{"text": "quiet words stay here"}\n')
     lenient = {"gopher_quality": {"min_words": 1, "min_stop_words": 0}}
     config = build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]}, "steps": [
@@ -210,7 +210,7 @@ def test_what_filters_cost_is_told_and_changes_no_byte_of_a_unit(module: str, tm
     assert other.documents == first.documents
 
 
-def test_built_in_filters_alone_are_not_told_beside_others(tmp_path: Path):
+def test_speeds_are_not_listed_for_built_in_filters_alone(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "A few words."}\n')
     config = build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]}, "steps": [{"filter": "pii"}]})
     with without_ray():

@@ -46,7 +46,7 @@ def kept_of(found, thresholds=None):
 
 
 @pytest.mark.parametrize("min_words", [30, 5])
-def test_it_keeps_what_a_run_keeps(folder, min_words):
+def test_a_preview_keeps_the_same_documents_as_a_run(folder, min_words):
     steps = [{"filter": {"gopher_repetition": {}, "gopher_quality": {"min_words": min_words}}}, {"filter": {"pii": {}}}]
     config = build(PipelineConfig, {**RECIPE, "steps": steps})
     found = look(config, input=str(folder / "in"), limit=100)
@@ -61,7 +61,7 @@ def test_it_keeps_what_a_run_keeps(folder, min_words):
     assert (rule.limit, rule.side, rule.statistic) == (min_words, "least", "words")
 
 
-def test_it_looks_at_so_many_and_writes_nothing(folder):
+def test_a_preview_reads_up_to_the_limit_and_writes_nothing(folder):
     found = look(build(PipelineConfig, RECIPE), input=str(folder / "in"), limit=7)
     assert [each.id for each in found.documents] == [f"d{number}" for number in range(7)]
     assert {path.name for path in folder.iterdir()} == {"in"}
@@ -69,7 +69,7 @@ def test_it_looks_at_so_many_and_writes_nothing(folder):
         look(build(PipelineConfig, {**RECIPE, "steps": ["dedup_exact"]}), input=str(folder / "in"), limit=7)
 
 
-def test_a_document_cannot_leave_its_place_in_the_page(folder):
+def test_documents_are_escaped_in_the_page(folder):
     html = page.render(look(build(PipelineConfig, RECIPE), input=str(folder / "in"), limit=9), name="<i>", input="x")
     text = html.decode()
     assert text.count("</script>") == 2
@@ -115,7 +115,7 @@ console.log(JSON.stringify(told));
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the page's script is tried with Node.js")
-def test_a_slider_moves_a_threshold(folder):
+def test_a_slider_changes_a_threshold(folder):
     config = build(PipelineConfig, {**RECIPE, "steps": [{"filter": {"gopher_quality": {"min_words": 30}}}]})
     found = look(config, input=str(folder / "in"), limit=100)
     assert 0 < len(kept_of(found)) < 40
@@ -135,7 +135,7 @@ def test_a_slider_moves_a_threshold(folder):
     assert nothing == "no threshold was moved"
 
 
-def test_the_command(folder, capsys):
+def test_the_command_writes_a_page(folder, capsys):
     (folder / "web.yaml").write_text(json.dumps(RECIPE))
     output = folder / "page.html"
     assert run_command(["data", "preview", str(folder / "web.yaml"), "--input", str(folder / "in"), "--output",

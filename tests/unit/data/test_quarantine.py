@@ -9,7 +9,7 @@ from tidewheel.data.quarantine import REASONS, Bad, bad_record, count, encode
 from tidewheel.storage import content_hash
 
 
-def test_a_row_says_where_what_and_shows_the_head():
+def test_a_row_has_position_reason_and_head():
     raw = b'{"text": "caf\xe9 ' + b"x" * 500
     row = bad_record("corpus/a.jsonl", 7, 1234, "wrong_encoding", raw, "byte 13: invalid continuation byte")
     value = json.loads(encode([row]))
@@ -20,7 +20,7 @@ def test_a_row_says_where_what_and_shows_the_head():
     assert len(value["head"]) < 250
 
 
-def test_bytes_do_not_depend_on_order():
+def test_encoding_does_not_depend_on_order():
     rows = [bad_record(f"f{number % 3}", number, number * 10, "invalid_json", b"{") for number in range(50)]
     shuffled = rows[:]
     random.Random(1).shuffle(shuffled)

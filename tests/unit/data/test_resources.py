@@ -11,7 +11,7 @@ from tidewheel.data.stages.filters import bound, identity, received
 from tidewheel.errors import InputError, StorageError
 
 
-def test_keys_follow_the_content_and_not_the_place(tmp_path):
+def test_keys_depend_on_content_and_not_on_location(tmp_path):
     identities = []
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
@@ -30,7 +30,7 @@ def test_keys_follow_the_content_and_not_the_place(tmp_path):
     assert identity(plain, {}) == ["urls", plain.settings()] == ["urls", {"domains": ["a.com"]}]
 
 
-def test_a_file_that_changes_is_told(tmp_path):
+def test_a_changed_file_raises(tmp_path):
     (tmp_path / "list.txt").write_text("bad\n")
     (reference,) = resources.find(["list.txt"], str(tmp_path)).values()
     with resources.local_path(reference) as path:
@@ -43,7 +43,7 @@ def test_a_file_that_changes_is_told(tmp_path):
             pass
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_files_raise(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         resources.find(["list.txt"], str(tmp_path))
     with pytest.raises(InputError, match="no such file"):
@@ -52,6 +52,6 @@ def test_what_is_not_there(tmp_path):
         resources.find(["package:no_such_package_here/file"], str(tmp_path))
 
 
-def test_files_of_a_package():
+def test_files_of_a_package_are_read():
     (reference,) = resources.find(["package:tidewheel/cli.py"], ".").values()
     assert b"def main" in resources.read(reference)

@@ -77,7 +77,7 @@ def sketch(text: str, *, ngram: int, count: int, seed: int, unit: minhash.Unit) 
 
 @pytest.mark.parametrize("near", [
     {}, {"unit": "characters", "ngram": 9, "bands": 20, "rows": 3, "permutations": 64, "seed": 7, "doubt": 0}])
-def test_every_match_is_that_of_datasketch(tmp_path, documents, near):
+def test_matches_equal_those_of_datasketch(tmp_path, documents, near):
     opened = tw.SimilarityIndex(write_index(tmp_path, documents, **near))
     step = opened.settings
     settings = {"ngram": step.ngram, "count": step.num_permutations, "seed": step.seed, "unit": step.unit}
@@ -101,7 +101,7 @@ def test_every_match_is_that_of_datasketch(tmp_path, documents, near):
     assert matched > 32
 
 
-def test_the_estimate_is_near_the_jaccard_similarity_of_the_shingles(index, documents):
+def test_estimates_are_close_to_the_exact_jaccard_similarity(index, documents):
     sets = minhash.shingle_sets(documents)
     errors = []
     for number, matches in enumerate(tw.SimilarityIndex(index).similar(documents[:32], min_jaccard=0.3, limit=100)):
@@ -112,7 +112,7 @@ def test_the_estimate_is_near_the_jaccard_similarity_of_the_shingles(index, docu
     assert np.max(np.abs(errors)) < 5 * 0.5 / np.sqrt(112)
 
 
-def test_limit_order_and_what_was_dropped(index, documents):
+def test_matches_are_limited_ordered_and_include_dropped_documents(index, documents):
     opened = tw.SimilarityIndex(index)
     every = opened.similar([documents[0]], min_jaccard=0.2, limit=100)[0]
     assert every[0] == similar.Match("d0", 1.0, every[0].kept)
@@ -124,12 +124,12 @@ def test_limit_order_and_what_was_dropped(index, documents):
     assert opened.similar(["nothing of this kind is in the index at all"]) == [[]]
 
 
-def test_texts_without_shingles_are_found_by_their_text(index):
+def test_texts_without_shingles_match_only_equal_texts(index):
     found = tw.SimilarityIndex(index).similar(["HELLO there", "hello you", "1-2-3 4 5 6", "1 2 3 4 5 7"])
     assert [{match.id for match in matches} for matches in found] == [{"d32", "d33"}, set(), {"d34"}, set()]
 
 
-def test_datasketchs_own_lsh_over_the_index(index, documents):
+def test_the_datasketch_lsh_finds_documents_of_the_index(index, documents):
     opened = tw.SimilarityIndex(index)
     lsh = opened.lsh()
     assert (lsh.b, lsh.r) == (14, 8)
@@ -140,13 +140,13 @@ def test_datasketchs_own_lsh_over_the_index(index, documents):
         assert alike <= candidates
 
 
-def test_datasketch_takes_no_single_band(tmp_path, documents):
+def test_lsh_refuses_an_index_with_one_band(tmp_path, documents):
     opened = tw.SimilarityIndex(write_index(tmp_path, documents, bands=1, rows=8))
     with pytest.raises(InputError, match="one band"):
         opened.lsh()
 
 
-def test_equal_values_by_brute_force(monkeypatch, index, documents):
+def test_equal_values_match_brute_force(monkeypatch, index, documents):
     generator = np.random.default_rng(3)
     for a, b, places in ((5, 9, 6), (1, 1, 1), (0, 4, 3), (4, 0, 3)):
         left, right = (generator.integers(0, 3, (count, places)).astype(np.uint32) for count in (a, b))
@@ -157,7 +157,7 @@ def test_equal_values_by_brute_force(monkeypatch, index, documents):
     assert tw.SimilarityIndex(index).similar(documents, min_jaccard=0.2) == once
 
 
-def test_files_of_several_formats(tmp_path, monkeypatch, index, documents):
+def test_files_of_several_formats_are_signed(tmp_path, monkeypatch, index, documents):
     opened = tw.SimilarityIndex(index)
     rows = [{"id": f"q{number}", "text": text} for number, text in enumerate(documents)]
     broken = ["{", json.dumps({"id": "none"})]
@@ -179,7 +179,7 @@ def test_files_of_several_formats(tmp_path, monkeypatch, index, documents):
     np.testing.assert_array_equal(one.signatures, expected[4:5])
 
 
-def test_files_that_cannot_be_used(tmp_path, index):
+def test_unusable_files_raise(tmp_path, index):
     opened = tw.SimilarityIndex(index)
     with pytest.raises(InputError, match="no such file"):
         opened.sign_file(str(tmp_path / "none.jsonl"))
@@ -205,7 +205,7 @@ def test_files_that_cannot_be_used(tmp_path, index):
     ({"ngram": -1}, "invalid for dedup_near"), ({"seed": None}, "invalid for dedup_near"),
     ({"permutations": 256}, "signatures are"), ({"format": 99}, "reads"),
     ({"unit": ...}, "no parameter unit")])
-def test_an_index_of_another_kind_is_refused(tmp_path, documents, change, told):
+def test_an_incompatible_index_is_refused(tmp_path, documents, change, told):
     uri = write_index(tmp_path, documents[:4])
     path = Path(uri, "manifest.json")
     manifest = json.loads(path.read_text())
@@ -223,7 +223,7 @@ def test_an_index_of_another_kind_is_refused(tmp_path, documents, change, told):
     assert uri in error.value.where
 
 
-def test_files_of_the_index_that_are_missing_or_damaged(tmp_path, documents):
+def test_missing_or_damaged_index_files_raise(tmp_path, documents):
     uri = write_index(tmp_path, documents)
     opened = tw.SimilarityIndex(uri)
     path = sorted(Path(uri).glob("*.arrow"))[0]
@@ -237,7 +237,7 @@ def test_files_of_the_index_that_are_missing_or_damaged(tmp_path, documents):
         opened.similar(documents[:1])
 
 
-def test_an_index_on_an_object_store(index, documents):
+def test_an_index_on_an_object_store_is_searched(index, documents):
     with S3Server() as server:
         server.create_bucket("dumps")
         for path in Path(index).iterdir():
@@ -273,7 +273,7 @@ def test_the_command_prints_matches_as_a_table_and_as_json(tmp_path, capsys, ind
     assert found["documents"][1] == {"id": "o", "line": 2, "matches": []}
 
 
-def test_the_command_says_what_to_mend(tmp_path, capsys, index):
+def test_the_command_says_what_to_fix(tmp_path, capsys, index):
     for command in ([str(tmp_path), "a.jsonl"], [index, str(tmp_path / "none.jsonl")]):
         assert run_command(["data", "similar", *command]) == 2
         assert "mend:" in capsys.readouterr().err

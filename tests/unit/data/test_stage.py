@@ -27,7 +27,7 @@ def write(tmp_path, unit, table=TABLE):
     return writer.publish({"documents": 3, "share": 0.1})
 
 
-def test_a_unit_is_there_only_once_published(tmp_path, unit):
+def test_a_unit_is_found_only_after_publishing(tmp_path, unit):
     place = store(tmp_path)
     assert published(place, unit) is None
     writer = UnitWriter(str(tmp_path), unit)
@@ -48,7 +48,7 @@ def test_publishing_again_changes_no_byte(tmp_path, unit):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_keys_tell_everything_apart_that_matters():
+def test_keys_differ_for_every_decisive_input():
     def key(name="s", settings=None, version=ONE, inputs=("x", "y")):
         return unit_key(name, settings=settings or {"a": 1, "b": 2}, version=version, inputs=inputs)
 
@@ -62,7 +62,7 @@ def test_keys_tell_everything_apart_that_matters():
 
 @pytest.mark.parametrize("damage", ["manifest_cut", "manifest_changed", "manifest_empty", "file_cut", "file_gone",
                                     "shared_gone"])
-def test_what_is_damaged_counts_as_missing(tmp_path, unit, damage):
+def test_damaged_units_count_as_missing(tmp_path, unit, damage):
     done = write(tmp_path, unit)
     manifest = tmp_path / unit.manifest_key
     rows, shared = tmp_path / done.files["rows"].key, tmp_path / done.files["verdicts"].key
@@ -85,7 +85,7 @@ def test_what_is_damaged_counts_as_missing(tmp_path, unit, damage):
 
 @pytest.mark.parametrize("how", [stage.read_table, lambda place, stamp: list(stage.read_batches(place, stamp))])
 @pytest.mark.parametrize("position", [0.0, 0.3, 0.7, 0.999])
-def test_a_flipped_byte_is_found_when_the_file_is_read(tmp_path, unit, how, position):
+def test_a_flipped_byte_raises_on_read(tmp_path, unit, how, position):
     stamp = write(tmp_path, unit).files["rows"]
     path = tmp_path / stamp.key
     data = bytearray(path.read_bytes())
@@ -97,7 +97,7 @@ def test_a_flipped_byte_is_found_when_the_file_is_read(tmp_path, unit, how, posi
         how(store(tmp_path), stamp)
 
 
-def test_reading_batches_and_columns(tmp_path, unit):
+def test_batches_and_columns_are_read(tmp_path, unit):
     stamp = write(tmp_path, unit).files["rows"]
     assert pa.Table.from_batches(stage.read_batches(store(tmp_path), stamp)).equals(TABLE)
     assert stage.read_table(store(tmp_path), stamp, ["value"]).equals(TABLE.select(["value"]))
@@ -105,7 +105,7 @@ def test_reading_batches_and_columns(tmp_path, unit):
         stage.read_table(store(tmp_path), Stamp("stages/none", 1, stamp.hash))
 
 
-def test_lookup_finds_what_is_there_under_todays_name(tmp_path, unit):
+def test_lookup_returns_current_labels(tmp_path, unit):
     write(tmp_path, unit)
     renamed = Unit("stage", "other name", unit.key, 5)
     missing = Unit("stage", "part-00001", "0" * 32)
@@ -114,7 +114,7 @@ def test_lookup_finds_what_is_there_under_todays_name(tmp_path, unit):
     assert found[unit.key].unit == renamed
 
 
-def test_manifests_survive_the_wire(tmp_path, unit):
+def test_manifests_round_trip_as_json(tmp_path, unit):
     done = write(tmp_path, unit)
     again = Published.from_json(done.to_json())
     assert again == done

@@ -29,7 +29,7 @@ DOCUMENTS = st.one_of(
 
 @given(st.lists(DOCUMENTS, max_size=6))
 @settings(max_examples=200, deadline=None)
-def test_fused_is_separate(documents: list[str]):
+def test_the_fused_pass_equals_separate_passes(documents: list[str]):
     line_rules = C4(terminal_punctuation=False, min_sentences=1, min_words_per_line=1)
     filters = (GopherQuality(), GopherRepetition(), FineWeb(), line_rules)
     found = textpass.measure(documents, Measures.of_all(filter.measures() for filter in filters), minhash=(3, 20, 4),
@@ -46,7 +46,7 @@ def test_fused_is_separate(documents: list[str]):
 
 @given(st.lists(DOCUMENTS, max_size=6))
 @settings(max_examples=200, deadline=None)
-def test_words_and_normalised_text_are_those_of_text(documents: list[str]):
+def test_words_equal_those_of_the_text_module(documents: list[str]):
     words, normalised = text.words(documents), text.normalise(documents, keep_digits=True).to_pylist()
     for part in textpass.scan(documents):
         for d in range(part.last - part.first):
@@ -57,7 +57,7 @@ def test_words_and_normalised_text_are_those_of_text(documents: list[str]):
             assert raw.tobytes().decode() == normalised[number]
 
 
-def test_any_number_of_documents_a_call(monkeypatch):
+def test_chunk_size_does_not_change_measures(monkeypatch):
     documents = [f"Document {number}, in words. " * (number % 9) + "é\n\n\"x\"" * (number % 4) for number in range(150)]
     settings_ = {"minhash": (5, 16, 1), "hashes": True}
     whole = textpass.measure(documents, everything(), **settings_)
@@ -69,7 +69,7 @@ def test_any_number_of_documents_a_call(monkeypatch):
     assert whole.edited.equals(parts.edited)
 
 
-def test_nothing_asked_for_and_nothing_given():
+def test_no_measures_and_no_texts():
     found = textpass.measure(["Three words here", ""])
     assert found.tokens.tolist() == [3, 0]
     assert found.token_counts is found.hashes is found.edited is None
@@ -77,12 +77,12 @@ def test_nothing_asked_for_and_nothing_given():
 
 
 @pytest.mark.skipif(not is_frozen_unicode(), reason="this Python's Unicode is not the table's")
-def test_shipped_table_is_what_the_definition_gives():
+def test_the_package_table_matches_its_definition():
     np.testing.assert_array_equal(token_table.load(), token_table.build())
     assert unicodedata.unidata_version == unicode_table.UNICODE_VERSION
 
 
-def test_special_words_join_to_their_chunk():
+def test_tokens_of_special_words_join_to_their_chunk():
     words = token_table.special_words()
     assert all("".join(tokens) == chunk for chunk, tokens in words.items())
     assert words["don’t"] == ("do", "n’t")

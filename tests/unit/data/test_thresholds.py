@@ -21,6 +21,6 @@ def slowly(a: float, b: float) -> str:
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=20))
-def test_equals_a_loop(documents):
+def test_first_failing_equals_a_loop(documents):
     a, b = (np.array([document[side] for document in documents], np.float64) for side in (0, 1))
     assert first_failing({"a": a, "b": b}, LIMITS, RULES) == [slowly(*document) for document in documents]

@@ -20,7 +20,7 @@ def table(ids, reason="why"):
     return verdicts.drops(pa.array(ids, pa.string()), reason, survivors=["s"] * len(ids), scores=[0.5] * len(ids))
 
 
-def test_rows_are_sorted_and_bytes_follow_from_them():
+def test_rows_are_sorted_and_encode_to_the_same_bytes():
     one, other = table(IDS), table(IDS[::-1])
     assert one.schema == verdicts.VERDICT_SCHEMA
     assert verdicts.encode(one) == verdicts.encode(other)
@@ -29,7 +29,7 @@ def test_rows_are_sorted_and_bytes_follow_from_them():
     assert verdicts.decode(verdicts.encode(one), ["id"]).column_names == ["id"]
 
 
-def test_without_removes_all_that_is_named():
+def test_without_removes_all_named_rows():
     documents = pa.table({"id": IDS})
     kept = verdicts.without(documents, [pa.array(IDS[:10]), pa.chunked_array([IDS[20:30], IDS[40:50]]), pa.array(
         [], pa.string())])
@@ -39,7 +39,7 @@ def test_without_removes_all_that_is_named():
 
 @given(cuts=st.lists(st.integers(0, 500), max_size=6))
 @settings(max_examples=30, deadline=None)
-def test_samples_do_not_depend_on_how_the_work_is_cut(cuts):
+def test_samples_do_not_depend_on_the_split_of_the_work(cuts):
     documents = pa.table({"id": IDS, "text": [f"text of {name} " * 40 for name in IDS]})
     bounds = [0, *sorted(cuts), 500]
     parts = [verdicts.samples(table(IDS[a:b]), documents) for a, b in itertools.pairwise(bounds) if b > a]
@@ -77,18 +77,18 @@ def test_partitions_are_even():
     assert sizes.max() < 1.1 * 20_000 / 16
 
 
-def test_the_seed_gives_another_hash():
+def test_seeds_give_different_hashes():
     assert verdicts.hash_ids(IDS, 1).tolist() != verdicts.hash_ids(IDS, 2).tolist()
     assert verdicts.hash_ids(pa.array(IDS)).tolist() == verdicts.hash_ids(IDS).tolist()
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_small_tables(count):
+def test_empty_and_small_tables(count):
     rows = table(IDS[:count])
     assert len(verdicts.decode(verdicts.encode(rows))) == count
 
 
-def test_an_edit_is_no_drop_and_rows_of_one_id_keep_their_order():
+def test_edits_are_not_drops_and_rows_of_an_id_keep_their_order():
     edits = verdicts.rows(verdicts.EDIT, pa.array(["b", "a"]), ["later", "first"], details=['{"n": 1}', ""])
     drops = verdicts.drops(pa.array(["a"]), "why")
     found = verdicts.merge([edits, drops, verdicts.rows(verdicts.KEEP, pa.array(["a", "c"]), "seen")])
@@ -104,7 +104,7 @@ def test_an_edit_is_no_drop_and_rows_of_one_id_keep_their_order():
 
 @given(st.text(max_size=500), st.text(max_size=500), st.text(max_size=500))
 @settings(max_examples=100)
-def test_samples_of_an_edit_show_where_it_begins(start, one, other):
+def test_samples_of_an_edit_show_its_beginning(start, one, other):
     before, after = verdicts.change(start + one, start + other)
     assert len(before) <= verdicts.SAMPLE_CHARACTERS >= len(after)
     assert before in start + one

@@ -29,13 +29,13 @@ def test_small_sources_are_added_up():
     assert by_source.largest(found, 2) == {"(other sources)": [6, 60], "s004": [4, 40], "s005": [5, 50]}
 
 
-def test_a_unit_tells_a_bounded_number_of_sources():
+def test_a_unit_lists_a_bounded_number_of_sources():
     found = tally([(f"{number}", 1) for number in range(5000)])
     assert len(found) == by_source.UNIT_SOURCES + 1
     assert by_source.total(found) == (5000, 5000)
 
 
-def test_stages_tell_of_the_same_sources():
+def test_all_stages_list_the_same_sources():
     first = {f"s{number:03d}": [number + 1, 1] for number in range(100)}
     stages = by_source.by_stage([("ingest", first), ("filter", {"s000": [1, 1], "s099": [50, 1]})])
     assert [stage["stage"] for stage in stages] == ["ingest", "filter"]

@@ -76,7 +76,7 @@ def test_each_file_is_a_document_and_the_others_are_counted(tree):
     assert set(LEFT_OUT) | set(BY_CONTENT) < set(code.REASONS)
 
 
-def test_links_pipes_and_what_is_behind_them_are_left_out(tree):
+def test_links_and_pipes_are_skipped(tree):
     (tree / "in/project/secret.py").symlink_to("/etc/passwd")
     (tree / "in/project/dangling.py").symlink_to("/nowhere")
     (tree / "outside").mkdir()
@@ -90,7 +90,7 @@ def test_links_pipes_and_what_is_behind_them_are_left_out(tree):
     assert code_tree.readable(store(tree / "in"), named, found.config.read)[1] == {"symbolic_link": 1}
 
 
-def test_a_file_that_becomes_a_link_after_it_was_listed_is_left_out(tree):
+def test_a_file_that_becomes_a_link_after_listing_is_skipped(tree):
     found = job(tree, "top.py")
     (tree / "in/top.py").unlink()
     (tree / "in/top.py").symlink_to("/etc/passwd")
@@ -104,13 +104,13 @@ def test_a_file_that_becomes_a_link_after_it_was_listed_is_left_out(tree):
     ({"keep": ["unknown_language"]}, {"project/data.bin", "project/LICENSE"}),
     ({"keep": ["generated"]}, {"project/package-lock.json", "project/app.min.js", "project/words_pb2.py",
                                "project/made.go", "project/packed.js"})])
-def test_what_is_left_out_can_be_chosen(tree, settings, more):
+def test_reasons_to_skip_files_can_be_disabled(tree, settings, more):
     before = {each.id for each in read(job(tree))[0]}
     documents, _ = read(job(tree, code=settings))
     assert {each.id for each in documents} == before | more
 
 
-def test_languages_folders_and_patterns(tree):
+def test_languages_folders_and_patterns_select_files(tree):
     assert {each.id for each in read(job(tree, code={"languages": ["Rust", "Makefile"]}))[0]} == {
         "project/src/lib.rs", "project/Makefile"}
     assert {each.id for each in read(job(tree, "project/src"))[0]} == {"project/src/main.py", "project/src/lib.rs"}
@@ -127,7 +127,7 @@ def test_text_in_another_encoding_is_a_bad_record(tree):
     assert isinstance(tally.bad[0], Bad)
 
 
-def test_a_file_more_changes_one_bundle(tree, monkeypatch):
+def test_an_added_file_changes_one_bundle(tree, monkeypatch):
     monkeypatch.setattr(code_tree, "BUNDLE_FILES", 2)
 
     def keys() -> list[str]:
@@ -142,7 +142,7 @@ def test_a_file_more_changes_one_bundle(tree, monkeypatch):
     assert all(bundle == sorted(bundle) for bundle in bundles)
 
 
-def test_a_unit_without_a_document_is_no_empty_file(tree):
+def test_a_bundle_without_documents_is_not_an_empty_file(tree):
     found = job(tree, "project/made.go")
     task = ingest.tasks(found)[0]
     done = ingest.ingest_file(Task(found.output, task.unit, task.inputs))
@@ -160,13 +160,13 @@ def test_inputs_and_plan_name_the_files(tree):
     assert plan.formats[0].is_usable
 
 
-def test_nothing_left_says_what_was_left_out(tree):
+def test_the_error_for_no_files_counts_the_skipped_ones(tree):
     with pytest.raises(InputError, match=r"no file of the source tree is read \(other_language 1\)") as error:
         job(tree, "project/src/lib.rs", code={"languages": ["Zig"]})
     assert "read.code" in error.value.mend
 
 
-def test_settings(tree):
+def test_invalid_code_settings_are_refused(tree):
     with pytest.raises(ConfigError, match="unknown language 'python', did you mean 'Python'"):
         job(tree, code={"languages": ["python"]})
 

@@ -64,7 +64,7 @@ def test_the_card_describes_subsets_and_splits(tmp_path):
 
 @pytest.mark.parametrize(("changed", "subset"), [(("config_name: de", "config_name: de\n  default: true"), "de"),
                                                  (("config_name: de", "config_name: default"), "default")])
-def test_the_default_subset(tmp_path, changed, subset):
+def test_the_default_subset_is_read(tmp_path, changed, subset):
     here = folder(tmp_path, *DESCRIBED, card=CARD.replace(*changed))
     assert files(here) == files(here, subset=subset) == ["de/x.jsonl"]
 
@@ -77,7 +77,7 @@ def test_the_default_subset(tmp_path, changed, subset):
     (["dev.jsonl.gz", "training_0.jsonl"], "validation", ["dev.jsonl.gz"]),
     (["a.jsonl", "b/c.json", "dataset_infos.json", ".git/x.json", "__pycache__/y.json", "LICENSE", "z.py"], "train",
      ["a.jsonl", "b/c.json"])])
-def test_names_tell_the_split(tmp_path, names, split, found):
+def test_names_of_files_decide_the_split(tmp_path, names, split, found):
     here = folder(tmp_path, *names, card="no head\n---\n")
     assert files(here, split) == found
     folder(tmp_path / "below", *names)
@@ -96,7 +96,7 @@ def saved(path: Path, rows: list[str], split: str | None = None, **state) -> Non
     (path / "cache-0123.arrow").write_bytes(b"left behind by map()")
 
 
-def test_what_save_to_disk_wrote(tmp_path):
+def test_folders_of_save_to_disk_are_read(tmp_path):
     saved(tmp_path / "one", ["a"])
     assert files(tmp_path / "one") == ["data-00000-of-00001.arrow"]
     saved(tmp_path / "named", ["a"], "test")
@@ -118,14 +118,14 @@ def test_what_save_to_disk_wrote(tmp_path):
     (CARD.replace("de/*", "https://example.org/*"), "train", "de", "have an unknown form"),
     ("---\na: [\n---\n", "train", None, "not YAML"), (None, "train", "en", "no README.md here names any"),
     (None, "dev", None, "no split 'dev'; there are")])
-def test_what_is_not_there_is_told_with_what_there_is(tmp_path, card, split, subset, told):
+def test_errors_list_the_existing_subsets_and_splits(tmp_path, card, split, subset, told):
     with pytest.raises(InputError) as error:
         files(folder(tmp_path, *DESCRIBED, card=card), split, subset)
     assert told in str(error.value)
     assert str(tmp_path) in str(error.value)
 
 
-def test_damaged_folders_of_save_to_disk(tmp_path):
+def test_damaged_folders_of_save_to_disk_raise(tmp_path):
     saved(tmp_path / "test", ["a"], "test")
     with pytest.raises(InputError, match="there are 'test'"):
         files(tmp_path / "test")
@@ -146,7 +146,7 @@ def recipe(**read) -> PipelineConfig:
     return build(PipelineConfig, {"read": {"paths": ["."], **read}, "steps": ["dedup_exact"]})
 
 
-def test_a_recipe_names_the_folder(tmp_path):
+def test_a_recipe_reads_a_folder(tmp_path):
     saved(tmp_path / "in/arrow/train", ["one", "two"])
     (tmp_path / "in/arrow/dataset_dict.json").write_text('{"splits": ["train"]}')
     folder(tmp_path / "in/set", "en/test-0.jsonl", card=CARD)
@@ -164,7 +164,7 @@ def test_a_recipe_names_the_folder(tmp_path):
         resolve(recipe(paths=["arrow"], split="dev"), input=str(tmp_path / "in"), output=str(tmp_path / "out"))
 
 
-def test_split_and_subset_are_no_part_of_keys(tmp_path):
+def test_keys_do_not_depend_on_split_and_subset(tmp_path):
     here = folder(tmp_path / "in", "train.jsonl", "test.jsonl")
     (here / "test.jsonl").write_text('{"text": "b"}\n')
     both, one = (resolve(recipe(split=split), input=str(here), output=str(tmp_path / "out"))

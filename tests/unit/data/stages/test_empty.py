@@ -38,21 +38,21 @@ def refused(folder: Path, files: dict[str, str], **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("allowed", [0.05, 1])
-def test_empty_files(allowed, tmp_path):
+def test_empty_files_are_reported(allowed, tmp_path):
     told = refused(tmp_path, {"a.jsonl": "", "b.jsonl": "\n"}, max_bad_fraction=allowed)
     assert "nothing was read: all 2 files are empty" in told or "2 cannot be used (empty_file 2)" in told
     assert "filter" not in told
     assert "loosen" not in told
 
 
-def test_all_bad(tmp_path):
+def test_only_bad_records_are_reported(tmp_path):
     told = refused(tmp_path, {"a.jsonl": '{"content": "x"}\n{"content": "y"}\n{\n'}, max_bad_fraction=1)
     assert "no document is left: 3 records read; 3 cannot be used (missing_text 2, invalid_json 1)" in told
     assert "read.text" in told
     assert "loosen" not in told
 
 
-def test_all_filtered(tmp_path):
+def test_filters_that_drop_everything_are_reported(tmp_path):
     lines = [{"text": "too short"}, {"text": "this too"}, {"text": GOOD.replace("word", "1-")}]
     told = refused(tmp_path, {"a.jsonl": "".join(json.dumps(line) + "\n" for line in lines) + "{\n"},
                    max_bad_fraction=0.5)
@@ -60,7 +60,7 @@ def test_all_filtered(tmp_path):
     assert "loosen filter, which drops most" in told
 
 
-def test_a_training_set_without_a_row(tmp_path):
+def test_a_training_set_without_rows_is_reported(tmp_path):
     steps = ["dedup_exact", {"tokenize": {"train": {"vocabulary_size": 300}}},
              {"pack": {"sequence_length": 16, "validation_fraction": 0.999999}}]
     told = refused(tmp_path, {"a.jsonl": json.dumps({"text": GOOD})}, steps=steps)
@@ -76,7 +76,7 @@ def test_the_last_table_has_tokens_rows_utilisation_and_validation(tmp_path):
     assert validation == {"set": "validation", "documents": "0", "tokens": "0", "rows": "0", "filled": "-"}
 
 
-def test_the_most_frequent_reasons_are_told_where_there_are_several():
+def test_the_most_frequent_of_several_reasons_are_listed():
     """A newcomer saw "dropped 1,016" and had to look for the reasons in a file."""
     dropped = {"too_few_words": 1262, "bullets": 1, "words_too_long": 10, "duplicate_lines": 10, "hashes": 1}
     stages = [{"name": "filter", "dropped": dropped}, {"name": "dedup_exact", "dropped": {"exact_duplicate": 57}},

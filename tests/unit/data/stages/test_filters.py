@@ -35,7 +35,7 @@ def names(given):
     return [name_of(type(filter)) for filter in given]
 
 
-def test_all_apply_in_the_order_of_finewebs_recipe():
+def test_filters_apply_in_the_order_of_finewebs_recipe():
     step = FilterStep.model_validate({"fineweb": {}, "gopher_quality": {}, "gopher_repetition": {}})
     assert names(step.filters) == ["gopher_repetition", "gopher_quality", "fineweb"]
     lines = "\n".join(LINES)
@@ -56,7 +56,7 @@ NEEDS = {"urls": {"domains": ["bad.com"]}, "words": {"words": ["bad"]}, "classif
 
 
 @pytest.mark.parametrize("name", FILTERS.built_in())
-def test_each_filter_by_name(name: str):
+def test_each_filter_is_found_by_name(name: str):
     step = FilterStep.model_validate({name: NEEDS[name]} if name in NEEDS else name)
     (rule,) = step.filters
     assert names([rule]) == [name]
@@ -67,7 +67,7 @@ def test_each_filter_by_name(name: str):
         assert len(filters.judge(step.filters, documents([])).reasons) == 0
 
 
-def test_the_order_is_that_of_the_filters_and_not_of_the_file():
+def test_filters_define_their_order_and_not_the_file():
     everything = FilterStep.model_validate({name: NEEDS.get(name, {}) for name in FILTERS.built_in()})
     assert names(everything.filters) == ["urls", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb",
                                          "refinedweb", "words", "classifier", "pii"]
@@ -82,7 +82,7 @@ def test_the_order_is_that_of_the_filters_and_not_of_the_file():
     ({"c4": {"min_sentences": "x"}}, "c4.min_sentences: Input should be a valid integer"),
     ({"c4": 3}, "c4: Input should be a valid dictionary"),
 ])
-def test_mistakes_are_told_with_their_place(values, told):
+def test_errors_name_the_setting(values, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
         build(FilterStep, values)
 
@@ -126,7 +126,7 @@ class Name(Filter):
         return Verdicts(reasons, metas=metas, quality=quality)
 
 
-def test_a_filter_sees_what_those_before_it_left():
+def test_a_filter_sees_the_results_of_those_before_it():
     texts = ["a cut b", "plain", "bad cut", " cut ", "axb cut", "spam cutcut", "x"]
     table = documents(texts, sources=["web"] * 5 + ["spam", "web"])
     given = [Cut(), Name(), CutMore(word="x", bad="a  b")]
@@ -144,7 +144,7 @@ def test_a_filter_sees_what_those_before_it_left():
     assert judged.statistics["cuts"].tolist() == [0, 0, 0, 0, 1, 0, 1]
 
 
-def test_outcomes_of_batches_are_those_of_the_whole():
+def test_batching_does_not_change_outcomes():
     texts = [f"{number} " + "cut " * (number % 3) + ("bad" if number % 7 == 0 else "") for number in range(100)]
     table = documents(texts)
     group = [(False, [Cut(), Name()])]
@@ -165,7 +165,7 @@ def test_outcomes_of_batches_are_those_of_the_whole():
     assert whole.edited == sum("cut" in text for text in texts if "bad" not in text) == int(passed.changed.sum())
 
 
-def test_annotating_changes_nothing_and_says_what_would_happen(tmp_path):
+def test_annotating_changes_nothing_and_records_reasons(tmp_path):
     texts = ["a cut", "bad", "plain"]
     found = Outcomes()
     passed = found.apply([(True, [Cut()])], documents(texts))
@@ -184,7 +184,7 @@ def test_annotating_changes_nothing_and_says_what_would_happen(tmp_path):
         {"id": "d0002", "source": "web", "cuts": 0.0, "would_drop": ""}]
 
 
-def test_thresholds_chosen_from_annotations_give_the_verdict_they_promise():
+def test_annotations_predict_the_verdicts_of_thresholds():
     texts = [GOOD, "\n".join(LINES), STOP * 4, STOP + "\n".join(LINES), GOOD[:90], GOOD * 3]
     table = documents(texts)
     step = FilterStep.model_validate({"gopher_quality": {}, "fineweb": {}, "annotate": True})
@@ -200,7 +200,7 @@ def test_thresholds_chosen_from_annotations_give_the_verdict_they_promise():
         assert ((reasons == "gopher_too_few_words") == (rows["words"].to_numpy() < threshold)).all()
 
 
-def test_steps_in_a_row_that_annotate_alike_are_one_group():
+def test_consecutive_steps_with_the_same_annotate_are_one_group():
     one, two, three = (FilterStep.model_validate(value) for value in (
         {"fineweb": {}}, {"gopher_quality": {}}, {"gopher_quality": {}, "annotate": True}))
     assert [(annotate, names(rules)) for annotate, rules in groups(grouped([one, two, three, one]))] == [

@@ -61,7 +61,7 @@ def texts(found: Job) -> list[str]:
     ([NAME], {}, ["one", "two"]), ([NAME], {"split": "all"}, ["three", "one", "two"]),
     ([f"{NAME}@main"], {}, ["one", "two"]), ([f"{NAME}/more"], {}, ["four"]), ([f"{NAME}/more/"], {}, ["four"]),
     ([f"{NAME}/more/a.jsonl"], {}, ["four"]), ([f"{NAME}/**/*.parquet"], {}, ["three", "one", "two"])])
-def test_a_data_set_a_folder_a_file_and_a_pattern(tmp_path, server, paths, read, wanted):
+def test_data_sets_folders_files_and_patterns_are_read(tmp_path, server, paths, read, wanted):
     commit = server.commit("owner/words", FIRST)
     found = job(tmp_path, *paths, **read)
     assert texts(found) == wanted
@@ -69,7 +69,7 @@ def test_a_data_set_a_folder_a_file_and_a_pattern(tmp_path, server, paths, read,
     assert all(file.name.startswith(paths[0].partition("/more")[0].partition("/**")[0]) for file in found.files)
 
 
-def test_as_input_of_a_recipe_names_are_relative(tmp_path, server):
+def test_names_are_relative_to_a_hub_input(tmp_path, server):
     server.commit("owner/words", FIRST)
     found = job(tmp_path, ".", input=NAME)
     assert ([file.name for file in found.files], found.input) == (["data/train-00000-of-00001.parquet"], NAME)
@@ -77,7 +77,7 @@ def test_as_input_of_a_recipe_names_are_relative(tmp_path, server):
     assert texts(job(tmp_path, "ignored/*", input=f"{NAME}/more/a.jsonl")) == ["four"]
 
 
-def test_an_output_keeps_its_commit_and_another_one_reads_the_newest(tmp_path, server):
+def test_an_output_keeps_its_commit_and_a_new_one_reads_the_newest(tmp_path, server):
     old = server.commit("owner/words", FIRST)
     first = job(tmp_path)
     hub_commits.record(first.store, first.commits)
@@ -92,14 +92,14 @@ def test_an_output_keeps_its_commit_and_another_one_reads_the_newest(tmp_path, s
     assert texts(job(tmp_path, f"{NAME}@{old}")) == ["one", "two"]
 
 
-def test_a_file_that_a_new_commit_leaves_alone_is_not_read_again(tmp_path, server):
+def test_files_unchanged_by_a_new_commit_are_not_read_again(tmp_path, server):
     server.commit("owner/words", FIRST)
     keys = {task.unit.key for task in ingest.tasks(job(tmp_path, split="all"))}
     server.commit("owner/words", {**FIRST, "data/test-00000-of-00001.parquet": parquet("changed")})
     assert len(keys & {task.unit.key for task in ingest.tasks(job(tmp_path, split="all"))}) == 1
 
 
-def test_content_of_a_workflow_step_is_that_of_the_files(tmp_path, server):
+def test_content_of_a_workflow_step_is_the_content_of_the_files(tmp_path, server):
     server.commit("owner/words", FIRST)
     recipe = build(PipelineConfig, {"read": {"paths": [NAME]}, "steps": ["dedup_exact"]})
     (tmp_path / "in").mkdir()
@@ -113,7 +113,7 @@ def test_content_of_a_workflow_step_is_that_of_the_files(tmp_path, server):
     (f"{NAME}@v2", "no such revision", "behind @"), ("hf://datasets/words", "not the URI of a data set", "owner/name"),
     ("hf://models/owner/words", "not the URI of a data set", "owner/name"),
     (f"{NAME}/nothing", "no file matches", "read.paths"), (f"{NAME}/*.csv", "no file matches", "read.paths")])
-def test_what_is_not_there(tmp_path, server, path, told, fix):
+def test_missing_data_sets_raise(tmp_path, server, path, told, fix):
     server.commit("owner/words", FIRST)
     with pytest.raises((StorageError, InputError)) as error:
         job(tmp_path, path)
@@ -125,7 +125,7 @@ def test_what_is_not_there(tmp_path, server, path, told, fix):
 @pytest.mark.parametrize(("refusal", "told", "fix"), [
     ((403, "GatedRepo"), "asks for its terms to be accepted", "log in"), ((403, ""), "status 403", "HF_TOKEN"),
     ((500, ""), "status 500", "again later")])
-def test_what_the_hub_refuses(tmp_path, server, refusal, told, fix):
+def test_refusals_of_the_hub_raise(tmp_path, server, refusal, told, fix):
     server.refusal = refusal
     with pytest.raises(StorageError) as error:
         job(tmp_path)
@@ -133,7 +133,7 @@ def test_what_the_hub_refuses(tmp_path, server, refusal, told, fix):
     assert fix in error.value.mend
 
 
-def test_without_a_network(tmp_path, monkeypatch):
+def test_a_missing_network_raises(tmp_path, monkeypatch):
     with HubServer() as gone:
         monkeypatch.setenv("HF_ENDPOINT", gone.endpoint)
     with pytest.raises(StorageAwayError, match="cannot be reached") as error:
@@ -142,7 +142,7 @@ def test_without_a_network(tmp_path, monkeypatch):
     assert "hf download" in error.value.mend
 
 
-def test_offline_by_request(tmp_path, server, monkeypatch):
+def test_offline_mode_raises(tmp_path, server, monkeypatch):
     from huggingface_hub import constants
 
     server.commit("owner/words", FIRST)
@@ -151,13 +151,13 @@ def test_offline_by_request(tmp_path, server, monkeypatch):
         job(tmp_path)
 
 
-def test_without_the_package(tmp_path, monkeypatch):
+def test_a_missing_package_raises(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(StorageError, match=r"tidewheel\[hub\]"):
         job(tmp_path)
 
 
-def test_the_hub_is_only_read_from(tmp_path):
+def test_the_hub_is_read_only(tmp_path):
     recipe = build(PipelineConfig, {"read": {"paths": ["*"]}, "steps": ["dedup_exact"]})
     (tmp_path / "a.jsonl").write_bytes(lines("a"))
     with pytest.raises(StorageError, match="only read from"):
@@ -166,7 +166,7 @@ def test_the_hub_is_only_read_from(tmp_path):
         store(NAME).write("a", b"")
 
 
-def test_a_store_reads_ranges_and_knows_what_is_not_there(server):
+def test_a_store_reads_ranges_and_reports_missing_files(server):
     commit = server.commit("owner/words", FIRST)
     for place in (store(f"{NAME}@{commit}"), store(NAME), store(f"{NAME}/more")):
         name = "a.jsonl" if place.uri.endswith("more") else "more/a.jsonl"

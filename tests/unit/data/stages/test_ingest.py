@@ -63,7 +63,7 @@ def read_back(output, done):
 
 
 @pytest.mark.parametrize("size", [100, 1000, 4999])
-def test_ranges_give_what_whole_files_give(folder, tmp_path, size):
+def test_ranges_give_the_same_documents_as_whole_files(folder, tmp_path, size):
     whole = units(folder, tmp_path / "whole")
     ranged = units(folder, tmp_path / "ranged", unit_bytes=size)
     assert len(ranged) > len(whole)
@@ -75,7 +75,7 @@ def test_ranges_give_what_whole_files_give(folder, tmp_path, size):
                      "wrong_encoding": 1}
 
 
-def test_units_are_told_apart_by_what_they_read(folder, tmp_path):
+def test_keys_of_units_depend_on_what_they_read(folder, tmp_path):
     def keys(**read):
         job = resolve(recipe(**read), input=str(folder), output=str(tmp_path / "out"))
         return {task.unit.label: task.unit.key for task in ingest.tasks(job)}
@@ -104,7 +104,7 @@ def ids(output, done):
 
 
 @pytest.mark.parametrize("size", [1 << 28, 5000])
-def test_a_sample_is_the_same_documents_whatever_files_they_are_in(folder, tmp_path, size):
+def test_a_sample_does_not_depend_on_the_files(folder, tmp_path, size):
     every = ids(tmp_path / "all", units(folder, tmp_path / "all"))
     tenth = units(folder, tmp_path / "tenth", sample=0.1, unit_bytes=size)
     third = units(folder, tmp_path / "third", sample=0.3)
@@ -129,7 +129,7 @@ def test_a_sample_keeps_the_share_of_bad_records(tmp_path):
     assert 250 < unit.summary["documents"] < 350
 
 
-def test_a_limit_reads_the_first_of_each_file_by_size(tmp_path):
+def test_a_limit_reads_from_each_file_by_its_size(tmp_path):
     (tmp_path / "in").mkdir()
     for name, count in (("a.jsonl", 3000), ("b.jsonl", 1000), ("c.jsonl", 1)):
         lines = [b'{"id": "%s%d", "text": "%08d"}' % (name[:1].encode(), number, number) for number in range(count)]
@@ -146,7 +146,7 @@ def test_a_limit_reads_the_first_of_each_file_by_size(tmp_path):
     assert [unit.summary["records"] for unit in units(tmp_path / "in", tmp_path / "one", limit=1)] == [1]
 
 
-def test_what_is_tried_is_another_unit_and_few_partitions(folder, tmp_path):
+def test_a_limit_or_sample_changes_keys_and_partition_counts(folder, tmp_path):
     keys = {task.unit.key for read in ({}, {"limit": 50}, {"limit": 90}, {"sample": 0.5}) for task in ingest.tasks(
         resolve(recipe(**read), input=str(folder), output=str(tmp_path / "out"))) if task.unit.label == "a.jsonl"}
     assert len(keys) == 4

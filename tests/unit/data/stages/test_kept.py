@@ -25,7 +25,7 @@ def samples(*bounds: tuple[int, int]) -> list[dict]:
     return kept.merge(parts)
 
 
-def test_any_split_of_the_work_shows_the_same_documents():
+def test_samples_do_not_depend_on_the_split_of_the_work():
     whole = samples((0, 300))
     assert len(whole) == kept.SAMPLES
     assert whole == samples((0, 10), (10, 200), (200, 300)) == samples((100, 300), (0, 100))
@@ -33,7 +33,7 @@ def test_any_split_of_the_work_shows_the_same_documents():
     assert len(whole[0]["text"]) == verdicts.SAMPLE_CHARACTERS
 
 
-def test_what_the_last_stage_drops_is_not_shown():
+def test_samples_exclude_documents_that_the_last_stage_drops():
     seen = kept.Kept()
     list(seen.watch([table(0, 50)]))
     first = seen.samples()[0]["id"]
@@ -42,7 +42,7 @@ def test_what_the_last_stage_drops_is_not_shown():
     assert len(seen.samples(gone)) == kept.SAMPLES
 
 
-def test_tokens_by_source():
+def test_tokens_are_counted_by_source():
     seen = kept.Kept()
     list(seen.watch([table(0, 4), table(4, 7)]))
     found = seen.tokens(pa.array(["d6", "d0", "d1"]), np.array([5, 6, 7]))

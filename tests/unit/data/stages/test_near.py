@@ -89,7 +89,7 @@ def greedy(records: list[dict], least: float, ngram: int, unit: minhash.Unit) ->
     return {record["id"] for record in ordered} - {ordered[number]["id"] for number in kept}
 
 
-def test_the_cut_into_partitions_and_rounds_does_not_show(tmp_path, monkeypatch):
+def test_partitions_and_rounds_do_not_change_the_result(tmp_path, monkeypatch):
     folder = write(tmp_path / "in", documents(1, families=25))
     expected, report = dedup(folder, tmp_path / "one", partitions=1)
     assert len(expected) > 40
@@ -106,7 +106,7 @@ def test_the_cut_into_partitions_and_rounds_does_not_show(tmp_path, monkeypatch)
     assert dedup(folder, tmp_path / "mixed", partitions=5)[0] == expected
 
 
-def test_a_round_that_was_lost_is_done_again(tmp_path, monkeypatch):
+def test_a_lost_round_is_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(near_rounds, "FEW_EDGES", 0)
     folder = write(tmp_path / "in", documents(1, families=25))
     expected, _ = dedup(folder, tmp_path / "out")
@@ -119,7 +119,7 @@ def test_a_round_that_was_lost_is_done_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("unit", "ngram", "bands", "rows"), [("words", 3, 30, 4), ("characters", 9, 25, 4)])
-def test_exact_verification_is_the_greedy_rule_over_true_similarities(tmp_path, unit, ngram, bands, rows):
+def test_exact_verification_applies_the_greedy_rule_to_true_similarities(tmp_path, unit, ngram, bands, rows):
     records = documents(2)
     folder = write(tmp_path / "in", records)
     found, report = dedup(folder, tmp_path / "out", unit=unit, ngram=ngram, bands=bands, rows=rows, verify="exact",
@@ -144,7 +144,7 @@ def test_documents_without_shingles_are_compared_by_their_text(tmp_path):
 
 @pytest.mark.parametrize(("exact", "verify", "partitions"), [
     (False, {"doubt": 0}, (4, 4, 4)), (True, {}, (3, 8, 5)), (False, {"verify": "exact"}, (5, 2, 3))])
-def test_against_indexes_of_earlier_dumps_is_one_run_in_which_they_have_priority(tmp_path, exact, verify, partitions):
+def test_an_index_of_an_earlier_dump_gives_the_result_of_one_run(tmp_path, exact, verify, partitions):
     old, middle, new = documents(4, source="old"), documents(4, source="middle"), documents(4, source="new")
     for number, record in enumerate(itertools.chain(middle, new)):  # the same families, edited further
         if number % 3:
@@ -178,7 +178,7 @@ def test_against_indexes_of_earlier_dumps_is_one_run_in_which_they_have_priority
     assert {row["survivor"].split("-")[0] for row in third.values()} >= {"old", "own"}
 
 
-def test_an_index_that_does_not_fit_is_refused(tmp_path):
+def test_an_incompatible_index_is_refused(tmp_path):
     folder = write(tmp_path / "in", documents(5, families=2))
     dedup(folder, tmp_path / "out", write_index=True)
     index = str(tmp_path / "out" / "near_index")
@@ -192,7 +192,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_another_index_is_another_unit_and_leaves_nothing_behind(tmp_path):
+def test_another_index_changes_keys_and_leaves_no_old_files(tmp_path):
     folder = write(tmp_path / "in", documents(5, families=4))
     index = tmp_path / "out" / "near_index"
     dedup(folder, tmp_path / "out", write_index=True)
@@ -225,14 +225,14 @@ def test_the_sample_measures_recall_and_precision(tmp_path):
     assert all(row["pairs"] == 0 for row in small["bins"]), "one band has no others to be measured by"
 
 
-def test_which_estimates_are_in_doubt():
+def test_estimates_near_the_threshold_are_in_doubt():
     error = 0.0424  # sqrt(0.72 x 0.28 / 112)
     for settings, low, high in (({}, 0.72 - 2.5 * error, 0.72 + 2.5 * error), ({"doubt": 0}, 0.72, 0.72),
                                 ({"verify": "exact"}, 0.72 - 4 * error, float("inf"))):
         assert near_edges.doubtful(build(DedupNearStep, settings)) == pytest.approx((low, high), abs=1e-3)
 
 
-def test_doubt_is_cleared_by_the_shingle_sets(tmp_path):
+def test_shingle_sets_decide_pairs_in_doubt(tmp_path):
     records = documents(9, families=40)
     folder = write(tmp_path / "in", records)
     texts = {record["id"]: record["text"] for record in records}

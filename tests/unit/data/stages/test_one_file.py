@@ -19,7 +19,7 @@ def recipe(**changes: Any) -> PipelineConfig:
 
 
 @pytest.mark.parametrize("name", ["books.jsonl", "odd [1]*.jsonl"])
-def test_a_file_is_read_instead_of_those_that_the_recipe_names(name, tmp_path):
+def test_an_input_file_replaces_the_files_of_the_recipe(name, tmp_path):
     for file in (name, "odd 1x.jsonl", "other.jsonl"):
         (tmp_path / file).write_text('{"text": "some words"}\n')
     job = resolve(recipe(), input=str(tmp_path / name), output=str(tmp_path / "out"))
@@ -29,7 +29,7 @@ def test_a_file_is_read_instead_of_those_that_the_recipe_names(name, tmp_path):
     assert [file[0] for file in content(recipe(), input=str(tmp_path / name), output="out")["files"]] == [name]
 
 
-def test_paths_that_stand_alone_are_read_beside_it(tmp_path):
+def test_absolute_paths_are_read_beside_an_input_file(tmp_path):
     for file in ("a.jsonl", "b.jsonl"):
         (tmp_path / file).write_text('{"text": "some words"}\n')
     config = recipe(read={"paths": ["corpus/*.jsonl", str(tmp_path / "b.jsonl")]})
@@ -37,7 +37,7 @@ def test_paths_that_stand_alone_are_read_beside_it(tmp_path):
     assert [file.name for file in job.files] == [str(tmp_path / "b.jsonl"), "a.jsonl"]
 
 
-def test_an_object_is_a_file_too(tmp_path):
+def test_an_object_can_be_the_input_file(tmp_path):
     with S3Server() as server:
         bucket = server.create_bucket("one")
         store(bucket).write("raw/a.jsonl", b'{"text": "some words"}\n')

@@ -52,7 +52,7 @@ def test_recipe_versions_and_inputs_are_in_the_output(output):
     assert made["input"]["hash"] == store(output).hash("inputs.jsonl")
 
 
-def test_the_shard_set_says_its_recipe_which_is_no_part_of_its_identity(output):
+def test_the_recipe_of_a_shard_set_is_not_part_of_its_identity(output):
     manifest = read_manifest(store(output / "shards"))
     assert build(PipelineConfig, manifest.recipe).recipe_hash() == manifest.recipe_hash
     values = manifest.canonical()
@@ -62,7 +62,7 @@ def test_the_shard_set_says_its_recipe_which_is_no_part_of_its_identity(output):
     assert before.recipe == {}
 
 
-def test_the_report_shows_it(output):
+def test_the_report_shows_the_origin(output):
     write_pipeline_report(str(output))
     page = (output / "report.html").read_text()
     assert "How it was made" in page
@@ -70,12 +70,12 @@ def test_the_report_shows_it(output):
     assert "pyarrow" in page
 
 
-def test_no_password_is_written_down():
+def test_passwords_are_not_written():
     config = recipe(read={"paths": ["s3://user:secret@bucket/*.jsonl"]})
     assert "secret" not in yaml.safe_dump(origin.settings_of(config))
 
 
-def test_a_step_more_is_not_a_difference_of_all_that_follow():
+def test_an_added_step_does_not_make_later_steps_differ():
     steps = recipe().canonical()["steps"]
     more = recipe(steps=[{"dedup_url": {}}, *steps[:1], *steps[2:]], seed=1)
     found = origin.differences(origin.settings_of(recipe()), origin.settings_of(more))

@@ -66,7 +66,7 @@ def documents(uri: str) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", list(NAMES))
 @pytest.mark.parametrize(("bos", "eos", "method"), [
     ("none", "document", "best_fit"), ("document", "none", "concatenate"), ("document", "document", "best_fit")])
-def test_every_tokenizer_policy_and_method(files, tmp_path, name, bos, eos, method):
+def test_tokens_are_kept_for_every_policy_and_method(files, tmp_path, name, bos, eos, method):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / NAMES[name]).write_bytes(files[name])
     tokenizer = {"file": NAMES[name], "bos": bos, "eos": eos, "vocabulary_multiple": 64}
@@ -89,7 +89,7 @@ def test_every_tokenizer_policy_and_method(files, tmp_path, name, bos, eos, meth
     assert {name: encoder.decode(tokens) for name, tokens in whole.items()} == told
 
 
-def test_the_settings_are_in_the_key(files, tmp_path):
+def test_keys_depend_on_the_settings(files, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "tokenizer.json").write_bytes(files["huggingface"])
     keys = {unit.unit.key for settings in ({}, {"method": "concatenate"}, {"window": 9}) for eos in ("none", "document")
@@ -122,7 +122,7 @@ def test_a_conversation_longer_than_a_row_is_split_with_its_mask(tmp_path):
     ({"file": "none.json"}, "no such tokenizer file"), ({"file": "tokenizer.model"}, "chat templates need"),
     ({"chat_template": "none.jinja"}, "no such chat template"), ({}, "no chat template"),
     ({"chat_template": "bad.jinja"}, "no valid Jinja")])
-def test_what_chat_data_needs_is_told_before_anything_runs(files, tmp_path, change, message):
+def test_chat_data_without_a_template_is_refused_before_the_run(files, tmp_path, change, message):
     (tmp_path / "in").mkdir()
     for name, file in NAMES.items():
         (tmp_path / "in" / file).write_bytes(files[name])

@@ -70,7 +70,7 @@ def filtered(task: Task, *parts: Filter):
     return row_local.filter_part(Task(task.output, task.unit, inputs))
 
 
-def test_a_rewritten_partition_is_that_of_the_edited_texts(tmp_path):
+def test_a_rewritten_partition_equals_one_made_from_the_edited_texts(tmp_path):
     records = [{"id": f"d{number:02d}", "text": text} for number, text in enumerate(texts())]
     task, part = part_of(tmp_path / "one", records)
     # dropped by an earlier stage: neither judged nor written again
@@ -110,7 +110,7 @@ def test_the_same_unit_twice_gives_the_same_bytes(tmp_path):
     assert filtered(task, Cut(), Rank()).files == filtered(task, Cut(), Rank()).files
 
 
-def test_a_partition_of_which_nothing_is_left(tmp_path):
+def test_a_partition_can_become_empty(tmp_path):
     task, part = part_of(tmp_path, [{"id": "a", "text": "storm"}, {"id": "b", "text": "storm tide"}])
     done = filtered(task, Cut())
     (left,) = after([part], [done])
@@ -119,7 +119,7 @@ def test_a_partition_of_which_nothing_is_left(tmp_path):
     assert load_keys(task.store, left.inputs()).schema == read_table(task.store, part.keys).schema
 
 
-def test_an_edit_and_a_drop_of_one_document(tmp_path):
+def test_a_document_can_be_edited_and_then_dropped(tmp_path):
     task, part = part_of(tmp_path, [{"id": "a", "text": "a tide of words"}, {"id": "b", "text": "plain words"}])
     unit = Unit("cut", "part-00000", "4" * 32)
     rows = verdicts.merge([verdicts.rows(verdicts.EDIT, pa.array(["a", "b"]), "cut_out", details=["{}", "{}"]),

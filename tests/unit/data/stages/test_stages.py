@@ -37,7 +37,7 @@ def folder(tmp_path):
     return tmp_path / "in"
 
 
-def test_patterns_below_the_input_and_on_their_own(folder, tmp_path):
+def test_relative_and_absolute_patterns_find_files(folder, tmp_path):
     def names(*paths):
         return [file.name for file in resolve(recipe(paths), input=str(folder), output=str(folder / "out")).files]
 
@@ -57,7 +57,7 @@ def test_patterns_below_the_input_and_on_their_own(folder, tmp_path):
     (lambda: recipe(tokenize={"file": "none.json"}), InputError, "no such tokenizer file"),
     (lambda: recipe(tokenize={"file": "a.jsonl"}), InputError, "not a tokenizer.json"),
 ])
-def test_what_is_missing_is_told_before_anything_is_written(folder, tmp_path, config, error, told):
+def test_missing_inputs_raise_before_anything_is_written(folder, tmp_path, config, error, told):
     with pytest.raises(error) as raised:
         pipeline.run(config(), input=str(folder), output=str(tmp_path / "new"))
     assert told in str(raised.value)
@@ -90,7 +90,7 @@ def test_the_plan_writes_nothing_and_needs_no_cluster(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 4), (4 * 64 << 20, 4), ((4 * 64 << 20) + 1, 8), (1 << 40, 16384)])
-def test_partitions_follow_from_the_size_alone(folder, monkeypatch, size, expected):
+def test_partitions_depend_on_the_size_alone(folder, monkeypatch, size, expected):
     from tidewheel.data.stages.resolve import partition_count
     from tidewheel.data.stages.sources import SourceFile
 
@@ -103,7 +103,7 @@ def test_partitions_follow_from_the_size_alone(folder, monkeypatch, size, expect
     assert partition_count(recipe(partitions=3), files) == 3
 
 
-def test_tasks_survive_the_wire():
+def test_tasks_round_trip_as_json():
     task = Task("s3://b/o", Unit("s", "l", "k", 3), {"documents": Stamp("a", 1, "h"), "dropped": [Stamp("b", 2, "i")],
                                                      "settings": {"x": None}})
     assert _decode(_encode(task)) == task
@@ -139,7 +139,7 @@ def brute_counts(table):
 
 
 @pytest.mark.parametrize("merged", [1, ngrams.MERGED])
-def test_ngram_figures_against_counting_by_hand(merged: int, monkeypatch: pytest.MonkeyPatch):
+def test_ngram_entropies_match_counting_by_hand(merged: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ngrams, "MERGED", merged)
     generator = np.random.default_rng(0)
     vocabulary = 30
@@ -195,7 +195,7 @@ def test_the_bigram_model_is_a_probability():
         assert sum(math.exp(-loss) for loss in losses) == pytest.approx(1)
 
 
-def test_counting_stops_at_the_limit_and_empty_splits_have_no_figure():
+def test_counting_stops_at_the_limit_and_empty_splits_have_no_entropy():
     table = packed(np.random.default_rng(2), 30, 10, 8)
     assert ngrams.count([table, table], 10, 64).unigrams.sum() <= 64
     nothing = ngrams.count([table.slice(0, 0)], 10, 1 << 20)
@@ -210,7 +210,7 @@ def test_counts_are_not_taken_for_shares():
         assert histograms.histogram(name, np.array([7.0]))["edges"][-1] > 7
 
 
-def test_the_stages_that_progress_counts_are_those_of_the_plan(folder, tmp_path):
+def test_progress_counts_the_stages_of_the_plan(folder, tmp_path):
     steps = [{"filter": {"gopher_quality": {}}}, "dedup_exact", {"filter": {"gopher_quality": {"min_words": 9}}}]
     for config in (recipe(steps=steps), build(PipelineConfig, {
             "read": {"paths": ["*.jsonl"]}, "steps": [*steps, {"write": {"formats": ["jsonl"]}}]})):

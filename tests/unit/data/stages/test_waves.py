@@ -56,14 +56,14 @@ def files(output: Path) -> dict[str, bytes]:
             for path in sorted((output / name).rglob("*.*"))}
 
 
-def test_no_waves_is_what_it_was(raw, plain, tmp_path):
+def test_a_set_without_waves_has_its_old_manifest(raw, plain, tmp_path):
     assert recipe(0).recipe_hash() == recipe().recipe_hash() != recipe(2).recipe_hash()
     assert files(run(raw, tmp_path, 0)) == files(plain)
     assert not (plain / "shards" / "growing.json").exists()
 
 
 @pytest.mark.parametrize(("waves", "number"), [(1, 1), (4, 4), (100, 6)])
-def test_the_same_rows_in_waves(raw, plain, tmp_path, waves, number):
+def test_waves_have_the_same_rows(raw, plain, tmp_path, waves, number):
     run(raw, tmp_path, waves)
     for name in pack.SETS:
         ours, theirs = (read_manifest(store(place).child(name)) for place in (tmp_path, plain))
@@ -81,7 +81,7 @@ def test_the_same_rows_in_waves(raw, plain, tmp_path, waves, number):
         assert told[key] == before[key]
 
 
-def test_waves_come_when_their_partitions_are_packed(raw, tmp_path):
+def test_a_wave_is_published_when_its_partitions_are_packed(raw, tmp_path):
     """In the order of the partitions, each as soon as it and all before it are packed; the validation set at first."""
     seen: list[tuple[int, int]] = []
     place, packed = store(tmp_path).child("shards"), list[int]()
@@ -108,7 +108,7 @@ def test_waves_come_when_their_partitions_are_packed(raw, tmp_path):
     assert 0 < seen[-1][1] < 3
 
 
-def test_killed_while_it_packs(raw, tmp_path):
+def test_a_run_killed_while_packing_continues(raw, tmp_path):
     class Killed(Exception):
         pass
 
@@ -129,7 +129,7 @@ def test_killed_while_it_packs(raw, tmp_path):
     assert stages[-1]["units_reused"] == 12
 
 
-def test_what_an_earlier_recipe_left_is_gone(raw, tmp_path):
+def test_waves_of_an_earlier_recipe_are_removed(raw, tmp_path):
     run(raw, tmp_path, 6)
     run(raw, tmp_path, 2)
     place = store(tmp_path).child("shards")

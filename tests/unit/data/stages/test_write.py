@@ -113,7 +113,7 @@ def as_rows(table: pa.Table) -> list[dict]:
 
 
 @pytest.mark.parametrize("split", write.SPLITS)
-def test_parquet_and_arrow(product, split):
+def test_parquet_and_arrow_contain_the_documents(product, split):
     found = [row for path in files(product, "parquet", split) for row in as_rows(pq.read_table(path))]
     assert found == expected(product)[split]
     found = [row for path in files(product, "arrow", split) for row in as_rows(pa.ipc.open_file(path).read_all())]
@@ -121,7 +121,7 @@ def test_parquet_and_arrow(product, split):
 
 
 @pytest.mark.parametrize("split", write.SPLITS)
-def test_jsonl(product, split):
+def test_jsonl_contains_the_documents(product, split):
     found = [json.loads(line) for path in files(product, "jsonl", split)
              for line in zstd.decompress(path.read_bytes()).decode().split("\n") if line]
     assert [{"url": None, "language": None, "license": None, **row} for row in found] == expected(product)[split]
@@ -129,7 +129,7 @@ def test_jsonl(product, split):
 
 
 @pytest.mark.parametrize("split", write.SPLITS)
-def test_mds_read_by_its_definition(product, split):
+def test_mds_follows_its_definition(product, split):
     folder = product[0] / "mds" / split
     index = json.loads((folder / "index.json").read_text())
     assert index["version"] == 2
@@ -156,7 +156,7 @@ def test_mds_read_by_its_definition(product, split):
 
 
 @pytest.mark.parametrize("split", write.SPLITS)
-def test_megatron_read_by_its_definition(product, split):
+def test_megatron_follows_its_definition(product, split):
     encoder = load(TOKENIZER)
     found, paths = [], []
     for path in files(product, "megatron", split, ".idx"):
@@ -189,7 +189,7 @@ def test_large_vocabularies_are_int32():
     assert np.frombuffer(writer.index(), "<i8", 2, 34 + 8).tolist() == [0, 8]
 
 
-def test_every_file_has_its_hashes_and_nothing_else_is_there(product):
+def test_the_manifest_hashes_every_file_and_no_others_exist(product):
     folder, manifest = product
     for file in manifest["files"]:
         data = (folder / file["name"]).read_bytes()
@@ -205,7 +205,7 @@ def test_every_file_has_its_hashes_and_nothing_else_is_there(product):
 
 
 @pytest.mark.parametrize(("chunk", "order"), [(1, 1), (7, -1)])
-def test_batches_order_and_a_second_run_do_not_show(product, tmp_path, chunk, order):
+def test_batches_order_and_reruns_do_not_change_the_files(product, tmp_path, chunk, order):
     """How the partitions' files were cut is in the units' keys, and so in the names; never in a byte of a data file."""
     def contents(manifest):
         return [(file["format"], file["split"], file["rows"], file["hash"]) for file in manifest["files"]]
@@ -218,7 +218,7 @@ def test_batches_order_and_a_second_run_do_not_show(product, tmp_path, chunk, or
     assert {path: path.read_bytes() for path in (tmp_path / "out/dataset").rglob("*.*")} == before
 
 
-def test_a_format_that_is_left_out_goes_after_the_commit(tmp_path):
+def test_a_removed_format_is_deleted_after_the_commit(tmp_path):
     written(tmp_path, ["parquet", "mds"], tokenize=False)
     folder = tmp_path / "out/dataset"
     before = set(folder.rglob("*.parquet"))
@@ -231,14 +231,14 @@ def test_a_format_that_is_left_out_goes_after_the_commit(tmp_path):
     assert len(list(folder.rglob("*.zst"))) == PARTITIONS
 
 
-def test_a_file_that_was_begun_does_not_appear(tmp_path):
+def test_an_unfinished_file_does_not_appear(tmp_path):
     full = patch.object(formats.ParquetFile, "close", side_effect=KeyError("the disk is full"))
     with full, pytest.raises(KeyError):
         written(tmp_path, ["parquet"], tokenize=False)
     assert not [path for path in (tmp_path / "out/dataset").rglob("*") if path.is_file()]
 
 
-def test_the_card(product):
+def test_the_card_describes_the_product(product):
     text = (product[0] / "README.md").read_text()
     _, head, body = text.split("---\n", 2)
     assert yaml.safe_load(head) == {
@@ -257,13 +257,13 @@ def test_the_card(product):
 
 @pytest.mark.parametrize(("names", "told"), [
     (["MIT"], "mit"), (["apache-2.0", "Apache 2.0"], "apache-2.0"), (["mine"], "other"), (["(not stated)"], "unknown")])
-def test_licences_by_the_names_of_the_hub(names, told):
+def test_licences_get_the_names_of_the_hub(names, told):
     manifest = {"name": "x", "licenses": {name: [1, 1] for name in names}, "languages": {}, "documents": 1,
                 "splits": {}, "formats": []}
     assert card.header(manifest)["license"] == told
 
 
-def test_croissant(product):
+def test_croissant_describes_the_product(product):
     value = json.loads((product[0] / "croissant.json").read_text())
     assert value["conformsTo"] == "http://mlcommons.org/croissant/1.0"
     objects = {entry["@id"]: entry for entry in value["distribution"] if entry["@type"] == "cr:FileObject"}
@@ -272,7 +272,7 @@ def test_croissant(product):
     assert {entry["@id"] for entry in value["recordSet"]} == set(write.SPLITS)
 
 
-def test_a_pipeline_that_ends_with_a_filter(tmp_path):
+def test_a_pipeline_that_ends_with_a_filter_writes_a_product(tmp_path):
     """All stages, in this process: the product, the summary and the report; a second run makes nothing anew."""
     (tmp_path / "in").mkdir()
     lines = ["id,text,language", *(f'{number},"{text}",en' for number, text in enumerate(["good words here"] * 2 + [
@@ -329,7 +329,7 @@ def test_products_are_compared_and_cleaned(tmp_path, kind):
         compare(str(tmp_path / "a"), str(tmp_path / "b"))
 
 
-def test_what_a_recipe_no_longer_makes_does_not_pass_for_its_work(tmp_path):
+def test_manifests_of_an_earlier_recipe_are_removed(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.jsonl").write_text("\n".join(json.dumps({"text": f"text {number} " * 9}) for number in range(40)))
     tokenize = {"tokenize": {"train": {"vocabulary_size": 300}}}

@@ -11,7 +11,7 @@ from tidewheel.data.text import hashing
 
 @given(st.lists(st.text(max_size=40), max_size=8))
 @settings(max_examples=50, deadline=None)
-def test_is_the_xxh3_of_the_normalised_text(texts: list[str]):
+def test_hashes_are_the_xxh3_of_the_normalised_text(texts: list[str]):
     found = hashing.text_hashes(texts)
     assert found.shape == (len(texts), 2)
     assert found.dtype == np.uint64
@@ -21,14 +21,14 @@ def test_is_the_xxh3_of_the_normalised_text(texts: list[str]):
         assert int(row[0]) << 64 | int(row[1]) == expected
 
 
-def test_what_counts_and_what_does_not():
+def test_case_and_punctuation_are_ignored_and_digits_count():
     same = hashing.text_hashes(["Hello, World 12", "hello world\n12", "HÉLLO — world: 12"])
     assert len(np.unique(same, axis=0)) == 1
     other = hashing.text_hashes(["Chapter 12", "Chapter 13", "!!!", "???", "", "   "])
     assert len(np.unique(other, axis=0)) == 6
 
 
-def test_many_documents_in_several_chunks(monkeypatch):
+def test_chunks_do_not_change_hashes(monkeypatch):
     texts = [f"document {number} " * (number % 7) for number in range(200)]
     whole = hashing.text_hashes(texts)
     monkeypatch.setattr(text.chunks, "__defaults__", (64,))

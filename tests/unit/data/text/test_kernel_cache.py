@@ -50,7 +50,7 @@ def ask(folder: Path, cache: Path, source: str = MODULE) -> str:
     return told
 
 
-def test_the_same_source_elsewhere_is_not_compiled_again_and_another_is(tmp_path: Path):
+def test_only_a_changed_source_is_compiled_again(tmp_path: Path):
     cache = tmp_path / "cache"
     assert ask(tmp_path / "a", cache) == "4.0 0"
     assert ask(tmp_path / "b", cache, MODULE + "\n# a remark beside the functions\n") == "4.0 1"
@@ -60,12 +60,12 @@ def test_the_same_source_elsewhere_is_not_compiled_again_and_another_is(tmp_path
     assert (cache / "tidewheel/kernels").stat().st_mode & 0o777 == 0o700
 
 
-def test_of_two_processes_that_begin_together_one_compiles(tmp_path: Path):
+def test_only_one_of_two_concurrent_processes_compiles(tmp_path: Path):
     both = [start(tmp_path / name, tmp_path / "cache") for name in ("a", "b")]
     assert sorted(process.communicate()[0].strip() for process in both) == ["4.0 0", "4.0 1"]
 
 
-def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shared = tmp_path / "tidewheel/kernels"
     shared.mkdir(parents=True)
     shared.chmod(0o777)
@@ -82,7 +82,7 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path, monkeypatch:
     assert not kernel_cache.is_kept(dispatcher)
 
 
-def test_old_machine_code_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_old_machine_code_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_cache, "folder", lambda: tmp_path)
     for name, age in (("old.nbc", kernel_cache.KEPT_SECONDS + 60), ("new.nbc", 60)):
         (tmp_path / name).touch()

@@ -75,7 +75,7 @@ def told(process: subprocess.Popen[str]) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-def test_what_comes_with_the_package_is_of_the_kernels_as_they_are():
+def test_the_machine_code_in_the_package_is_current():
     assert kernel_build.stale() == [], "run `python -m tidewheel.data.kernel_build`"
 
 
@@ -100,7 +100,7 @@ def test_a_level_has_the_features_of_those_below_it():
     assert kernel_objects.required("x86-64-v2") < kernel_objects.required("x86-64-v3")
 
 
-def test_machine_code_of_another_source_is_not_taken():
+def test_machine_code_of_another_source_is_not_loaded():
     kernel = line_kernels.line_hashes
     assert kernel_objects.forms(kernel.name, kernel.digest)
     assert kernel_objects.forms(kernel.name, kernel.digest[::-1]) == ()
@@ -119,7 +119,7 @@ def test_arguments_of_other_types_do_not_fit_a_form():
     assert form.call(form.pack([values, values[1:]]) or []) == 3
 
 
-def test_the_digest_follows_what_the_code_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_digest_depends_on_everything_the_code_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = kernel_source.digest(line_kernels.line_hashes.py_func)
     assert kernel_source.digest(line_kernels.line_hashes.py_func) == before
     monkeypatch.setattr(line_kernels, "START", 5)
@@ -132,7 +132,7 @@ def test_the_digest_follows_what_the_code_reads(tmp_path: Path, monkeypatch: pyt
         kernel_source.digest(line_kernels.line_hashes.py_func)
 
 
-def test_the_digest_does_not_follow_the_order_of_names(monkeypatch: pytest.MonkeyPatch):
+def test_the_digest_does_not_depend_on_the_order_of_names(monkeypatch: pytest.MonkeyPatch):
     function = line_kernels.repetition_counts.py_func
     before, names = kernel_source.digest(function), kernel_source._names
     monkeypatch.setattr(kernel_source, "_names", lambda code: reversed(list(names(code))))
@@ -141,7 +141,7 @@ def test_the_digest_does_not_follow_the_order_of_names(monkeypatch: pytest.Monke
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_the_files_follow_from_the_sources(tmp_path: Path):
+def test_building_again_gives_the_same_files(tmp_path: Path):
     for name in kernel_objects.LEVELS:
         made = kernel_objects.read(kernel_objects.path(name))[0]["made"]
         if any(importlib.metadata.version(package) != version for package, version in made.items()):

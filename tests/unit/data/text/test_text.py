@@ -53,12 +53,12 @@ needs_frozen = pytest.mark.skipif(not is_frozen_unicode(), reason="this Python's
 
 
 @needs_frozen
-def test_shipped_table_is_what_the_definition_gives():
+def test_the_package_table_matches_its_definition():
     for shipped, built in zip(unicode_table.load(), unicode_table.build(), strict=True):
         np.testing.assert_array_equal(shipped, built)
 
 
-def test_folding_makes_at_most_three_bytes_of_one():
+def test_folding_turns_a_byte_into_at_most_three():
     entries, _ = unicode_table.load()
     length = entries >> unicode_table.LENGTH_SHIFT & unicode_table.LENGTH_BITS
     codes = np.arange(unicode_table.CODE_POINTS)
@@ -69,7 +69,7 @@ def test_folding_makes_at_most_three_bytes_of_one():
 @needs_frozen
 @given(TEXTS, st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_matches_the_oracle(texts: list[str], keep_digits: bool):
+def test_words_match_a_plain_implementation(texts: list[str], keep_digits: bool):
     expected = [slow_words(document, keep_digits) for document in texts]
     assert text.normalise(texts, keep_digits=keep_digits).to_pylist() == [" ".join(words) for words in expected]
     found = text.words(texts, keep_digits=keep_digits)
@@ -101,7 +101,7 @@ def test_composed_and_decomposed_texts_agree(document: str):
     assert first == second
 
 
-def test_examples():
+def test_known_texts_are_normalised():
     texts = ["Hello,  WORLD!  42 times 3.14 a1b22", "Ångström Σίσυφος naïve", "中文字 mixed中文text",
              "a\u00adb don't", "!!!"]
     assert text.normalise(texts).to_pylist() == [
@@ -115,7 +115,7 @@ def test_examples():
     lambda texts: pa.chunked_array([pa.array(texts[:1]), pa.array(texts[1:])]),
     lambda texts: pa.array([None if item == "" else item for item in texts], pa.large_string()),
 ])
-def test_any_arrow_layout(make):
+def test_every_arrow_layout_gives_the_same_words(make):
     texts = ["one two", "", "three 4", "fünf"]
     assert text.normalise(make(texts)).to_pylist() == ["one two", "", "three 0", "funf"]
 
@@ -127,7 +127,7 @@ def test_no_texts_and_wrong_type():
         text.normalise(pa.array([1, 2]))
 
 
-def test_chunks_cover_all_documents_whatever_their_size():
+def test_chunks_cover_documents_of_any_size():
     offsets = np.array([0, 5, 5, 5, 100, 101])
     for limit in (1, 6, 50, 1000):
         ranges = list(text.chunks(offsets, limit))
