@@ -110,12 +110,12 @@ def stale(folder: Path = kernel_objects.FOLDER) -> list[str]:
     """Return the kernels without machine code for their current source, at any level."""
     warm_up.import_kernels()
     digests = {name: kernel.digest for name, kernel in kernel_tools.KERNELS.items()}
-    found: set[str] = set()
+    names: set[str] = set()
     for level in kernel_objects.LEVELS:
         file = folder / kernel_objects.path(level).name
         kept = kernel_objects.read(file)[0]["kernels"] if file.is_file() else {}
-        found |= {name for name, digest in digests.items() if kept.get(name, {}).get("digest") != digest}
-    return sorted(found)
+        names |= {name for name, digest in digests.items() if kept.get(name, {}).get("digest") != digest}
+    return sorted(names)
 
 
 def record() -> dict[str, list[list[Any]]]:

@@ -1,4 +1,4 @@
-"""Settings of `read`: which files hold the documents, and which fields of a record mean what."""
+"""Settings of `read`: the input files, and the meaning of the fields of a record."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tidewheel.parts import Code, as_json, name_of
 
 
 class CodeConfig(Config):
-    """Which files of a source tree are documents (`format: code`)."""
+    """Files of a source tree that are documents (`format: code`)."""
 
     max_bytes: int = Field(default=1 << 20, ge=1, le=1 << 30)
-    """A larger file is left out."""
+    """Maximum size of a file; larger ones are skipped."""
     languages: tuple[str, ...] = ()
-    """Only these, as `data/languages.py` names them; every known one if left out."""
+    """Languages to read, by their names in `data/languages.py`; the default is all known ones."""
     keep: tuple[Literal["hidden", "vendored", "generated", "unknown_language"], ...] = ()
-    """Reasons for which nothing is left out."""
+    """Reasons to skip files that are ignored."""
 
     @field_validator("languages")
     @classmethod
@@ -49,86 +49,88 @@ class CodeConfig(Config):
 
 
 class ReadConfig(Config):
-    """Which files hold the documents, and which fields of a record mean what."""
+    """Input files, and the meaning of the fields of a record."""
 
     paths: tuple[str, ...] = Field(min_length=1)
-    """Glob patterns; relative ones are below the pipeline's input, full URIs and absolute paths stand alone. A path
-    without *, ? and [ that names a folder, "." for the input itself, is a data set in the layout of `datasets` or of
-    the Hugging Face hub; `hf://datasets/owner/name` is one on the hub."""
+    """Glob patterns. Relative ones are below the pipeline's input; URIs and absolute paths are used as they are. A path
+    without *, ? and [ that names a folder ("." for the input itself) is a data set in the layout of `datasets` or of
+    the Hugging Face hub. `hf://datasets/owner/name` is a data set on the hub."""
     split: str = "train"
-    """Of a data set in a folder or on the hub: the split to read, several as `train+validation`, or `all`."""
+    """Split to read from a data set in a folder or on the hub; several as `train+validation`, or `all`."""
     subset: str | None = None
-    """Likewise: its subset (`config_name` in its README.md). Without one the default, or the only one there is."""
+    """Subset to read from such a data set (`config_name` in its README.md). The default is its default subset, or its
+    only one."""
     text: Annotated[Annotated[str, Tag("field")] | Annotated[TextTemplate, Tag("fields")],
                     Discriminator(lambda given: "fields" if isinstance(given, dict | TextTemplate) else "field")
                     ] = "text"
-    """Field with the document's text, or several as one text: `{template: "{title}\\n\\n{body}"}`. Here and below
-    `data.text` means the field `text` of the object `data`, unless a field has that very name. In a template `{text}`
-    is the text of a file that is one text: source code, a text file, a web page."""
+    """Field with the document's text, or a template of several fields: `{template: "{title}\\n\\n{body}"}`. Here and
+    below, `data.text` is the field `text` of the object `data`, unless a field has exactly that name. In a template,
+    `{text}` is the text of a file with a single text: source code, a text file, a web page."""
     id: str | None = "id"
-    """Field with the document's unique, stable id. Records without it are named by content; so are all, with `null`."""
+    """Field with the document's unique, stable id. The id of a record without it is the hash of its text; `null` means
+    that no record has one."""
     source: str | None = "source"
-    """Field that says where a document came from. Records without it take the name of their file."""
+    """Field with the source of a document. The default is the name of its file."""
     url: str | None = "url"
-    """Field with the address the text was found at; `meta` holds it as `url`."""
+    """Field with the address of the text; `meta` holds it as `url`."""
     language: str | None = "language"
     """Field with the language; `meta` holds it as `language`."""
     license: str | None = "license"
     """Field with the licence; `meta` holds it as `license`."""
     format: str | pydantic.InstanceOf[Reader] = AUTO
-    """What the files are: auto, jsonl, json, csv, tsv, parquet, arrow, text, warc, code, or a reader of your own,
-    `my_readers:Games`, with settings `{kind: "my_readers:Games", moves: 40}`. `auto` goes by their first bytes, also of
-    gzip, zstd and UTF-16, and by their ending where that decides (.txt and .md are text, whatever is in them). `json`
-    is an array of records, or records over several lines; the first row of `csv` and `tsv` names the fields. A text
-    file is one document: its path is its id, its folder its source. A page of a web archive has the fields id, url,
-    host and date: with `source: host` each host is a source. `code` is a tree of source files, each a document with the
-    fields path, language, id (its path) and source (the first folder of its path)."""
+    """Format of the files: auto, jsonl, json, csv, tsv, parquet, arrow, text, warc, code, or a reader of your own,
+    `my_readers:Games`, with settings `{kind: "my_readers:Games", moves: 40}`. `auto` recognises files by their first
+    bytes, also inside gzip, zstd and UTF-16, and some by their ending (.txt and .md are always text). `json` is an
+    array of records, or records over several lines. The first row of `csv` and `tsv` names the fields. A text file is
+    one document: its path is its id, its folder its source. A page of a web archive has the fields id, url, host and
+    date; with `source: host` each host is a source. `code` is a tree of source files, each a document with the fields
+    path, language, id (its path) and source (the first folder of its path)."""
     code: CodeConfig = CodeConfig()
-    """Which files of a source tree are documents."""
+    """Files of a source tree that are documents."""
     max_record_bytes: int = Field(default=64 << 20, ge=1, le=1 << 30)
-    """A longer record is put in quarantine; it bounds the memory that reading takes."""
+    """Maximum size of a record, which bounds the memory for reading. Longer records go to quarantine."""
     unit_bytes: int = Field(default=256 << 20, ge=1)
-    """A larger file is read in ranges of about this size, each a unit that a restart need not do again: plain JSONL by
-    bytes, Parquet by row groups. What is read does not depend on it."""
+    """Approximate size of the ranges in which larger files are read, plain JSONL by bytes and Parquet by row groups. A
+    restart repeats only unfinished ranges. The documents do not depend on it."""
     kind: Literal["documents", "chat", "preferences"] = "documents"
-    """What a record is: a document with a text; a conversation, of which a model learns what the assistant says; or a
-    pair of answers, a better and a worse one. Messages are {role, content}, or ShareGPT's {from, value}; the roles are
-    system, developer, user, assistant and tool. A conversation is read in the first layout that its record has:
-    messages, conversations, prompt and completion, instruction and output."""
+    """Kind of the records: documents with a text; conversations, from which a model learns what the assistant says; or
+    preference pairs of a better and a worse answer. Messages are {role, content}, or ShareGPT's {from, value}; the
+    roles are system, developer, user, assistant and tool. A conversation is read in the first layout that its record
+    has: messages, conversations, prompt and completion, instruction and output."""
     messages: str = "messages"
     """Chat: field with the list of messages."""
     conversations: str = "conversations"
-    """Chat without messages: field with the list of messages, as ShareGPT calls it."""
+    """Chat without messages: field with the list of messages, by ShareGPT's name."""
     prompt: str = "prompt"
-    """Chat without messages: field with what the user says. Preferences: field with the prompt. Text or messages."""
+    """Chat without messages: field with the user's part. Preferences: field with the prompt. Text or messages."""
     completion: str = "completion"
-    """Chat without messages: field with what the assistant says. Text or messages."""
+    """Chat without messages: field with the assistant's part. Text or messages."""
     instruction: str = "instruction"
     """Chat without messages: field with the instruction of an Alpaca record."""
     input: str = "input"
-    """Alpaca: field with the text that the instruction is about; may be empty or missing."""
+    """Alpaca: field with the input of the instruction; it may be empty or missing."""
     output: str = "output"
-    """Alpaca: field with what the assistant says."""
+    """Alpaca: field with the assistant's answer."""
     alpaca_prompt: Literal["alpaca", "plain"] = "alpaca"
-    """What the user says in an Alpaca record: `alpaca` is the prompt that Alpaca was trained with ("Below is an
+    """The user's message in an Alpaca record: `alpaca` is the prompt that Alpaca was trained with ("Below is an
     instruction ..."), with and without an input; `plain` is the instruction, a blank line and the input."""
     system: str = "system"
-    """ShareGPT and Alpaca: field with a system prompt, put first where the messages do not begin with one."""
+    """ShareGPT and Alpaca: field with a system prompt, which comes first unless the messages begin with one."""
     tools: str = "tools"
-    """Chat and preferences: field with the tools that the assistant may call, a list of JSON schemas or its JSON
-    text; the chat template is given them."""
+    """Chat and preferences: field with the tools that the assistant may call: a list of JSON schemas, or the list as
+    JSON text. The chat template gets them."""
     chosen: str = "chosen"
     """Preferences: field with the better answer. Text or messages."""
     rejected: str = "rejected"
     """Preferences: field with the worse answer. Text or messages."""
     priority: dict[str, int] = Field(default_factory=dict)
-    """Of two duplicates the one whose source has the higher priority stays. Sources not named here have 0."""
+    """Priority of sources; others have 0. Of duplicates, the document whose source has the highest priority stays."""
     sample: float | None = Field(default=None, gt=0, le=1)
-    """Read this share of the documents, chosen by the hash of their id: the same ones each time, whatever files they
-    are in, and all of them are in any larger sample."""
+    """Share of the documents to read, chosen by the hash of their id. The sample does not depend on the files, and a
+    larger sample contains all smaller ones."""
     limit: int | None = Field(default=None, ge=1)
-    """Read at most so many documents: of each file the first ones, in proportion to its size, and no further. A file
-    may have fewer than its part."""
+    """Maximum number of documents to read: the first ones of each file, in proportion to its size. A file may have
+    fewer documents than its part."""
 
     @field_validator("format", mode="before")
     @classmethod
@@ -145,23 +147,23 @@ class ReadConfig(Config):
 
     @property
     def format_name(self) -> str:
-        """The name of the format that the files are said to be; "auto" where their content says it."""
+        """Name of the configured format; "auto" to recognise it."""
         return name_of(type(self.format)) if isinstance(self.format, Reader) else self.format
 
     @model_validator(mode="after")
     def _one_text(self) -> ReadConfig:
         if self.kind != "documents" and isinstance(self.text, TextTemplate):
-            raise ValueError(f"text: kind {self.kind} takes its text from messages; a template is for documents")
+            raise ValueError(f"text: kind {self.kind} takes its text from messages; a template is only for documents")
         return self
 
     @property
     def text_name(self) -> str:
-        """The field that holds the text of a file that is one text."""
+        """Field for the text of a file with a single text."""
         return self.text if isinstance(self.text, str) else "text"
 
     @property
     def text_fields(self) -> tuple[str, ...]:
-        """The fields that make up a document's text."""
+        """Fields that make up a document's text."""
         return (self.text,) if isinstance(self.text, str) else self.text.fields
 
 

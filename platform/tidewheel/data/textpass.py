@@ -66,7 +66,7 @@ def _scan(data: np.ndarray, offsets: np.ndarray, tokens: bool, words: bool, limi
     copy = np.empty(size + (count + 1) * kernels.PADDING, np.uint8)
     scratch = np.empty(4 * (int(np.diff(offsets).max(initial=0)) + 8), np.int64)
     keys, places = np.empty(size + 8, np.uint64), np.empty(size + count + 8, np.int32)
-    found = np.empty((size // 2 + count + 8) if words else 0, np.uint64)
+    word_hashes = np.empty((size // 2 + count + 8) if words else 0, np.uint64)
     out = np.empty((3 * size + 64) if words else 0, np.uint8)
     most_lines = max((int(np.count_nonzero(data[offsets[first] : offsets[last]] == 10)) + last - first
                       for first, last in parts), default=0)
@@ -76,8 +76,8 @@ def _scan(data: np.ndarray, offsets: np.ndarray, tokens: bool, words: bool, limi
         text_offsets = np.empty(n, np.int64)
         token_offsets, word_offsets, out_offsets, line_offsets = (np.empty(n + 1, np.int64) for _ in range(4))
         counts = np.empty((n, kernels.COUNTS), np.int64)
-        columns = (copy, text_offsets, keys, places, token_offsets, found, word_offsets, out, out_offsets, lines,
-                   line_offsets, counts)
+        columns = (copy, text_offsets, keys, places, token_offsets, word_hashes, word_offsets, out, out_offsets,
+                   lines, line_offsets, counts)
         kernels.scan(data, offsets, first, last, *tables, tokens, words, scratch, *columns)  # type: ignore[call-arg]
         yield Scan(first, last, *columns)
 
@@ -176,7 +176,7 @@ def measure(texts: text.Texts, asked: Measures | None = None, *, minhash: MinHas
     rules = asked.kept_lines
     data, offsets = text.buffers(texts)
     n = len(offsets) - 1
-    found = Measured(
+    measured = Measured(
         np.zeros(n, np.int64),
         np.zeros((n, len(TOKEN_COUNTS)), np.int64) if asked.token_counts else None,
         np.zeros((n, len(REPETITION)), np.int64) if asked.repetition else None,
@@ -193,22 +193,22 @@ def measure(texts: text.Texts, asked: Measures | None = None, *, minhash: MinHas
     wants_tokens = bool(asked.asked()) or not wants_words
     for part in _scan(data, offsets, wants_tokens, wants_words):
         here = slice(part.first, part.last)
-        found.tokens[here] = part.counts[:, kernels.TOKENS]
-        if found.token_counts is not None:
-            _token_counts(part, found.token_counts[here])
-        if found.repetition is not None or found.line_counts is not None:
-            _lines(part, found.repetition, found.line_counts, asked.line_counts, tables)
-        if rules is not None and found.kept_lines is not None:
-            edits.append(_kept_lines(part, data, offsets, rules, found.kept_lines[here]))
-        if found.hashes is not None:
-            found.hashes[here] = hashing.of_normalised(part.normalised, part.normalised_offsets, data,
+        measured.tokens[here] = part.counts[:, kernels.TOKENS]
+        if measured.token_counts is not None:
+            _token_counts(part, measured.token_counts[here])
+        if measured.repetition is not None or measured.line_counts is not None:
+            _lines(part, measured.repetition, measured.line_counts, asked.line_counts, tables)
+        if rules is not None and measured.kept_lines is not None:
+            edits.append(_kept_lines(part, data, offsets, rules, measured.kept_lines[here]))
+        if measured.hashes is not None:
+            measured.hashes[here] = hashing.of_normalised(part.normalised, part.normalised_offsets, data,
                                                       offsets[part.first :])
-        if minhash is not None and found.signatures is not None and found.shingles is not None:
-            mh.sign(part.words, part.word_offsets, minhash[0], mh.permutations(*minhash[1:]), found.signatures[here],
-                    found.shingles[here])
+        if minhash is not None and measured.signatures is not None and measured.shingles is not None:
+            mh.sign(part.words, part.word_offsets, minhash[0], mh.permutations(*minhash[1:]), measured.signatures[here],
+                    measured.shingles[here])
     if rules is None:
-        return found
-    return replace(found, edited=pa.concat_arrays(edits) if edits else pa.array([], pa.large_string()))
+        return measured
+    return replace(measured, edited=pa.concat_arrays(edits) if edits else pa.array([], pa.large_string()))
 
 
 def again(before: Measured, texts: pa.Array, rows: np.ndarray, asked: Measures) -> Measured:
@@ -293,10 +293,10 @@ def _kept_lines(part: Scan, data: np.ndarray, offsets: np.ndarray, rules: LineRu
     other = part
     if rules.remove_citations:
         numbers, out, out_offsets = np.empty(lines, np.int32), np.empty(size, np.uint8), np.empty(lines + 1, np.int64)
-        found = kept_line_kernels.cited_lines(part.text, part.lines, lines, numbers, out, out_offsets)
-        if found:
-            cited[numbers[:found]] = np.arange(found)
-            bare = text.frozen(out[: out_offsets[found]]), text.frozen(out_offsets[: found + 1])
+        count = kept_line_kernels.cited_lines(part.text, part.lines, lines, numbers, out, out_offsets)
+        if count:
+            cited[numbers[:count]] = np.arange(count)
+            bare = text.frozen(out[: out_offsets[count]]), text.frozen(out_offsets[: count + 1])
             (other,) = _scan(*bare, True, False, limit=size)
     options = np.array([int(getattr(rules, name)) for name in kept_line_kernels.OPTIONS], np.int64)
     kept_line_kernels.judge(part.text, part.lines, part.line_offsets, part.counts, cited, other.text, other.lines,

@@ -68,4 +68,4 @@ def by_stage(stages: Sequence[tuple[str, BySource]]) -> list[dict[str, Any]]:
     if not stages:
         return []
     names = list(largest(stages[0][1], REPORT_SOURCES))
-    return [{"stage": stage, "left": restricted(found, names)} for stage, found in stages]
+    return [{"stage": stage, "left": restricted(counts, names)} for stage, counts in stages]
