@@ -159,7 +159,18 @@ class SimilarityIndex:
 
     def similar(self, texts: Sequence[str], *, min_jaccard: float | None = None, limit: int = 10
                 ) -> list[list[Match]]:
-        """Return the documents most similar to each text, best first; see `nearest`."""
+        """Return the documents most similar to each text, best first.
+
+        Args:
+            texts: the texts.
+            min_jaccard: minimum estimated similarity; the default is that of the index.
+            limit: maximum number of matches for a text.
+
+        Raises:
+            ConfigError: as `nearest`.
+            InputError: as `nearest`.
+            StorageError: as `nearest`.
+        """
         return self.nearest(self.signatures(texts), min_jaccard=min_jaccard, limit=limit)
 
     def nearest(self, signatures: np.ndarray, *, min_jaccard: float | None = None, limit: int = 10

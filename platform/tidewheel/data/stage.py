@@ -171,7 +171,13 @@ def counts(units: Iterable[Published], name: str) -> dict[str, int]:
 
 
 def lookup(output: Store, units: Sequence[Unit], *, verify: bool = False) -> dict[str, Published]:
-    """Return the units that are published and intact, by key; see `published`."""
+    """Return the units that are published and intact, by key.
+
+    Args:
+        output: the pipeline's output.
+        units: the units to look up.
+        verify: read every file now, and compare it with its hash.
+    """
     with ThreadPoolExecutor(_PARALLEL_LOOKUPS) as pool:
         entries = pool.map(lambda unit: published(output, unit, verify=verify), units)
         return {entry.unit.key: entry for entry in entries if entry is not None}

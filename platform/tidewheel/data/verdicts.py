@@ -36,7 +36,15 @@ DROP, EDIT, KEEP = "drop", "edit", "keep"
 
 def drops(ids: pa.Array | pa.ChunkedArray, reasons: Sequence[str] | str, *, scores: Any = None, survivors: Any = None,
           details: Sequence[str] | None = None) -> pa.Table:
-    """Return verdicts "drop", sorted by id and reason; the arguments are those of `rows`."""
+    """Return verdicts "drop", sorted by id and reason; `VERDICT_SCHEMA`.
+
+    Args:
+        ids: ids of n documents.
+        reasons: n reasons, or one for all.
+        scores: n measured values.
+        survivors: ids of the n documents that stay.
+        details: n JSON objects.
+    """
     table = rows(DROP, ids, reasons, scores=scores, survivors=survivors, details=details)
     return table.sort_by([("id", "ascending"), ("reason", "ascending")])
 

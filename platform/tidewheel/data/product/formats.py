@@ -124,6 +124,11 @@ class MdsShard:
             self._samples.append(np.array(list(map(len, data)), "<u4").tobytes() + b"".join(data))
 
     def close(self) -> None:
+        """Write the shard.
+
+        Raises:
+            ValueError: it is too large for MDS.
+        """
         settings = json.dumps(mds_settings(), sort_keys=True).encode()
         count = len(self._samples)
         sizes = np.array([0, *map(len, self._samples)], np.int64)
