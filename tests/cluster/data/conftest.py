@@ -1,4 +1,4 @@
-"""One small Ray cluster for all tests of pipelines: its workers stay warm from file to file."""
+"""A small Ray cluster shared by all tests of pipelines, so that its workers stay warm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong, on the command line: a clear message, exit code 2, no trace, nothing half-written."""
+"""User errors on the command line: a clear message, exit code 2, no traceback, no partial output."""
 
 from __future__ import annotations
 

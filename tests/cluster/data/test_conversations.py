@@ -1,4 +1,4 @@
-"""Chat and preference pipelines on a real Ray cluster: the same bytes in any order, and what each row may hold."""
+"""Chat and preference pipelines on a real Ray cluster: the same bytes for any file order, and valid rows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_chat_data_is_packed_with_its_loss_mask(cluster, tmp_path):
 
 
 def _check_rows(place: str) -> int:
-    """Put every conversation together again; its marked tokens are what the assistant says. Gives their number."""
+    """Reassemble every conversation, check that its marked tokens are the assistant's, and return their number."""
     shard_set = ShardSet.open(place)
     encoder = of_manifest(shard_set.store, shard_set.manifest.tokenizer)
     pieces: dict[str, dict[int, tuple[list[int], list[int]]]] = {}

@@ -1,4 +1,4 @@
-"""Decontamination on a real Ray cluster: drop, cut and annotate, the gate, and the check of the packed rows."""
+"""Decontamination on a real Ray cluster: drop, cut, annotate, `fail_above`, and the check of the packed rows."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MAIL = "somebody@host.org"
 
 
 def records() -> list[dict]:
-    """Documents of ten lines; some with menus, shouting or addresses in them."""
+    """Return documents of ten lines, some with menus, capitals or addresses."""
     generator = random.Random(3)
     made = []
     for number in range(60):

@@ -1,4 +1,4 @@
-"""The data pipeline on a real Ray cluster: right results, nothing done twice, and bytes that only the input decides."""
+"""The data pipeline on a real Ray cluster: correct results, no repeated work, and bytes that only the input decides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def words(generator: random.Random, count: int) -> list[str]:
 
 
 def corpus() -> tuple[list[dict], dict[str, str]]:
-    """(records, what should become of each id that is not simply kept)."""
+    """Return (records, expected verdict of each id that is not simply kept)."""
     generator = random.Random(5)
     records = [{"id": f"plain-{number:03d}", "text": " ".join(words(generator, generator.randint(60, 400))),
                 "source": "web", "number": number} for number in range(60)]
@@ -67,7 +67,7 @@ BAD = [b'{"id": "bad-1", "text": "unfinished', b'{"id": "bad-2", "body": "no tex
 
 
 def write(folder: Path, *, files: int = 4, seed: int = 0) -> Path:
-    """The corpus below `folder`, its lines dealt over so many files in an order that `seed` decides."""
+    """Write the corpus below `folder`, distributed over files in an order that `seed` decides."""
     lines = [json.dumps(record).encode() for record in corpus()[0]] + BAD
     random.Random(seed).shuffle(lines)
     (folder / "corpus").mkdir(parents=True)
@@ -95,14 +95,14 @@ def recipe(*overrides: str, steps: list | None = None) -> PipelineConfig:
 
 
 def shard_hashes(output) -> dict[str, list[str]]:
-    """Names and hashes of both sets, with the manifests' own bytes."""
+    """Return names and hashes of the files of both sets, and the bytes of the manifests."""
     place = store(output)
     return {name: [f"{entry.key} {place.hash(entry.key)}" for entry in place.list(name)]
             for name in ("shards", "validation")}
 
 
 def documents_of(output) -> dict[str, str]:
-    """Texts put together again from the tokens of both sets."""
+    """Return the texts decoded from the tokens of both sets."""
     place = store(output)
     pieces: dict[str, dict[int, list[int]]] = defaultdict(dict)
     for name in ("shards", "validation"):
@@ -133,7 +133,7 @@ def verdict_rows(output: Path) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def finished(cluster, tmp_path_factory):
-    """(output folder, summary) of an undisturbed run, not to be changed."""
+    """(output folder, summary) of an undisturbed run; tests must not change it."""
     root = tmp_path_factory.mktemp("pipeline")
     seen: list[tuple] = []
     summary = pipeline.run(recipe(), input=str(write(root / "in")), output=str(root / "out"),
@@ -431,7 +431,7 @@ def test_an_object_store_gives_the_same_bytes(finished, s3, tmp_path):
 
 
 def test_a_shuffle_starts_no_processes_of_its_own(cluster, tmp_path: Path):
-    """Ray gives each side of a shuffle workers of its own, which costs more than most shuffles: see `_same_workers`."""
+    """Ray would start new workers for each side of a shuffle, which costs more than most shuffles (`_same_workers`)."""
     from ray.data._internal.execution.operators import hash_shuffle_v2
 
     folder, before = tmp_path / "workers", dict(hash_shuffle_v2._SHUFFLE_MAP_RUNTIME_ENV["env_vars"])

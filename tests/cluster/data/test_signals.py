@@ -28,7 +28,7 @@ def sentence(generator):
 
 
 def corpus():
-    """(records, what should become of each id that does not stay as it is)."""
+    """Return (records, expected verdict of each id that is dropped or edited)."""
     generator = random.Random(11)
     records = [{"id": f"plain-{number:02d}", "url": f"https://site{number}.example/page",
                 "text": "\n\n".join(sentence(generator) for _ in range(4))} for number in range(30)]

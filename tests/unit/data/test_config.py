@@ -1,4 +1,4 @@
-"""The recipe's settings: forms it may be written in, and what a mistake is told as."""
+"""Settings of a recipe: the forms in which it can be written, and the errors for mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of documents."""
+"""Ids of documents."""
 
 import pytest
 import xxhash

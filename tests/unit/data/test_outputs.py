@@ -1,4 +1,4 @@
-"""Another recipe on a finished output, what is left behind, and two outputs beside each other."""
+"""Replacing a finished output, cleaning it, and comparing two outputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(folder: Path, output: str = "out", may_replace: bool = False, source: st
 
 
 def write(folder: Path, name: str, documents: range) -> None:
-    """Documents of as many words as their number, no word twice."""
+    """Return documents with as many distinct words as their number."""
     folder.mkdir(exist_ok=True)
     texts = {f"d{number}": " ".join(word(100 * number + place) for place in range(number)) for number in documents}
     (folder / name).write_text("\n".join(json.dumps({"id": name, "text": text}) for name, text in texts.items()))

@@ -1,4 +1,4 @@
-"""Filters of the user's own: found by name, judged as the package's are, keyed by their source."""
+"""The user's own filters: found by name, applied as built-in ones, keyed by their source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shouting(tw.Filter):
         return tw.Verdicts(["shouting" if value > self.max_upper else "" for value in upper], {"upper": upper})
 
 class Trim(tw.Filter):
-    """Cut off what is behind a bar."""
+    """Cut the text after a bar."""
     EDITS = "trimmed"
 
     def apply(self, batch):
@@ -75,7 +75,7 @@ nothing = 5
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The name of a module in the working folder; each test has one of its own, as Python keeps what it imported."""
+    """Name of a module in the working folder; each test has its own, because Python caches imported modules."""
     name = f"mine_{abs(hash(request.node.nodeid))}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

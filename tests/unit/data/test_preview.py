@@ -1,4 +1,4 @@
-"""A preview judges as a run does, and its page moves thresholds; nothing that a document says becomes markup."""
+"""A preview judges as a run does; its page changes thresholds; no text of a document becomes markup."""
 
 from __future__ import annotations
 

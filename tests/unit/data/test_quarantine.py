@@ -1,4 +1,4 @@
-"""Quarantine rows: enough to find and recognise the record, in an order that follows from the rows alone."""
+"""Quarantine rows identify the record, in an order that depends only on the rows."""
 
 from __future__ import annotations
 

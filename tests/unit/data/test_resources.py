@@ -1,4 +1,4 @@
-"""Files of a recipe: found, named by content, read as they were."""
+"""Files of a recipe are found, keyed by their content, and checked when they are read."""
 
 from __future__ import annotations
 

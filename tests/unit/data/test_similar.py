@@ -1,4 +1,4 @@
-"""Searching a near-duplicate index: brute force and datasketch are the oracles; what does not fit is refused."""
+"""Search of a near-duplicate index against brute force and datasketch; invalid indexes and files are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = ["Hello there", "hello, THERE!", "1 2 3 4 5 6"]
 
 
 def texts(seed: int, families: int = 8) -> list[str]:
-    """Families of copies, each edited further than the one before."""
+    """Families of copies; each copy is edited further than the one before."""
     generator = random.Random(seed)
     found = []
     for _ in range(families):
@@ -68,7 +68,7 @@ def index(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> str
 
 
 def sketch(text: str, *, ngram: int, count: int, seed: int, unit: minhash.Unit) -> MinHash:
-    """What datasketch itself makes of the shingles of a text."""
+    """Return datasketch's MinHash of the shingles of a text."""
     made = MinHash(num_perm=count, seed=seed, scheme="affine32", hashfunc=int)
     for value in minhash.shingle_hashes([text], ngram=ngram, unit=unit)[0].tolist():
         made.update(value)

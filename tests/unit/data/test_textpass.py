@@ -1,4 +1,4 @@
-"""Everything in one pass is what each filter, the hash and the signature find by themselves."""
+"""The combined pass gives the same measures as separate passes for each filter, hash and signature."""
 
 import unicodedata
 

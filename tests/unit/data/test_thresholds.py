@@ -1,4 +1,4 @@
-"""The first failing rule names the reason: against a loop over documents."""
+"""The first failing rule gives the reason; compared with a loop over documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdict tables, samples, and the hash of ids that partitions and splits rest on."""
+"""Verdict tables, samples, and the hash of ids that decides partitions and splits."""
 
 from __future__ import annotations
 

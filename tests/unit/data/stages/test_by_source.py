@@ -1,4 +1,4 @@
-"""Counts by source: they add up, in any split of the documents, and stay bounded."""
+"""Counts by source add up for any split of the documents, and stay bounded."""
 
 from __future__ import annotations
 

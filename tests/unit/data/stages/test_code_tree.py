@@ -1,4 +1,4 @@
-"""Source trees: which files become documents, which are left out and why, and that links are never followed."""
+"""Source trees: the files that become documents, the reasons for skipped ones; links are never followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders as Hugging Face's tools save them: which files are a split, and what is wrong where there are none."""
+"""Folders saved by Hugging Face's tools: the files of a split, and errors if there are none."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_names_of_files_decide_the_split(tmp_path, names, split, found):
 
 
 def saved(path: Path, rows: list[str], split: str | None = None, **state) -> None:
-    """What `datasets.Dataset.save_to_disk` writes: Arrow in its streaming format, and what is in it."""
+    """Write a folder as `datasets.Dataset.save_to_disk` does: Arrow streams, and their description."""
     path.mkdir(parents=True)
     table = pa.table({"text": rows})
     with pa.ipc.new_stream(str(path / "data-00000-of-00001.arrow"), table.schema) as sink:

@@ -1,4 +1,4 @@
-"""Results without a document or a row: the error says where every record went, and what to change."""
+"""Errors for results without a document or a row count the dropped records and suggest a change."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_last_table_has_tokens_rows_utilisation_and_validation(tmp_path):
 
 
 def test_the_most_frequent_of_several_reasons_are_listed():
-    """A newcomer saw "dropped 1,016" and had to look for the reasons in a file."""
+    """The summary lists reasons, so that users need not search for them in a file."""
     dropped = {"too_few_words": 1262, "bullets": 1, "words_too_long": 10, "duplicate_lines": 10, "hashes": 1}
     stages = [{"name": "filter", "dropped": dropped}, {"name": "dedup_exact", "dropped": {"exact_duplicate": 57}},
               {"name": "pack", "dropped": {}}, {"name": "pii", "dropped": {"b": 1, "a": 1}}]

@@ -1,4 +1,4 @@
-"""Filters together: their order, their names in recipes and in the SDK, and their histograms."""
+"""Combined filters: their order, their names in recipes and in the SDK, and their histograms."""
 
 import json
 import re
@@ -25,7 +25,7 @@ STOP = "The cat sat with the dog and they have lots of fun.\n"
 
 
 def documents(texts, sources=None):
-    """A table of documents."""
+    """Return a table of documents."""
     count = len(texts)
     return pa.table({"id": [f"d{number:04d}" for number in range(count)], "text": pa.array(texts, pa.large_string()),
                      "source": sources or ["web"] * count, "meta": ['{"_file": "f"}'] * count}, schema=DOCUMENT_SCHEMA)
@@ -88,7 +88,7 @@ def test_errors_name_the_setting(values, told):
 
 
 class Cut(Filter):
-    """Cuts `word` out; drops documents with `bad` in them."""
+    """Filter that cuts `word` and drops documents with `bad`."""
 
     EDITS = "cut_out"
     DETAILS = ("cuts",)
@@ -106,14 +106,14 @@ class Cut(Filter):
 
 
 class CutMore(Cut):
-    """The same for another reason."""
+    """The same filter with another reason."""
 
     EDITS = "cut_more_out"
     DETAILS = ()
 
 
 class Name(Filter):
-    """Names documents without the letter e, drops those from `source`, ranks by length."""
+    """Filter that marks documents without the letter e, drops those from `source`, and ranks by length."""
 
     WRITES = True
 
@@ -208,7 +208,7 @@ def test_consecutive_steps_with_the_same_annotate_are_one_group():
 
 
 def test_filters_that_follow_an_edit_see_the_edited_text():
-    """Their measures are shared, and yet what a filter finds is what it finds alone on the texts it is given."""
+    """Sharing measures does not change the verdicts of a filter on its texts."""
     first = FilterStep.model_validate({"gopher_repetition": {}, "gopher_quality": {"min_words": 5, "min_stop_words": 0},
                                        "fineweb": {"short_line": 12}, "c4": {"min_sentences": 1}, "refinedweb": {}})
     second = FilterStep.model_validate({"fineweb": {"short_line": 40, "max_short_lines": 1.0}, "gopher_quality": {

@@ -1,4 +1,4 @@
-"""Reading as units, without a cluster: ranges of files give what whole files give, and the worst file is named."""
+"""Reading in units, without a cluster: ranges give the same as whole files, and errors name the worst file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recipe(**read) -> PipelineConfig:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Good and bad records, files that are empty in two ways, and one cut off."""
+    """Write good and bad records, two kinds of empty files, and a truncated file."""
     root = tmp_path / "in"
     root.mkdir()
     lines = [json.dumps({"id": f"a{number}", "text": f"text {number} " * (number % 9 + 1)}).encode()
@@ -50,7 +50,7 @@ def units(folder, output, **read):
 
 
 def read_back(output, done):
-    """(documents, quarantine) of units, sorted, less the numbers of lines, which ranges do not know."""
+    """Return (documents, quarantine) of units, sorted, without line numbers, which ranges do not have."""
     documents, bad = [], []
     for unit in done:
         for row in read_table(store(output), unit.files["documents"]).to_pylist():

@@ -1,3 +1,5 @@
+"""Samples of kept documents, and tokens by source."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +17,7 @@ def table(first: int, last: int) -> pa.Table:
 
 
 def samples(*bounds: tuple[int, int]) -> list[dict]:
-    """Samples of units, each of which saw its documents in two tables."""
+    """Return samples of units, each of which gets its documents in two tables."""
     parts = []
     for first, last in bounds:
         seen = kept.Kept()

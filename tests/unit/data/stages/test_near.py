@@ -1,4 +1,4 @@
-"""Near-deduplication as stages, executed here: the rule, whatever the cut; exact and short documents; earlier dumps."""
+"""Stages of near-deduplication in this process: the rule for any partitioning; short documents; earlier dumps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def documents(seed: int, families: int = 12, source: str = "web") -> list[dict]:
-    """Families of edited copies, some of them chains, with short and exact ones among them."""
+    """Families of edited copies, including chains, short documents and exact copies."""
     generator = random.Random(seed)
 
     def word():
@@ -52,7 +52,7 @@ def write(folder: Path, *groups: list[dict], name: str = "a.jsonl") -> Path:
 
 def dedup(folder: Path, output: Path, *, seed: int = 0, partitions: int = 4, exact: bool = False, priority=None,
           **near) -> tuple[dict[str, dict], dict]:
-    """(verdict rows by id, report) of near-deduplication alone, after exact deduplication if asked for."""
+    """Return (verdicts by id, report) of near-deduplication, optionally after exact deduplication."""
     steps = [*(["dedup_exact"] if exact else []), {"dedup_near": near}, {"tokenize": {"train": {}}}, "pack"]
     config = build(PipelineConfig, {"partitions": partitions, "read": {"paths": ["*.jsonl"],
                                                                         "priority": priority or {}}, "steps": steps})
@@ -79,7 +79,7 @@ def dedup(folder: Path, output: Path, *, seed: int = 0, partitions: int = 4, exa
 
 
 def greedy(records: list[dict], least: float, ngram: int, unit: minhash.Unit) -> set[str]:
-    """What goes, by brute force over exact similarities: what the bands are all but certain to find as well."""
+    """Return the documents to drop, by brute force over exact similarities, which the bands find almost certainly."""
     ordered = sorted(records, key=lambda record: (-len(record["text"].encode()), record["id"]))
     sets = minhash.shingle_sets([record["text"] for record in ordered], ngram=ngram, unit=unit)
     kept: list[int] = []

@@ -1,4 +1,4 @@
-"""What an output says of how it was made."""
+"""Records of how an output was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pack stage with every tokenizer, policy and method: sets that verify, and documents that come back whole."""
+"""The pack stage with every tokenizer, policy and method: sets verify, and documents can be decoded completely."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model", "t
 
 def packed(folder: Path, tokenizer: dict, settings: dict, *, kind: str = "documents", metas: list[str] | None = None,
            texts: list[str] = TEXTS) -> list[Published]:
-    """The units of two partitions, committed below `folder`/out."""
+    """Publish the units of two partitions below `folder`/out."""
     (folder / "in").mkdir(exist_ok=True)
     (folder / "in" / "a.jsonl").write_text("{}\n")
     config = build(PipelineConfig, {"partitions": 2, "read": {"paths": ["a.jsonl"], "kind": kind}, "steps": [
@@ -52,7 +52,7 @@ def packed(folder: Path, tokenizer: dict, settings: dict, *, kind: str = "docume
 
 
 def documents(uri: str) -> dict[str, list[int]]:
-    """Tokens of every document of a set, its pieces put together."""
+    """Return the tokens of every document of a set, with its pieces joined."""
     shard_set = ShardSet.open(uri)
     found: dict[str, dict[int, list[int]]] = {}
     for index in range(len(shard_set.manifest.shards)):

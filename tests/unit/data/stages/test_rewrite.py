@@ -1,4 +1,4 @@
-"""A partition that a stage rewrites is what reading the changed documents would have given."""
+"""A rewritten partition equals one made by reading the edited documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ["and", "so", "it", "went", "on", "until", "the", "tide", "turned", "the
 
 
 class Cut(Filter):
-    """Cuts the word "tide" out, drops documents with "storm"."""
+    """Filter that cuts the word "tide" and drops documents with "storm"."""
 
     EDITS = "cut_out"
 
@@ -33,7 +33,7 @@ class Cut(Filter):
 
 
 class Rank(Filter):
-    """Ranks documents by their place."""
+    """Filter that ranks documents by their position."""
 
     WRITES = True
 
@@ -48,7 +48,7 @@ def texts():
 
 
 def part_of(folder, records) -> tuple[Task, Part]:
-    """The one partition of a folder's documents, as ingest and partition leave it."""
+    """Return the single partition of a folder's documents after ingest and partition."""
     (folder / "in").mkdir(parents=True)
     (folder / "in" / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = build(PipelineConfig, {"read": {"paths": ["*.jsonl"]}, "partitions": 1, "steps": [

@@ -1,4 +1,4 @@
-"""Parts of the stages that need no cluster: finding input, partition counts, plans, n-gram figures, histograms."""
+"""Parts of stages that need no cluster: finding input, partition counts, plans, n-gram entropies, histograms."""
 
 from __future__ import annotations
 

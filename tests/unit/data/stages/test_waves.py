@@ -1,4 +1,4 @@
-"""Packing in waves: the same rows, published as they come, and byte for byte the same after a kill."""
+"""Packing in waves: the same rows, published early, and the same bytes after a kill."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_waves_have_the_same_rows(raw, plain, tmp_path, waves, number):
 
 
 def test_a_wave_is_published_when_its_partitions_are_packed(raw, tmp_path):
-    """In the order of the partitions, each as soon as it and all before it are packed; the validation set at first."""
+    """Waves are published in order, each when all of its partitions are packed; the validation set comes first."""
     seen: list[tuple[int, int]] = []
     place, packed = store(tmp_path).child("shards"), list[int]()
 

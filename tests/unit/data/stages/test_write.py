@@ -62,7 +62,7 @@ TOKENIZER = train_bpe(TEXTS, 300)
 
 def written(folder: Path, kinds=EVERY, *, chunk: int = 8192, order: int = 1, tokenize: bool = True, **settings
             ) -> tuple[list[Published], dict]:
-    """(units, manifest) of a product, the partitions' documents cut into batches of `chunk`."""
+    """Return (units, manifest) of a product whose documents come in batches of `chunk`."""
     (folder / "in").mkdir(exist_ok=True, parents=True)
     (folder / "in" / "a.jsonl").write_text("{}\n")
     (folder / "in" / "t.json").write_bytes(TOKENIZER)
@@ -83,7 +83,7 @@ def written(folder: Path, kinds=EVERY, *, chunk: int = 8192, order: int = 1, tok
 
 @pytest.fixture(scope="module")
 def product(tmp_path_factory):
-    """A product in every format, several files a partition, and its manifest."""
+    """A product in every format, with several files for each partition, and its manifest."""
     folder = tmp_path_factory.mktemp("product")
     manifest = written(folder, validation_fraction=0.2, shard_bytes=900)[1]
     return folder / "out/dataset", manifest
@@ -95,7 +95,7 @@ def files(product, kind, split="train", suffix=""):
 
 
 def expected(product) -> dict[str, list[dict]]:
-    """Rows of both splits, in order; which is in which the Parquet files say."""
+    """Return the rows of both splits in order, as the Parquet files split them."""
     known = {row["id"]: {**row, "meta": json.loads(row["meta"])} for row in map(document, range(len(TEXTS)))}
     split = {name: [row for path in files(product, "parquet", name) for row in pq.read_table(path)["id"].to_pylist()]
              for name in write.SPLITS}
@@ -206,7 +206,7 @@ def test_the_manifest_hashes_every_file_and_no_others_exist(product):
 
 @pytest.mark.parametrize(("chunk", "order"), [(1, 1), (7, -1)])
 def test_batches_order_and_reruns_do_not_change_the_files(product, tmp_path, chunk, order):
-    """How the partitions' files were cut is in the units' keys, and so in the names; never in a byte of a data file."""
+    """Keys and names depend on how the partitions' files were split, but no byte of a data file does."""
     def contents(manifest):
         return [(file["format"], file["split"], file["rows"], file["hash"]) for file in manifest["files"]]
 
@@ -273,7 +273,7 @@ def test_croissant_describes_the_product(product):
 
 
 def test_a_pipeline_that_ends_with_a_filter_writes_a_product(tmp_path):
-    """All stages, in this process: the product, the summary and the report; a second run makes nothing anew."""
+    """All stages run in this process: product, summary and report; a second run reuses every unit."""
     (tmp_path / "in").mkdir()
     lines = ["id,text,language", *(f'{number},"{text}",en' for number, text in enumerate(["good words here"] * 2 + [
         f"other words, number {number}" for number in range(20)])), '99,"never closed']

@@ -1,4 +1,4 @@
-"""Machine code under the content of its source: found from any checkout, and not when a line has changed."""
+"""Cached machine code is found from any checkout, and not after a change of its source."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(folder: Path, cache: Path, source: str = MODULE) -> subprocess.Popen[s
 
 
 def ask(folder: Path, cache: Path, source: str = MODULE) -> str:
-    """The value of the module's function, and how often its machine code was found."""
+    """Return the value of the module's function, and the number of cache hits."""
     process = start(folder, cache, source)
     told = process.communicate()[0].strip()
     assert process.returncode == 0

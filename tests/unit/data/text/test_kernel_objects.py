@@ -1,4 +1,4 @@
-"""Machine code that comes with the package: of the sources as they are, the same bits at each level, no compilation."""
+"""Machine code in the package is current, gives the same bits at each level, and needs no compilation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(json.dumps({"level": kernel_objects.level(), "ready": ready, "compiled": C
 
 
 def texts() -> list[str]:
-    """Words, lines, marks and scripts of all sorts, some of them often."""
+    """Texts with all kinds of words, lines, marks and scripts, some of them repeated."""
     rng = np.random.default_rng(7)
     words = ["the", "Web", "cookies", "policy", "3.14", "e-mail", "naïve", "東京", "ภาษา", "ёлка", "[12]", "{", "...",
              "http://a.example/x?y", "U.S.", "can't", "lorem", "ipsum", "\u00ad", "\r\n", "•", "a" * 70, "😀"]
@@ -62,7 +62,7 @@ def texts() -> list[str]:
 
 
 def used(tmp_path: Path, level: str = "") -> subprocess.Popen[str]:
-    """A process on a machine of its own, as far as kernels are concerned, that uses them all."""
+    """Start a process that has its own kernel cache and uses all kernels."""
     (tmp_path / "texts.json").write_text(json.dumps(texts()))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), kernel_objects.SETTING: level}
     return subprocess.Popen([sys.executable, "-c", USE, str(tmp_path / "texts.json")], env=environment,

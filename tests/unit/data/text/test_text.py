@@ -21,7 +21,7 @@ TEXTS = st.lists(st.text(ALPHABET, max_size=60), max_size=6)
 
 
 def slow_words(document: str, keep_digits: bool) -> list[str]:
-    """The definition in `text`'s docstring, literally."""
+    """Apply the definition in `text`'s docstring literally."""
     words: list[str] = []
     current, solo, in_digits = "", False, False
     for character in document:
