@@ -36,9 +36,9 @@ def test_a_changed_file_raises(tmp_path):
     with resources.local_path(reference) as path:
         assert path.read_text() == "bad\n"
     (tmp_path / "list.txt").write_text("worse\n")
-    with pytest.raises(StorageError, match="another than when the run began"):
+    with pytest.raises(StorageError, match="has changed since the run began"):
         resources.read(reference)
-    with pytest.raises(StorageError, match="another than when the run began"):
+    with pytest.raises(StorageError, match="has changed since the run began"):
         with resources.local_path(reference):
             pass
 
