@@ -18,7 +18,7 @@ from tidewheel.storage import store
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.record import RunRecord
-from tidewheel.train.retry import RetryPolicy
+from tidewheel.train.retry import StorageWait
 from tidewheel.train.runtime import Control
 
 POLL_SECONDS = 2.0
@@ -33,7 +33,7 @@ class Growth:
     """
 
     def __init__(self, config: TrainConfig, source: Source, collectives: Collectives, record: RunRecord,
-                 control: Control, retry: RetryPolicy) -> None:
+                 control: Control, retry: StorageWait) -> None:
         self._config, self._source, self._collectives = config, source, collectives
         self._record, self._control, self._retry = record, control, retry
         self._poll = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)

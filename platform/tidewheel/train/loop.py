@@ -32,7 +32,7 @@ from tidewheel.train.record import TrainResult
 from tidewheel.train.recording import Recording
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.resuming import Resuming
-from tidewheel.train.retry import RetryPolicy
+from tidewheel.train.retry import StorageWait
 from tidewheel.train.run import Run
 from tidewheel.train.runtime import Control, Preempted, Runtime
 from tidewheel.train.saving import Saving
@@ -59,7 +59,7 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
     began = time.time()
     run = Run.open(run)
     config = run.config
-    retry = RetryPolicy.of(config, runtime)
+    retry = StorageWait.of(config, runtime)
     HERE.begin(runtime.generation, runtime.rank)
     finished = retry(run.result)
     if finished is not None:
@@ -118,7 +118,7 @@ class Loop:
                               training.retry)
 
     @classmethod
-    def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: RetryPolicy) -> Loop:
+    def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: StorageWait) -> Loop:
         """Open the data and build the model, whose values are set later.
 
         Args:

@@ -8,26 +8,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tidewheel import retry
 from tidewheel.errors import StorageAwayError
 from tidewheel.time_limit import current
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.runtime import Runtime
 
 PAUSE_SECONDS = 2.0
+"""Pauses between retries are random, up to this many seconds."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RetryPolicy:
-    """Retries a call while storage is unavailable. The call must not contain a collective: each rank waits alone."""
+class StorageWait:
+    """Retries a call while storage is unavailable. The call must not contain a collective: each rank waits alone.
+
+    The requests of the call share this budget instead of having one each.
+    """
 
     seconds: float
     """How long to retry."""
     on_event: Callable[..., Any]
 
     @classmethod
-    def of(cls, config: TrainConfig, runtime: Runtime) -> RetryPolicy:
-        """Return the policy of a generation.
+    def of(cls, config: TrainConfig, runtime: Runtime) -> StorageWait:
+        """Return the wait of a generation.
 
         The first generation does not retry, so that a wrong address is reported at once. Later ones retry for as long
         as the run tolerates failing saves.
@@ -42,15 +47,19 @@ class RetryPolicy:
         Raises:
             StorageAwayError: storage was unavailable for too long, or the generation has ended.
         """
-        until = time.monotonic() + self.seconds
+        if not self.seconds:
+            return read()
+        began = time.monotonic()
         reported = False
-        while True:
-            try:
-                return read()
-            except StorageAwayError as error:
-                if time.monotonic() >= until or not current().left:
-                    raise
-                if not reported:
-                    self.on_event("storage_away", reason=error.what)
+
+        def report(error: Exception) -> None:
+            nonlocal reported
+            outage = isinstance(error, StorageAwayError) or time.monotonic() - began >= retry.POLICY.budget_seconds
+            if outage and not reported:  # a request that fails for a moment is no outage
+                self.on_event("storage_away", reason=str(getattr(error, "what", error)))
                 reported = True
-                current().pause(PAUSE_SECONDS)
+
+        policy = retry.RetryPolicy(budget_seconds=self.seconds, pause_seconds=PAUSE_SECONDS,
+                                   longest_pause_seconds=PAUSE_SECONDS)
+        return retry.call(read, policy, on_retry=report,
+                          may_help=lambda error: isinstance(error, StorageAwayError) and current().left > 0)

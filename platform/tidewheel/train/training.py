@@ -26,7 +26,7 @@ from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale
 from tidewheel.train.record import RunRecord
-from tidewheel.train.retry import RetryPolicy
+from tidewheel.train.retry import StorageWait
 from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
 from tidewheel.train.runtime import Runtime, read_again
@@ -41,7 +41,7 @@ class Training:
     runtime: Runtime
     timeline: Timeline
     watch: Watch
-    retry: RetryPolicy
+    retry: StorageWait
     collectives: Collectives
     source: Source
     model: ParallelModel
@@ -53,7 +53,7 @@ class Training:
     progress: Progress
 
     @classmethod
-    def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: RetryPolicy) -> Training:
+    def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: StorageWait) -> Training:
         """Open the data and build the model, whose values are set later.
 
         Args:

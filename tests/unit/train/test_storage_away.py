@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.train.helpers import config, write_shards
 from tidewheel import jsonlog, storage
+from tidewheel import retry as retries
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.s3_server import S3Server
@@ -17,7 +18,7 @@ from tidewheel.storage import LocalStore
 from tidewheel.train import checks, retry
 from tidewheel.train.loop import train
 from tidewheel.train.record import RunRecord
-from tidewheel.train.retry import RetryPolicy
+from tidewheel.train.retry import StorageWait
 from tidewheel.train.runtime import Runtime
 
 pytestmark = pytest.mark.timeout(120)
@@ -149,7 +150,7 @@ def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generat
     assert [event["kind"] for event in events].count("storage_away") == 2
 
 
-def test_patience_has_an_end(monkeypatch):
+def test_waiting_for_storage_has_an_end(monkeypatch):
     monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.01)
     told, calls = [], []
 
@@ -158,6 +159,28 @@ def test_patience_has_an_end(monkeypatch):
         raise StorageAwayError("the object store does not answer", where="s3://bucket", mend="wait")
 
     with pytest.raises(StorageAwayError):
-        RetryPolicy(0.05, lambda kind, **detail: told.append(kind))(away)
+        StorageWait(0.5, lambda kind, **detail: told.append(kind))(away)
     assert len(calls) > 2
     assert told == ["storage_away"]
+
+
+def test_requests_inside_a_wait_have_no_budgets_of_their_own(monkeypatch):
+    """A failing request ends with the wait, and its tries are not multiplied by it."""
+    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.01)
+    quick = retries.RetryPolicy(budget_seconds=1e6, pause_seconds=0.1, longest_pause_seconds=0.1)
+    monkeypatch.setattr(retries.random, "random", lambda: 1.0)
+    tries, events = [], []
+
+    def request() -> None:
+        tries.append(1)
+        raise ConnectionResetError("reset")
+
+    def read() -> None:
+        try:
+            retries.call(request, quick, may_help=lambda _: True)
+        except ConnectionResetError as error:
+            raise StorageAwayError(str(error), where="s3://bucket", mend="wait") from error
+
+    with pytest.raises(StorageAwayError, match="reset"):
+        StorageWait(0.5, lambda kind, **detail: events.append(kind))(read)
+    assert len(tries) <= 1 + 0.5 / 0.1 + 1 + 0.1 / 0.01
