@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import yaml
 
 from tests.own_parts import OWN_FILTERS, OWN_PARTS, overrides
 from tidewheel.checkpoint.digest import digest
-from tidewheel.config import load
+from tidewheel.config import build, load
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.jsonlog import read
 from tidewheel.storage import store
@@ -191,11 +192,16 @@ def write_training(user: User, name: str, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def calm(user: User) -> str:
-    """State of the run that nothing disturbs, trained in this process."""
+    """State of the run of YAML files that nothing disturbs."""
+    return undisturbed(user, lambda: load(TrainConfig, write_training(user, "calm")))
+
+
+def undisturbed(user: User, configure: Callable[[], TrainConfig]) -> str:
+    """Train in this process, alone and in one go; return the state."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(user.folder)
         patch.syspath_prepend(str(user.folder))
-        config = load(TrainConfig, write_training(user, "calm"))
+        config = configure()
         fit_local(config)
     return str(digest(config.run_uri).state)
 
@@ -246,7 +252,7 @@ def test_a_training_of_a_yaml_file_is_killed_and_goes_on_by_the_same_command(use
 
 
 @pytest.mark.long
-def test_a_script_of_the_sdk_is_killed_and_goes_on_when_it_is_run_again(user: User, calm: str):
+def test_a_script_of_the_sdk_is_killed_and_goes_on_when_it_is_run_again(user: User):
     (user.folder / "script.py").write_text(SDK)
     settings = {**TRAINING, "reproducible": True, "run": {"id": "run"}}
     settings.pop("model")
@@ -260,6 +266,7 @@ def test_a_script_of_the_sdk_is_killed_and_goes_on_when_it_is_run_again(user: Us
     user.let_go()
     user.finish(user.run_with(*command))
     (run,) = (path.parent for path in (user.folder / "sdk").rglob("run.json"))
-    check(user, run, user.folder / "table-sdk", calm)
-    corpora = [path.parent for path in (user.folder / "sdk").rglob("summary.json")]
+    values = {**store(run).read_json("run.json")["config"], "run": {"id": "sdk-calm", "uri": str(user.folder / "runs")}}
+    check(user, run, user.folder / "table-sdk", undisturbed(user, lambda: build(TrainConfig, values)))
+    corpora = [path.parent for path in (user.folder / "sdk/data").glob("*/summary.json")]
     assert [set(dropped(corpus)) for corpus in corpora] == [{"opens", "sevens"}]
