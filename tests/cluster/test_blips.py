@@ -112,7 +112,7 @@ def same_generation(run: Run, events: list[dict[str, Any]]) -> None:
     assert not [event for event in events if event["kind"] in ("failure", "resize")]
 
 
-def test_the_network_is_away_for_longer_than_a_connection_lasts(run):
+def test_a_run_survives_a_network_outage_longer_than_a_connection(run):
     run.network.away()
     time.sleep(BLIP_SECONDS)
     held = run.steps()
@@ -126,7 +126,7 @@ def test_the_network_is_away_for_longer_than_a_connection_lasts(run):
     assert sorted(back) == list(NAMES)
 
 
-def test_the_coordinators_process_stands_still(run):
+def test_a_run_survives_a_stopped_coordinator(run):
     os.kill(run.coordinator.pid, signal.SIGSTOP)
     time.sleep(BLIP_SECONDS)
     run.network.reset()  # some connections do not outlive it: their workers wait for the process

@@ -231,7 +231,7 @@ class Stopped:
         self.pids.clear()
 
 
-def test_a_node_whose_worker_does_not_come_up_is_not_waited_for(cluster, shards, tmp_path):
+def test_training_begins_without_a_node_whose_worker_does_not_start(cluster, shards, tmp_path):
     """Training begins with the others; it joins when it is up."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
@@ -299,7 +299,7 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
     assert [event["detail"]["node"] for event in events(config, "worker_readmitted")] == [victim]
 
 
-def test_a_node_on_which_workers_cannot_begin_is_left_alone(cluster, shards, tmp_path):
+def test_a_node_on_which_workers_cannot_start_is_excluded(cluster, shards, tmp_path):
     """A package is missing there, say; the run is trained by the others."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
@@ -335,7 +335,7 @@ def trainers(cluster: LocalCluster) -> list[int]:
 
 
 @pytest.mark.long  # `test_in_place.py` has a frozen worker without Ray
-def test_a_worker_that_stands_still_is_replaced(cluster, shards, tmp_path, record_property):
+def test_a_frozen_worker_is_replaced(cluster, shards, tmp_path, record_property):
     """It is stopped by a signal, alive for Ray, silent for the coordinator: it is cut off, and the run goes on."""
     while len(cluster.nodes) < 2:
         cluster.add_node()

@@ -72,7 +72,7 @@ def test_a_frozen_worker_is_cut_off_and_one_that_stands_by_takes_its_place(start
     assert "no sign of life" in failure["detail"]["error"]
 
 
-def test_two_die_at_once(started):
+def test_a_run_survives_two_deaths_at_once(started):
     group = started()
     group.add("c")
     group.wait(lambda: group.coordinator.standing_by() == 1)

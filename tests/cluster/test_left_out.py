@@ -80,7 +80,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 #: Of the errors of one worker one is enough here; `test_elastic.py` has a mistake on Ray, `test_blame.py` has them all.
 @pytest.mark.parametrize("group", [storage_away, *(pytest.param(fault, marks=pytest.mark.long)
                                                    for fault in (mistake, disk_full, bad_gpu))], indirect=True)
-def test_the_one_that_fails_is_left_out_and_the_run_goes_on(group: Group):
+def test_a_worker_that_fails_is_left_out_and_the_run_continues(group: Group):
     group.wait(lambda: group.events("worker_left_out") != [])
     group.wait(lambda: not group.processes["b"].is_alive())  # its process is ended
     group.wait(lambda: group.coordinator.snapshot().generation == 1)

@@ -76,7 +76,7 @@ def check(run: Store) -> None:
             assert verify_checkpoint(run.child("checkpoints"), info.name) == []
 
 
-def test_a_second_driver_is_told_who_trains_the_run(folder):
+def test_a_second_driver_is_refused_with_the_name_of_the_first(folder):
     run = store(config(folder).run_uri)
     first = drive(folder)
     wait_for_checkpoints(run, 1)
@@ -91,7 +91,7 @@ def test_a_second_driver_is_told_who_trains_the_run(folder):
     check(run)
 
 
-def test_a_driver_that_was_stopped_comes_back_and_is_fenced(folder):
+def test_a_stopped_driver_is_fenced_when_it_returns(folder):
     run = store(config(folder).run_uri)
     first = drive(folder)
     wait_for_checkpoints(run, 2)

@@ -15,7 +15,7 @@ def test_a_start_makes_few_requests_however_old_the_run_is(days: float):
         assert run.requests <= MOST_REQUESTS
 
 
-def test_without_a_state_the_newest_records_say_it():
+def test_without_a_state_file_the_newest_records_are_used():
     with AgedRun(30, latency=0.0, state=False) as run:
         step, failures, generation = start(run.uri, run.steps - 30)
         assert (step, generation) == (run.steps, run.generations - 1)
@@ -23,7 +23,7 @@ def test_without_a_state_the_newest_records_say_it():
         assert run.requests <= 2 * MOST_REQUESTS
 
 
-def test_a_run_of_an_older_version_is_not_read_whole():
+def test_only_the_newest_records_of_a_run_of_an_older_version_are_read():
     with AgedRun(0.5, latency=0.0, parts=True, state=False) as run:
         assert len(run.objects) > 17_000
         past = Coordinator(run.uri).past()

@@ -24,7 +24,7 @@ def world():
 
 
 # -- one worker's fault ------------------------------------------------------------------------
-def test_one_workers_error_leaves_it_out_and_one_that_stands_by_takes_its_place(world):
+def test_a_standby_worker_replaces_a_worker_that_raised_an_error(world):
     world.fail("b")
     assert world.members == ("a", "c")
     assert world.fenced == ["b"]
@@ -36,7 +36,7 @@ def test_one_workers_error_leaves_it_out_and_one_that_stands_by_takes_its_place(
     assert "ECC" in failure["error"]
 
 
-def test_one_workers_fatal_error_is_not_the_runs_while_others_can_go_on(world):
+def test_a_fatal_error_of_one_worker_does_not_end_the_run(world):
     world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
     assert world.members == ("a", "c")
@@ -44,7 +44,7 @@ def test_one_workers_fatal_error_is_not_the_runs_while_others_can_go_on(world):
     assert not world.told("raise")
 
 
-def test_the_cause_is_the_first_error_that_is_no_echo(world):
+def test_the_cause_is_the_first_error_that_is_not_an_echo(world):
     """The peer of the first failer may be the first to speak."""
     world.leave("a", text="RuntimeError: connection reset by peer")
     world.leave("b", text="RuntimeError: CUDA error", kind="RuntimeError")
@@ -52,7 +52,7 @@ def test_the_cause_is_the_first_error_that_is_no_echo(world):
     assert world.members == ("a", "c")
 
 
-def test_who_is_said_to_stand_still_is_to_blame(world):
+def test_a_rank_accused_of_a_hang_is_left_out(world):
     report = Left(world.number, ExitReason.FAILED, "HangError: rank 1 is still at step 5", accused=(1,))
     world.it.left("a", report, world.now)
     world.leave("b")
@@ -68,7 +68,7 @@ def test_a_loss_that_came_first_is_the_cause(world):
     assert not world.details("worker_left_out")
 
 
-def test_a_loss_that_follows_an_error_is_not(world):
+def test_a_loss_that_follows_an_error_is_not_the_cause(world):
     """Its process could not let go, and ended."""
     world.leave("b", text="RuntimeError: CUDA error", kind="RuntimeError")
     world.lose("b")
@@ -76,7 +76,7 @@ def test_a_loss_that_follows_an_error_is_not(world):
     assert [out["node"] for out in world.details("worker_left_out")] == ["node of b"]
 
 
-def test_a_sticky_error_is_never_given_a_rank_again(world):
+def test_a_device_whose_probe_fails_gets_no_rank_again(world):
     """The GPU stays bad. The run goes on with the others, and asks ever more seldom."""
     world.fail("b")
     times = []
@@ -108,7 +108,7 @@ def test_a_new_process_on_a_blamed_node_must_pass_a_probe(world):
     assert [detail["worker"] for detail in world.details("worker_readmitted")] == ["b2"]
 
 
-def test_nobody_is_started_on_a_node_that_is_out(world):
+def test_no_worker_is_started_on_an_excluded_node(world):
     world.fail("b")
     assert world.it.nodes_out(world.now) == set()
     world.come("b2", node="node of b")
@@ -141,7 +141,7 @@ def test_a_blamed_node_is_used_when_nothing_else_is_left(world):
     assert world.members == ("a", "b4")
 
 
-def test_a_probe_that_does_not_end_is_a_failure_of_the_process(world):
+def test_a_probe_that_does_not_end_counts_as_failed(world):
     world.fail("b")
     world.come("b2", node="node of b")
     world.wait(62, "a", "c", "b2")
@@ -149,7 +149,7 @@ def test_a_probe_that_does_not_end_is_a_failure_of_the_process(world):
     assert "probe did not end" in world.details("worker_left_out")[-1]["reason"]
 
 
-def test_probes_that_fail_when_nothing_else_is_left_end_the_run_in_the_end():
+def test_repeated_failures_of_the_last_probes_end_the_run():
     world = World((2,))
     world.start("a", "b", "c")
     world.run(5)
@@ -177,7 +177,7 @@ def test_the_same_fatal_error_from_several_nodes_ends_the_run(world):
     assert (failure["ranks"], failure["restart"], failure["error"]) == ([0], False, "ShardError: damaged a")
 
 
-def test_the_same_fatal_error_from_the_one_that_took_the_place_ends_the_run(world):
+def test_the_same_fatal_error_of_the_replacement_ends_the_run(world):
     world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
     world.leave("c", reason=ExitReason.FATAL, text=FATAL)
@@ -186,7 +186,7 @@ def test_the_same_fatal_error_from_the_one_that_took_the_place_ends_the_run(worl
     assert world.told("raise") == ["c"]
 
 
-def test_another_fatal_error_elsewhere_later_is_another_fault(world):
+def test_a_different_fatal_error_elsewhere_does_not_end_the_run(world):
     world.come("d")
     world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
@@ -196,7 +196,7 @@ def test_another_fatal_error_elsewhere_later_is_another_fault(world):
     assert world.members == ("a", "d")
 
 
-def test_a_fatal_error_without_which_nobody_can_go_on_ends_the_run():
+def test_a_fatal_error_of_a_worker_that_is_needed_ends_the_run():
     world = World((2,))
     world.start("a", "b")
     world.run(1)
@@ -206,7 +206,7 @@ def test_a_fatal_error_without_which_nobody_can_go_on_ends_the_run():
     assert world.told("raise") == ["b"]
 
 
-def test_the_only_worker_is_tried_again_until_the_limit():
+def test_a_single_worker_is_restarted_up_to_the_limit():
     """A step that always runs out of memory. What is told is its own error, not that recovery was given up."""
     world = World((1,))
     world.healthy = True
@@ -239,7 +239,7 @@ def test_an_error_that_moves_from_node_to_node_without_progress_ends_the_run():
     assert len(world.fenced) == 4
 
 
-def test_without_a_limit_it_is_tried_for_ever():
+def test_without_a_limit_restarts_never_end():
     world = World((1,), max_without_progress=-1)
     world.healthy = True
     world.start("a")
@@ -251,7 +251,7 @@ def test_without_a_limit_it_is_tried_for_ever():
         world.wait(61, "a")
 
 
-def test_echoes_only_are_everybodys(world):
+def test_a_failure_with_echoes_only_blames_no_worker(world):
     world.leave("a", "b")
     assert world.members == ("a", "b")
     assert not world.details("worker_left_out")
@@ -270,7 +270,7 @@ def test_a_worker_that_fails_before_it_joins_is_left_out():
     assert world.members == ("a",)
 
 
-def test_the_same_error_before_they_join_on_all_nodes_is_the_runs():
+def test_the_same_error_on_all_nodes_before_they_join_ends_the_run():
     world = World((1, 2))
     world.it.expect({"a": "node of a", "b": "node of b"}, world.now, anew=True)
     assert world.it.raised("b", "ModuleNotFoundError", "ModuleNotFoundError: no torch", world.now, fatal=True)
@@ -291,7 +291,7 @@ def but_not_the_node(fault: Fault, level: Level) -> bool:
     return level is not Level.NODE
 
 
-def test_process_then_device_then_node():
+def test_repeated_faults_exclude_the_process_then_the_device_then_the_node():
     blame = Blame(READMIT)
     found = [blame.judge([fault(device="3")], anybody, at).out for at in (0.0, 1.0, 200.0)]
     assert [one.level for one in found if one] == [Level.PROCESS, Level.DEVICE, Level.NODE]
@@ -299,37 +299,37 @@ def test_process_then_device_then_node():
     assert not blame.is_out("m", "3", 201.0)
 
 
-def test_a_node_that_is_blamed_again_and_again_is_left_alone_for_a_time_that_doubles():
+def test_repeated_faults_of_a_node_double_its_exclusion():
     blame = Blame(READMIT)
     found = [blame.judge([fault()], anybody, float(at)).out for at in range(6)]
     assert [one.seconds for one in found if one] == [0, 60, 120, 240, 240, 240]
 
 
-def test_two_bad_devices_are_not_a_bad_node_yet():
+def test_faults_of_two_devices_do_not_exclude_their_node():
     blame = Blame(READMIT)
     found = [blame.judge([fault(f"w{device}", device=device)], anybody, 0.0).out for device in "35"]
     assert [one.level for one in found if one] == [Level.PROCESS, Level.PROCESS]
 
 
-def test_two_workers_of_a_node_at_once_are_the_nodes_fault():
+def test_two_workers_that_fail_together_exclude_their_node():
     """Its cache disk is full."""
     found = Blame(READMIT).judge([fault("w1", fatal=True), fault("w2", fatal=True)], anybody, 0.0)
     assert found.out is not None
     assert (found.out.level, found.final) == (Level.NODE, False)
 
 
-def test_where_there_is_one_node_two_workers_at_once_are_the_run():
+def test_two_workers_that_fail_together_on_the_only_node_blame_the_run():
     found = Blame(READMIT).judge([fault("w1", fatal=True), fault("w2", fatal=True)], but_not_the_node, 0.0)
     assert (found.out, found.final) == (None, True)
 
 
-def test_where_there_is_one_node_the_second_process_with_the_same_error_is_the_run():
+def test_a_second_process_with_the_same_error_on_the_only_node_blames_the_run():
     blame = Blame(READMIT)
     assert blame.judge([fault("w1", fatal=True)], but_not_the_node, 0.0).out is not None
     assert blame.judge([fault("w2", fatal=True)], but_not_the_node, 1.0).final
 
 
-def test_a_fault_is_forgotten():
+def test_faults_are_forgotten_after_a_while():
     blame = Blame(READMIT)
     blame.judge([fault()], anybody, 0.0)
     assert blame.suspects("n", "", 2 * READMIT.most - 1)

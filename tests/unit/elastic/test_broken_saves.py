@@ -1,8 +1,9 @@
-"""An upload of a generation that is broken off stops, and holds nobody."""
+"""An upload stops with its generation, and nothing waits for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 
 from tests.unit.checkpoint.helpers import HangingStore
 from tests.unit.train.helpers import config
-from tidewheel import storage
 from tidewheel.elastic import worker
 from tidewheel.elastic.messages import Join
 from tidewheel.elastic.process_group import GenerationGroup
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 class Control:
-    """Hears the events of a worker."""
+    """Collects the events of a worker."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -29,16 +29,16 @@ class Control:
 
 
 @pytest.mark.parametrize("how", ["broken off", "failed", "over"])
-def test_an_upload_ends_with_its_generation(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = HangingStore(tmp_path)
-    monkeypatch.setattr(storage, "store", lambda uri: type("Run", (), {"child": lambda self, name: place})())
-    group, control = GenerationGroup(), Control()
-    order = Join(0, 0, 1)
+def test_an_upload_ends_with_its_generation(how: str, tmp_path: Path) -> None:
+    store = HangingStore(tmp_path)
+    run = SimpleNamespace(config=config(tmp_path), checkpoints=store)
+    group = GenerationGroup()
+    control = Control()
     state = {"model": {"w": torch.zeros(3)}}
     try:
-        with worker._checkpoints(config(tmp_path), order, control, group) as checkpoints:  # type: ignore[arg-type]
+        with worker._checkpoints(run, Join(0, 0, 1), control, group) as checkpoints:  # type: ignore[arg-type]
             checkpoints.save(1, state, {})
-            assert place.entered.wait(60)
+            assert store.entered.wait(60)
             if how == "broken off":
                 group.break_off()
             if how == "failed":
@@ -49,4 +49,4 @@ def test_an_upload_ends_with_its_generation(how: str, tmp_path: Path, monkeypatc
     [(kind, detail)] = control.events
     assert kind == "save_failed"
     assert "its workers have parted" in detail["reason"]
-    place.released.set()
+    store.released.set()

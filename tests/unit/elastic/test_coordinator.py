@@ -29,7 +29,7 @@ def quiet(monkeypatch):
     monkeypatch.setattr(Coordinator, "_watch", lambda self: None)
 
 
-def test_a_new_driver_goes_on_counting(tmp_path, quiet):
+def test_a_new_driver_continues_the_numbers_of_the_run(tmp_path, quiet):
     first = coordinator_of(tmp_path)
     first.event("resume", {"generation": 0, "step": 0})
     first.event("failure", {"generation": 1})
@@ -62,7 +62,7 @@ def test_a_new_driver_goes_on_counting(tmp_path, quiet):
     assert (state["step"], state["failures"], state["generation"]) == (9, 1, 1_000_000)
 
 
-def test_a_stranger_is_not_heard(tmp_path, quiet):
+def test_an_unauthenticated_worker_is_refused(tmp_path, quiet):
     coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
     closed = Event()
@@ -73,7 +73,7 @@ def test_a_stranger_is_not_heard(tmp_path, quiet):
     coordinator.end()
 
 
-def test_ray_says_one_is_dead_that_is_still_connected(tmp_path, quiet):
+def test_a_connected_worker_that_ray_reports_dead_is_cut_off(tmp_path, quiet):
     """Its raylet was killed, it was not: it is cut off, and ends itself."""
     coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")

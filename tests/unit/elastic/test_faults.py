@@ -21,7 +21,7 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
 @pytest.mark.parametrize("error", [
     PEER, dist.DistBackendError("NCCL communicator was aborted on rank 3"), dist.DistNetworkError("timed out"),
     RuntimeError("the generation has ended"), raised(CheckpointError("cannot be read"), PEER)])
-def test_what_is_said_of_a_lost_peer_is_an_echo(error):
+def test_errors_about_a_lost_peer_are_echoes(error):
     found = report(error, broken=False, stepped=True)
     assert (found.reason, found.error_kind) == (ExitReason.FAILED, "")
 
@@ -32,7 +32,7 @@ def test_what_is_said_of_a_lost_peer_is_an_echo(error):
     (ShardError("damaged"), ExitReason.FATAL),
     (ValueError("wrong"), ExitReason.FATAL),
     (ConfigError("wrong"), ExitReason.FATAL)])
-def test_what_a_worker_raises_by_itself_is_its_own(error, reason):
+def test_other_errors_are_the_workers_own(error, reason):
     found = report(error, broken=False, stepped=True)
     assert (found.reason, found.error_kind) == (reason, type(error).__name__)
     assert found.text.startswith(type(error).__name__)
@@ -40,25 +40,25 @@ def test_what_a_worker_raises_by_itself_is_its_own(error, reason):
 
 @pytest.mark.parametrize("error", [ValueError("no process"), RuntimeError("odd"), CheckpointError("cannot be read"),
                                    StorageAwayError("broken off: the generation has ended")])
-def test_what_follows_when_connections_were_broken_is_an_echo(error):
+def test_errors_after_connections_were_broken_are_echoes(error):
     found = report(error, broken=True, stepped=True)
     assert (found.reason, found.error_kind) == (ExitReason.FAILED, "")
 
 
-def test_what_all_ranks_find_at_once_is_their_own_though_one_was_quicker():
+def test_an_error_of_ours_is_no_echo_though_another_rank_was_faster():
     """The guards end a run on all ranks in the same step: the first to say so breaks the connections of the others."""
     found = report(ConfigError("loss is not a number at step 3"), broken=True, stepped=True)
     assert (found.reason, found.error_kind) == (ExitReason.FATAL, "ConfigError")
 
 
-def test_storage_that_is_away_is_a_wrong_address_only_before_the_first_step():
+def test_unavailable_storage_is_fatal_only_before_the_first_step():
     away = StorageAwayError("does not answer")
     assert report(away, broken=False, stepped=False).reason is ExitReason.FATAL
     found = report(away, broken=False, stepped=True)
     assert (found.reason, found.error_kind) == (ExitReason.FAILED, "StorageAwayError")
 
 
-def test_a_hang_names_who_stands_still():
+def test_a_hang_accuses_the_ranks_that_are_behind():
     error = "rank 3 is still at step 7 (data); rank 5 does not answer; 6 ranks wait since 5 s at step 8 (step)"
     found = report(HangError(error, (3, 5)), broken=False, stepped=True)
     assert (found.reason, found.error_kind, found.accused) == (ExitReason.FAILED, "", (3, 5))

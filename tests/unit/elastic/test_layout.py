@@ -12,14 +12,14 @@ def test_every_legal_size_gives_equal_shares(virtual, least, most):
 
 
 @given(st.integers(1, 64), st.integers(0, 80))
-def test_the_fit_is_the_largest_that_has_room(virtual, places):
+def test_the_largest_size_that_fits_is_chosen(virtual, places):
     sizes = legal_sizes(virtual)
     fit = largest_fit(sizes, places)
     assert fit <= places
     assert all(size <= fit or size > places for size in sizes)
 
 
-def test_no_upper_bound_and_none_that_fits():
+def test_sizes_without_an_upper_bound_and_without_a_fit():
     assert legal_sizes(6) == (1, 2, 3, 6)
     assert legal_sizes(4, 3, 3) == ()
     assert largest_fit((2, 4), 1) == 0

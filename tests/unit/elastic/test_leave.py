@@ -14,7 +14,7 @@ from tidewheel.stopping import Stopped
 
 
 @pytest.mark.parametrize(("step", "told"), [(12, "stopped, saved at step 12"), (None, "stopped, nothing new to save")])
-def test_saves_then_leaves(step, told, monkeypatch):
+def test_the_workers_save_before_the_run_ends(step, told, monkeypatch):
     asked = []
     monkeypatch.setattr(leave, "save_now", lambda uri, seconds: asked.append(uri) or step)
 

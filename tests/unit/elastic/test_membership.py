@@ -35,7 +35,7 @@ def test_a_full_size_does_not_wait():
     assert world.members == ("a", "c")
 
 
-def test_survivors_go_on_without_the_lost(world):
+def test_survivors_continue_without_a_lost_member(world):
     world.lose("b")
     assert world.told("abort") == ["a", "c", "d"]
     world.leave("a", "c")
@@ -50,14 +50,14 @@ def test_survivors_go_on_without_the_lost(world):
     assert world.kinds()[-1] == "recovered"
 
 
-def test_whoever_hears_of_it_first_the_cause_is_told(world):
+def test_a_loss_is_the_cause_though_an_echo_is_reported_first(world):
     world.leave("a")
     world.lose("b")
     world.leave("c", "d")
     assert [detail["error"] for kind, detail in world.events if kind == "failure"] == ["b died"]
 
 
-def test_two_at_once_and_one_while_the_others_leave(world):
+def test_losses_while_members_leave_are_one_failure(world):
     world.lose("b", "c")
     world.leave("a")
     world.lose("d")
@@ -80,7 +80,7 @@ def test_nodes_that_are_lost_one_after_the_other_never_end_the_run():
     assert {detail["recovery"] for detail in world.details("failure")} == {"in_place"}
 
 
-def test_losses_that_follow_each_other_are_answered_after_a_pause(world):
+def test_a_third_loss_without_progress_is_followed_by_a_pause(world):
     world.lose("b")
     world.leave("a", "c", "d")
     world.lose("a")
@@ -93,7 +93,7 @@ def test_losses_that_follow_each_other_are_answered_after_a_pause(world):
     assert world.members == ("d",)
 
 
-def test_who_does_not_leave_is_cut_off(world):
+def test_a_member_that_does_not_leave_is_cut_off(world):
     world.lose("b")
     world.leave("a", "c")
     world.wait(4, "a", "c", "d")
@@ -103,7 +103,7 @@ def test_who_does_not_leave_is_cut_off(world):
     assert world.members == ("a", "c")
 
 
-def test_who_is_at_work_has_longer(world):
+def test_a_member_that_uses_its_cpu_has_more_time_to_leave(world):
     """On a busy machine a healthy survivor needs more than the limit."""
     world.lose("b")
     world.leave("a", "c")
@@ -114,7 +114,7 @@ def test_who_is_at_work_has_longer(world):
     assert "d" in world.it.workers
 
 
-def test_who_stops_working_is_cut_off_and_so_is_who_works_for_ever(world):
+def test_a_member_that_leaves_too_slowly_is_cut_off(world):
     world.lose("b")
     world.leave("a")
     world.wait(12, "a", "c", "d", at_work="d")
@@ -134,7 +134,7 @@ def test_who_stops_working_is_cut_off_and_so_is_who_works_for_ever(world):
     assert other.fenced == ["c"]
 
 
-def test_a_member_that_stands_still_is_cut_off(world):
+def test_a_silent_member_is_cut_off(world):
     world.wait(2.5, "a", "b", "d")
     assert not world.fenced
     world.wait(1, "a", "b", "d")
@@ -142,14 +142,14 @@ def test_a_member_that_stands_still_is_cut_off(world):
     assert world.told("abort") == ["a", "b", "d"]
 
 
-def test_one_that_is_only_late_is_not(world):
+def test_a_silent_member_is_kept_while_the_generation_progresses(world):
     for step in range(2, 12):
         world.wait(1, "a", "b", "d")
         world.it.beat("a", world.number, step, world.now)
     assert not world.fenced
 
 
-def test_the_only_worker_is_left_in_peace():
+def test_a_single_worker_may_be_silent_for_longer():
     world = World()
     world.start("a")
     world.run(1)
@@ -159,14 +159,14 @@ def test_the_only_worker_is_left_in_peace():
     assert world.fenced == ["a"]
 
 
-def test_nobody_is_blamed_for_the_coordinators_own_stand(world):
+def test_time_in_which_the_coordinator_was_stopped_does_not_count(world):
     world.wait(1, "a", "b", "c", "d")
     world.now += 30
     world.it.tick(world.now)
     assert not world.fenced
 
 
-def test_a_time_in_which_nobody_was_heard_is_not_held_against_those_who_come_back_last(world):
+def test_time_in_which_all_were_silent_does_not_count_against_the_last_to_return(world):
     """The coordinator's network was away: the connections are made again one after the other."""
     world.wait(1, "a", "b", "c", "d")
     world.now += 0.2
@@ -178,14 +178,14 @@ def test_a_time_in_which_nobody_was_heard_is_not_held_against_those_who_come_bac
     assert world.fenced == ["b"], "who does not come back is found as ever"
 
 
-def test_nobody_is_waited_for_longer_than_they_try_to_come_back(world):
+def test_silent_workers_are_cut_off_once_they_stop_reconnecting(world):
     world.wait(RECONNECT_SECONDS - 1)
     assert world.fenced == []
     world.wait(2)
     assert sorted(world.fenced) == ["a", "b", "c", "d"]
 
 
-def test_a_joiner_is_taken_in_at_a_step_boundary():
+def test_a_new_worker_joins_at_a_step_boundary():
     world = World((1, 2))
     world.start("a")
     world.run(3)
@@ -201,7 +201,7 @@ def test_a_joiner_is_taken_in_at_a_step_boundary():
     assert "failure" not in world.kinds()
 
 
-def test_a_drained_member_makes_way(world):
+def test_a_drained_member_leaves_at_a_step_boundary(world):
     world.it.drain(["node of a"])
     world.wait(0.2, *"abcd")
     assert world.told("stop") == ["a", "b", "c", "d"]
@@ -211,7 +211,7 @@ def test_a_drained_member_makes_way(world):
     assert world.it.phase is Phase.RUNNING
 
 
-def test_a_death_while_they_make_way_is_a_failure(world):
+def test_a_loss_during_a_planned_change_is_a_failure(world):
     world.it.drain(["node of a"])
     world.wait(0.2, *"abcd")
     world.leave("a", "b", reason=ExitReason.PREEMPTED)
@@ -221,7 +221,7 @@ def test_a_death_while_they_make_way_is_a_failure(world):
     assert "failure" in world.kinds()
 
 
-def test_it_is_over_when_all_have_finished(world):
+def test_the_run_is_over_when_all_members_have_finished(world):
     world.come("spare")
     world.leave("a", "b", "c", reason=ExitReason.FINISHED)
     assert world.it.phase is Phase.RUNNING
@@ -230,13 +230,13 @@ def test_it_is_over_when_all_have_finished(world):
     assert sorted(world.told("over")) == ["a", "b", "c", "d", "spare"]
 
 
-def test_rank_0_lost_before_it_wrote_the_result(world):
+def test_training_continues_if_rank_0_is_lost_before_it_wrote_the_result(world):
     world.leave("b", "c", "d", reason=ExitReason.FINISHED)
     world.lose("a")
     assert world.members == ("b", "c")
 
 
-def test_what_is_said_of_an_older_generation_changes_nothing(world):
+def test_messages_about_an_older_generation_change_nothing(world):
     world.lose("b")
     world.leave("a", "c", "d")
     world.it.left("a", Left(0, ExitReason.FAILED, "late"), world.now)
@@ -261,7 +261,7 @@ def test_a_run_that_has_not_begun_is_stopped_at_once():
     assert world.it.stop_run() == (False, None)
 
 
-def test_a_death_while_the_run_is_stopped(world):
+def test_a_run_stops_despite_a_loss_meanwhile(world):
     world.it.stop_run()
     world.wait(0.2, *"abcd")
     world.lose("b")
@@ -273,7 +273,7 @@ def test_a_death_while_the_run_is_stopped(world):
     assert world.it.stop_run() == (True, 3)
 
 
-def test_a_node_that_is_avoided_is_left_at_a_step_boundary(world):
+def test_workers_of_an_avoided_node_leave_at_a_step_boundary(world):
     """As in a drain; but its workers are there when nobody else is."""
     slow, others = world.it.worker_at(1)
     assert (slow.name, others) == (world.members[1], len(world.members) - 1)
@@ -296,7 +296,7 @@ def test_a_node_that_is_avoided_is_left_at_a_step_boundary(world):
     assert not world.it.avoided
 
 
-def test_too_few_workers_for_too_long():
+def test_too_few_workers_for_too_long_lead_to_a_restart():
     world = World((2, 4))
     world.start("a", "b")
     world.run(1)
@@ -326,7 +326,7 @@ def test_growing_must_pay_before_the_next_loss_is_expected(before_the_loss, grow
     assert bool(world.told("stop")) is grows
 
 
-def test_rank_0_is_on_a_node_that_stays_when_there_is_one():
+def test_rank_0_is_on_a_node_that_stays_if_there_is_one():
     world = World()
     world.it.expect(["a", "b", "c", "d"], world.now, anew=True)
     world.come("a", "b", spot=True)
@@ -339,7 +339,7 @@ def test_rank_0_is_on_a_node_that_stays_when_there_is_one():
     assert world.members == ("a", "b")  # none is left that stays
 
 
-def test_one_on_a_node_that_stays_takes_rank_0_when_it_comes_in():
+def test_a_new_worker_on_a_node_that_stays_takes_rank_0():
     world = World((1, 2))
     world.it.expect(["a", "b"], world.now, anew=True)
     world.come("a", "b", spot=True)
@@ -355,7 +355,7 @@ def test_one_on_a_node_that_stays_takes_rank_0_when_it_comes_in():
     assert world.members == ("c", "a")
 
 
-def test_of_more_than_have_a_rank_one_on_a_node_that_stays_is_among_them():
+def test_a_worker_on_a_node_that_stays_is_preferred_to_a_spot_worker():
     world = World((2,))
     world.it.expect(["a", "b"], world.now, anew=True)
     world.come("a", "b", spot=True)

@@ -87,7 +87,7 @@ def test_every_message_is_covered_here():
 
 @pytest.mark.parametrize("message", WORKER, ids=lambda message: message.type)
 @pytest.mark.parametrize(("number", "received"), [(None, 0), (5, 3)])
-def test_a_workers_message_comes_through(message, number, received):
+def test_a_message_of_a_worker_is_decoded_as_it_was(message, number, received):
     line = encode(FromWorker(message, number, received))
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
@@ -96,19 +96,19 @@ def test_a_workers_message_comes_through(message, number, received):
 
 @pytest.mark.parametrize("message", COORDINATOR, ids=lambda message: message.type)
 @pytest.mark.parametrize(("number", "received"), [(None, 0), (5, 3)])
-def test_a_coordinators_message_comes_through(message, number, received):
+def test_a_message_of_the_coordinator_is_decoded_as_it_was(message, number, received):
     assert decode_from_coordinator(encode(FromCoordinator(message, number, received))) == (
         FromCoordinator(message, number, received))
 
 
 @pytest.mark.parametrize("message", WORKER, ids=lambda message: message.type)
-def test_a_coordinator_says_nothing_that_only_a_worker_says(message):
+def test_a_worker_refuses_messages_of_workers(message):
     with pytest.raises(MessageError, match="does not match any of the expected tags"):
         decode_from_coordinator(encode(FromWorker(message)))
 
 
 @pytest.mark.parametrize("message", COORDINATOR, ids=lambda message: message.type)
-def test_a_worker_says_nothing_that_only_a_coordinator_says(message):
+def test_the_coordinator_refuses_messages_of_coordinators(message):
     with pytest.raises(MessageError, match="does not match any of the expected tags"):
         decode_from_worker(encode(FromCoordinator(message)))
 
@@ -151,7 +151,7 @@ def test_other_lines_are_refused(line):
         decode_from_worker(line)
 
 
-def test_fields_of_what_a_message_holds_are_checked_too():
+def test_nested_fields_are_checked_too():
     body = json.loads(encode(FromCoordinator(Join(3, 0, 4, memory=MEMORY, past=RunHistory(7)))))["body"]
     for part in ("memory", "past"):
         with pytest.raises(MessageError, match="more"):
@@ -161,7 +161,7 @@ def test_fields_of_what_a_message_holds_are_checked_too():
         decode_from_coordinator(json.dumps({"body": body}).encode())
 
 
-def test_an_error_does_not_show_what_the_message_held():
+def test_an_error_does_not_show_the_values_of_a_message():
     line = json.dumps({"body": {"type": "hello", "name": 3, "node": "n", "token": "a secret"}}).encode()
     with pytest.raises(MessageError) as caught:
         decode_from_worker(line)
@@ -172,14 +172,14 @@ def test_an_error_does_not_show_what_the_message_held():
     assert "secret" not in repr(Join(0, 0, 1, memory=MEMORY))
 
 
-def test_a_loss_that_is_no_number_comes_through():
+def test_nan_and_infinity_are_decoded_as_they_were():
     sent = StepDone(0, 1, 2, {"loss": math.nan, "gradient_norm": math.inf})
     [metrics] = [decode_from_worker(encode(FromWorker(sent))).body.metrics]
     assert math.isnan(metrics["loss"])
     assert metrics["gradient_norm"] == math.inf
 
 
-def test_text_that_is_no_unicode_does_not_make_a_message_invalid():
+def test_undecodable_text_does_not_make_a_message_invalid():
     """An error may name a file whose name is not UTF-8."""
     sent = Left(0, ExitReason.FAILED, "cannot read caf\udce9.txt")
     assert decode_from_worker(encode(FromWorker(sent))).body == Left(0, ExitReason.FAILED, "cannot read caf?.txt")

@@ -16,7 +16,7 @@ def at(view, seconds, **changes):
     return replace(view, time=view.time + seconds, **changes)
 
 
-def test_nothing_changes_nothing_happens(resizer):
+def test_without_a_change_nothing_is_decided(resizer):
     assert all(resizer.decide(at(CALM, second)).move is Move.NOTHING for second in range(100))
 
 
@@ -51,7 +51,7 @@ def test_a_drained_worker_moves_to_one_that_stands_by(resizer):
     assert resizer.decide(at(CALM, 1, slots=2, leaving=1, asked=True)).move is Move.NOTHING
 
 
-def test_called_off_when_the_new_workers_are_gone_or_nobody_answers(resizer):
+def test_a_change_is_called_off_when_the_new_workers_are_gone_or_the_members_are_late(resizer):
     resizer.decide(at(CALM, 0, slots=4))
     assert resizer.decide(at(CALM, 6, slots=4)).move is Move.ASK
     assert resizer.decide(at(CALM, 8, asked=True)).move is Move.CALL_OFF
@@ -73,7 +73,7 @@ def test_a_run_that_is_nearly_over_does_not_grow(resizer):
     assert resizer.decide(at(late, 60, remaining_seconds=60)).move is Move.ASK
 
 
-def test_where_workers_are_lost_every_few_seconds_growth_waits(resizer):
+def test_growth_waits_while_workers_are_lost_every_few_seconds(resizer):
     resizer.decide(CALM)
     for _ in range(10):
         resizer.shrunk()
@@ -82,7 +82,7 @@ def test_where_workers_are_lost_every_few_seconds_growth_waits(resizer):
     assert resizer.decide(at(late, 60)).move is Move.ASK  # it has become calmer
 
 
-def test_each_way_to_recover_is_tried_once():
+def test_each_way_to_recover_is_tried_in_turn():
     budget = FailureBudget(max_without_progress=3)
     found = [budget.charge(step) for step in (10, 10, 10, 10, 20)]
     assert found == [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN, Recovery.NONE, Recovery.IN_PLACE]
@@ -99,6 +99,6 @@ def test_failures_with_progress_never_end_the_run():
     assert all(budget.charge(step) is Recovery.IN_PLACE for step in range(100))
 
 
-def test_the_total_can_be_bounded():
+def test_the_total_number_of_failures_can_be_limited():
     budget = FailureBudget(max_failures=2)
     assert [budget.charge(step) for step in range(3)] == [Recovery.IN_PLACE, Recovery.IN_PLACE, Recovery.NONE]

@@ -14,7 +14,7 @@ def test_a_healthy_process_passes(tmp_path):
     assert not list(tmp_path.rglob(".probe-*"))
 
 
-def test_a_device_that_multiplies_wrongly_is_found(monkeypatch):
+def test_a_device_that_multiplies_wrongly_does_not_pass(monkeypatch):
     product = torch.Tensor.__matmul__
 
     def flipped(left, right):
@@ -28,7 +28,7 @@ def test_a_device_that_multiplies_wrongly_is_found(monkeypatch):
         probe.check_arithmetic("cpu")
 
 
-def test_memory_that_forgets_is_found(monkeypatch):
+def test_memory_that_loses_values_does_not_pass(monkeypatch):
     full = torch.full
 
     def forgetful(*arguments, **named):
@@ -41,13 +41,13 @@ def test_memory_that_forgets_is_found(monkeypatch):
         probe.check_arithmetic("cpu")
 
 
-def test_a_cache_that_cannot_be_written_to_is_found(tmp_path):
+def test_a_cache_that_cannot_be_written_to_does_not_pass(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(OSError, match="file"):
         probe.probe(config(tmp_path, "run", f"data.cache={tmp_path / 'file'}"), "cpu")
 
 
-def test_storage_that_does_not_answer_is_found(tmp_path, monkeypatch):
+def test_unavailable_storage_does_not_pass(tmp_path, monkeypatch):
     def away(self, key):
         raise StorageAwayError("does not answer", where=self.uri)
 

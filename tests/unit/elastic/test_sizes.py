@@ -45,7 +45,7 @@ def test_only_nodes_that_the_placement_asks_for_are_counted():
     assert "correct elastic.placement" in str(caught.value)
 
 
-def test_a_resource_of_another_name_is_needed_as_cpus_are():
+def test_custom_resources_count_like_cpus():
     assert sizes(4, {"resources_per_worker": {"accelerator": 0.5}}, pipeline=2) == (2, 4)
     with pytest.raises(ClusterError, match=r"1 CPUs and 1 accelerator each.*\(2 CPUs and 1 accelerator; 2 CPUs and 0"):
         sizes(4, {"resources_per_worker": {"accelerator": 1}}, pipeline=2)

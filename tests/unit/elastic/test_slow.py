@@ -15,12 +15,12 @@ from tidewheel.elastic.slow import judge
     (2.5, 2, 1, True),
     (9.0, 2, 0, False),  # nobody else is there
 ])
-def test_the_run_must_gain(ratio: float, size: int, others: int, leave: bool):
+def test_a_slow_worker_is_replaced_only_if_the_run_gains(ratio: float, size: int, others: int, leave: bool):
     assert judge("replace", ratio, size=size, others=others, sizes=(1, 2, 3, 4)).leave is leave
     assert not judge("report", ratio, size=size, others=others, sizes=(1, 2, 3, 4)).leave
 
 
-def test_the_rest_must_be_legal():
+def test_a_slow_worker_stays_if_the_others_are_no_legal_number():
     """Four virtual ranks: three workers cannot share them, so two would do the work of four."""
     assert not judge("replace", 1.9, size=4, others=3, sizes=(1, 2, 4)).leave
     assert judge("replace", 2.1, size=4, others=3, sizes=(1, 2, 4)).leave

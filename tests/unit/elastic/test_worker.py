@@ -66,7 +66,7 @@ def failing() -> tuple[BaseException, weakref.ref[torch.nn.Module]]:
 
 
 @pytest.mark.parametrize("how", ["cause", "context", "hidden", "group", "failures"])
-def test_nothing_that_an_error_wraps_keeps_the_model(how: str) -> None:
+def test_clearing_an_error_frees_the_model_in_all_that_it_wraps(how: str) -> None:
     inner, model = failing()
     error = wrapped(wrapped(inner, how), "cause")
     assert inner in list(related(error))
@@ -75,7 +75,7 @@ def test_nothing_that_an_error_wraps_keeps_the_model(how: str) -> None:
     assert model() is None
 
 
-def test_a_loop_of_causes_ends() -> None:
+def test_a_cycle_of_causes_is_followed_once() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__context__ = second, first
     assert list(related(first)) == [first, second]
@@ -128,7 +128,7 @@ class Ended(BaseException):
     """The process would have ended here."""
 
 
-def test_a_process_that_takes_tensors_for_another_ranks_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_computes_for_another_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of it a new one is started: another generation in it would compute the same."""
     def stale(*_: Any) -> Any:
         raise StaleProcessError("rank 0 gets the rows of rank 1")

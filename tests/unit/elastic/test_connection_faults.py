@@ -120,7 +120,7 @@ def until(condition: Callable[[], bool]) -> None:
     b"x" * (3 * MOST_BYTES) + b"\n",
 ], ids=["text", "bytes", "deep", "number", "empty", "unknown", "coordinator's", "second hello", "missing", "value",
         "field", "frame", "long number", "handler", "long"])
-def test_a_bad_message_costs_itself(server: Server, handler: Handler, bad: bytes) -> None:
+def test_a_bad_message_is_reported_and_skipped(server: Server, handler: Handler, bad: bytes) -> None:
     with worker(server) as connection:
         for _ in range(3):
             connection.sendall(bad)
@@ -141,7 +141,7 @@ def test_a_tick_that_fails_is_followed_by_the_next(server: Server, handler: Hand
         assert handler.heard.get(timeout=SECONDS) == "good"
 
 
-def test_a_worker_whose_coming_fails_is_let_go(server: Server, handler: Handler) -> None:
+def test_a_worker_that_cannot_be_admitted_is_disconnected(server: Server, handler: Handler) -> None:
     handler.fails = {"opened", "closed"}
     with worker(server) as connection:
         while connection.recv(100):  # the welcome, and then the end
@@ -169,7 +169,7 @@ def test_a_worker_whose_coming_fails_is_let_go(server: Server, handler: Handler)
     b"x" * 2 * unauthenticated.HELLO_BYTES,
     b"[" * 4000 + b"\n",
 ])
-def test_an_unauthenticated_peer_is_not_heard(server: Server, handler: Handler, hello: bytes) -> None:
+def test_a_peer_without_the_token_is_disconnected(server: Server, handler: Handler, hello: bytes) -> None:
     with socket.create_connection(server.address, timeout=SECONDS) as connection:
         connection.sendall(hello)
         if not hello:
@@ -210,7 +210,7 @@ def test_many_unauthenticated_peers_keep_no_worker_out(handler: Handler, server:
         connection.close()
 
 
-def test_a_worker_goes_on_hearing_after_an_error() -> None:
+def test_a_worker_keeps_reading_after_an_error() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     heard: list[Any] = []
     closed = threading.Event()
@@ -235,7 +235,7 @@ def test_a_worker_goes_on_hearing_after_an_error() -> None:
     listener.close()
 
 
-def test_errors_are_counted_and_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_counted_and_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     events: list[dict[str, Any]] = []

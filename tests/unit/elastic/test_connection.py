@@ -141,7 +141,7 @@ def test_a_network_that_is_away_for_a_while_costs_no_worker(server, heard, betwe
     worker.client.close()
 
 
-def test_who_was_cut_is_told_to_end_when_it_comes_back(server, heard, between):
+def test_a_worker_that_was_cut_off_ends_when_it_returns(server, heard, between):
     worker = Worker(between.address)
     until(lambda: worker.client.welcomed)  # it is welcome
     between.away()
@@ -155,7 +155,7 @@ def test_who_was_cut_is_told_to_end_when_it_comes_back(server, heard, between):
     assert heard.calls == [("opened", "a")]
 
 
-def test_a_successor_of_the_same_name_is_not_taken_for_it(server, heard, between):
+def test_a_worker_ends_when_a_successor_has_its_name(server, heard, between):
     """Ray starts the function in a kept process again while its old connection is being made anew."""
     worker = Worker(between.address)
     until(lambda: worker.client.welcomed)  # it is welcome
@@ -177,7 +177,7 @@ def test_a_worker_ends_when_the_coordinators_process_is_gone(server):
     assert worker.ended.wait(client.REFUSED_SECONDS + 30)
 
 
-def test_both_sides_give_up_in_the_end(server, heard, between):
+def test_both_sides_give_up_after_the_time_to_reconnect(server, heard, between):
     worker = Worker(between.address, reconnect_seconds=1.0)
     until(lambda: worker.client.welcomed)  # it is welcome
     between.away()
@@ -187,7 +187,7 @@ def test_both_sides_give_up_in_the_end(server, heard, between):
     until(lambda: heard.calls == [("opened", "a"), ("closed", "a")])
 
 
-def test_a_process_that_dies_is_missed_at_once(server, heard):
+def test_the_death_of_a_process_is_noticed_at_once(server, heard):
     worker = Worker(server.address)
     until(lambda: ("opened", "a") in heard.calls)
     worker.client._socket.shutdown(socket.SHUT_WR)  # what the kernel does for it
@@ -201,7 +201,7 @@ def test_an_unauthenticated_peer_does_not_come_back(server, heard):
     assert heard.calls == []
 
 
-def test_what_was_acknowledged_is_let_go():
+def test_acknowledged_messages_are_forgotten():
     log: DeliveryLog[str] = DeliveryLog()
     for message in "abcde":
         log.add(message)
