@@ -1,7 +1,7 @@
-"""Whether a store honours "create this object unless it exists".
+"""Probe whether a store honours "create this object unless it exists".
 
-Some stores accept the condition and overwrite all the same. Who relies on it (leases, the commit log, names of
-manifests) asks here first, and takes a protocol that needs no such promise where the answer is no.
+Some stores accept the condition and overwrite all the same. Leases, the commit log and manifests ask here first. On a
+store that ignores the condition they use a protocol that does without it.
 """
 
 from __future__ import annotations

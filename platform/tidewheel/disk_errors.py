@@ -1,4 +1,4 @@
-"""What the operating system says about a file, as errors that a person can act on."""
+"""Errors of the operating system about files, as StorageErrors with a hint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.errors import StorageAwayError, StorageError
 
 
 class Guarded:
-    """A file object whose write errors are told as ours."""
+    """A file object that raises its write errors as StorageErrors."""
 
     def __init__(self, sink: BinaryIO, path: Path) -> None:
         self._sink, self._path = sink, path
@@ -26,8 +26,8 @@ class Guarded:
 
 @contextlib.contextmanager
 def closing(sink: BinaryIO, path: Path) -> Iterator[None]:
-    """Close `sink` behind the block. What it still holds is written then, and a full disk says so once more: that must
-    not take the place of the error that the block raised."""
+    """Close `sink` after the block. Closing writes the buffer, which fails again on a full disk: that error must not
+    replace the one that the block raised."""
     try:
         yield
     except BaseException:
@@ -40,7 +40,7 @@ def closing(sink: BinaryIO, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Missing files stay FileNotFoundError; what else the system says becomes a StorageError."""
+    """Turn errors of reading `path` into StorageErrors; a missing file stays a FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """What the system says while `path` is written becomes a StorageError with a fix."""
+    """Turn errors of writing `path` into StorageErrors with a hint."""
     try:
         yield
     except PermissionError:
@@ -75,11 +75,11 @@ def writable(path: Path) -> Iterator[None]:
 
 
 _AWAY = (errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN)
-"""What a network file system says whose server is away."""
+"""Errors of a network file system whose server is unavailable."""
 
 
 def unlistable(error: OSError) -> None:
-    """What `os.walk` tells: a folder that is not there is empty, anything else a StorageError."""
+    """Handle errors of `os.walk`: a missing folder is empty, any other error raises StorageError."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise StorageError(f"cannot list: {error.strerror}", where=str(error.filename),
                            mend="change the folder's owner or mode")

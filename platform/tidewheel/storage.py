@@ -1,8 +1,8 @@
-"""Where bytes live: one small interface over local folders and S3-protocol object stores.
+"""One interface over local folders and object stores.
 
 A `Store` is a root URI; keys below it are relative paths that cannot climb out. A write is atomic:
-readers see the whole object or none, and the writer returns its length and hash, computed while the
-bytes streamed by. Nothing is ever renamed on an object store.
+readers see the whole object or none. The writer returns its length and hash, computed while the bytes
+are written. Nothing is renamed on an object store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ONE_SLASH = re.compile(r"(s3|gs|az|hf):/", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Stamp:
-    """What was written: key, length in bytes, and content hash ("blake3-" and 64 hex digits)."""
+    """A written object: key, length in bytes, and content hash ("blake3-" and 64 hex digits)."""
 
     key: str
     bytes: int
@@ -43,17 +43,17 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Upload:
-    """A write that is under way, or that a killed writer left behind."""
+    """An unfinished write, in progress or left behind by a killed writer."""
 
     key: str
-    """Of the object it would become; in a folder, of the temporary file."""
+    """Key of the future object; in a folder, of the temporary file."""
     id: str
     started: float
     """Unix time, by the store's clock; in a folder, when the file was last written to."""
 
 
 class Writer(Protocol):
-    """A binary sink whose content appears under its key, whole, when the `with` block ends well."""
+    """A binary sink whose content appears whole under its key when the `with` block ends without an error."""
 
     @property
     def stamp(self) -> Stamp: ...
@@ -62,7 +62,7 @@ class Writer(Protocol):
 
 
 def content_hash(data: bytes | memoryview) -> str:
-    """Content hash of bytes, in the form of `Stamp.hash`."""
+    """Return the content hash of bytes, as in `Stamp.hash`."""
     return "blake3-" + blake3(data).hexdigest()
 
 
@@ -73,13 +73,13 @@ def is_remote(uri: str) -> bool:
 
 
 def join(uri: str, *parts: str) -> str:
-    """`uri` with `parts` below it."""
+    """Return the URI of `parts` below `uri`."""
     names = [part.strip("/") for part in parts]
     return "/".join([str(uri).rstrip("/"), *(name for name in names if name)]) or "/"
 
 
 def absolute(uri: str | Path) -> str:
-    """`uri` as every process of a cluster would write it: local paths made absolute, others as they are."""
+    """Return `uri` in the form that is valid in every process of a cluster: local paths become absolute."""
     return str(uri) if is_remote(str(uri)) else store(uri).uri
 
 
@@ -102,7 +102,11 @@ def store(uri: str | Path) -> Store:
 
 
 def split(uri: str | Path) -> tuple[Store, str]:
-    """The store of a file's folder, and the file's name."""
+    """Return the store of a file's folder, and the file's name.
+
+    Raises:
+        StorageError: the URI names a folder.
+    """
     folder, _, name = str(uri).rpartition("/")
     if name in ("", ".", "..") or folder.endswith(":/"):
         raise StorageError("this names a folder, not a file", where=str(uri), mend="give the path of a file")
@@ -110,9 +114,13 @@ def split(uri: str | Path) -> tuple[Store, str]:
 
 
 def read_text(uri: str | Path) -> str:
-    """The file at `uri` as UTF-8 text; FileNotFoundError when there is none."""
-    place, name = split(uri)
-    return place.read(name).decode("utf-8")
+    """Return the file at `uri` as UTF-8 text.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    folder, name = split(uri)
+    return folder.read(name).decode("utf-8")
 
 
 class Store:
@@ -126,38 +134,42 @@ class Store:
 
     # -- what each kind of store provides ------------------------------------------------------
     def open(self, key: str) -> BinaryIO:
-        """A seekable binary stream; FileNotFoundError when there is no such object."""
+        """Open a seekable binary stream.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         raise NotImplementedError
 
     def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
-        """An atomic writer: the object appears when the block ends, and not at all if it raises."""
+        """Return an atomic writer: the object appears when the block ends, and not at all if it raises."""
         raise NotImplementedError
 
     def exists(self, key: str) -> bool:
         raise NotImplementedError
 
     def list(self, prefix: str = "") -> Sequence[Stamp]:
-        """Every object below the folder `prefix`, sorted by key, hash left empty."""
+        """Return every object below the folder `prefix`, sorted by key, without hashes."""
         raise NotImplementedError
 
     def list_named(self, folder: str, beginning: str) -> Sequence[Stamp]:
-        """The objects of `list(folder)` whose names begin with `beginning`; object stores list only those."""
+        """Return the objects of `list(folder)` whose names begin with `beginning`. Object stores list only those."""
         return [entry for entry in self.list(folder) if entry.key.startswith(f"{folder}/{beginning}")]
 
     def delete(self, key: str) -> None:
-        """Remove one object; none there is no error."""
+        """Remove one object. A missing one is no error."""
         raise NotImplementedError
 
     def local_path(self, key: str) -> Path | None:
-        """The path of `key` on this machine's file system, or None: it cannot be memory-mapped."""
+        """Return the path of `key` on this machine, or None when it cannot be memory-mapped."""
         raise NotImplementedError
 
     def fingerprint(self, key: str) -> str:
-        """Identity of an object's content: its hash (local), or length and ETag (object store)."""
+        """Return the identity of an object's content: its hash (local), or its length and ETag (object store)."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Fail early and clearly when this place cannot be used.
+        """Check that this store can be used.
 
         Raises:
             StorageError: missing bucket, refused credentials, no such endpoint, no permission.
@@ -165,24 +177,28 @@ class Store:
         raise NotImplementedError
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one; True if this call made it.
+        """Write an object unless it exists; return whether this call made it.
 
-        Atomic on local folders, and on object stores that honour If-None-Match; some ignore it and overwrite. On an
-        object store a request may be sent twice, so there an object with the same content counts as made by this call:
-        writers that compete must write different bytes.
+        Atomic in local folders, and on object stores that honour the condition; some ignore it and overwrite, see
+        `conditional_create`. A request to an object store may be sent twice, so an object with the same content counts
+        as made by this call: competing writers must write different bytes.
         """
         raise NotImplementedError
 
     def uploads(self, prefix: str = "") -> Sequence[Upload]:
-        """Writes below the folder `prefix` that are not completed: uploads in parts, or temporary files."""
+        """Return the unfinished writes below the folder `prefix`: uploads in parts, or temporary files."""
         raise NotImplementedError
 
     def abort(self, upload: Upload) -> None:
-        """Give up an upload and delete what there is of it; none there is no error."""
+        """Give up an upload and delete its parts. A missing one is no error."""
         raise NotImplementedError
 
     def written_at(self, key: str) -> float:
-        """Unix time at which an object was written, by the store's clock; FileNotFoundError when there is none."""
+        """Return the Unix time at which an object was written, by the store's clock.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         raise NotImplementedError
 
     def identity(self) -> str:
@@ -192,20 +208,20 @@ class Store:
 
     # -- built on the above --------------------------------------------------------------------
     def child(self, *parts: str) -> Store:
-        """The store one or more folders down."""
+        """Return the store one or more folders down."""
         return store(join(self.uri, *(safe_key(part) for part in parts)))
 
     def at(self, key: str) -> str:
-        """The full URI of `key`."""
+        """Return the full URI of `key`."""
         return join(self.uri, safe_key(key))
 
     def size(self, key: str) -> int:
-        """Length of an object in bytes."""
+        """Return the length of an object in bytes."""
         with self.open(key) as stream:
             return stream.seek(0, os.SEEK_END)
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes [start, start + length) of an object, or all of it."""
+        """Return bytes [start, start + length) of an object; without `length`, all from `start` on."""
         with self.open(key) as stream:
             if start:
                 stream.seek(start)
@@ -218,7 +234,11 @@ class Store:
         return sink.stamp
 
     def read_json(self, key: str) -> Any:
-        """A JSON object; StorageError when it does not parse."""
+        """Return a JSON value.
+
+        Raises:
+            StorageError: the object is not valid JSON.
+        """
         try:
             return json.loads(self.read(key))
         except ValueError as error:
@@ -230,7 +250,7 @@ class Store:
         return self.write(key, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
     def glob(self, pattern: str) -> Sequence[str]:
-        """Keys that match a pattern with * and ?; "**" crosses folders, "*" does not."""
+        """Return the keys that match a pattern with * and ?; "**" crosses folders, "*" does not."""
         pattern = "/".join(part for part in pattern.split("/") if part not in ("", "."))
         fixed: list[str] = []
         for part in pattern.split("/")[:-1]:
@@ -240,7 +260,7 @@ class Store:
         return [entry.key for entry in self.list("/".join(fixed)) if matches(entry.key, pattern)]
 
     def hash(self, key: str) -> str:
-        """Content hash of a stored object, read in chunks."""
+        """Return the content hash of a stored object, read in chunks."""
         digest = blake3()
         with self.open(key) as stream:
             while chunk := stream.read(CHUNK_BYTES):
@@ -248,7 +268,7 @@ class Store:
         return "blake3-" + digest.hexdigest()
 
     def verify(self, stamp: Stamp) -> str:
-        """"" when the stored object is what `stamp` says, else what differs."""
+        """Return "" when the stored object matches `stamp`, else what differs."""
         try:
             size = self.size(stamp.key)
         except FileNotFoundError:
@@ -258,20 +278,20 @@ class Store:
         return "" if self.hash(stamp.key) == stamp.hash else "hash differs: the content has changed"
 
     def abort_uploads(self, prefix: str = "", *, before: float) -> int:
-        """Give up the uploads below the folder `prefix` that began before the unix time `before`; returns how many."""
+        """Give up uploads below the folder `prefix` that began before the Unix time `before`; return their number."""
         old = [upload for upload in self.uploads(prefix) if upload.started < before]
         for upload in old:
             self.abort(upload)
         return len(old)
 
     def delete_tree(self, prefix: str) -> None:
-        """Remove everything below the folder `prefix`; none there is no error."""
+        """Remove everything below the folder `prefix`."""
         for entry in self.list(safe_key(prefix)):
             self.delete(entry.key)
 
 
 def safe_key(key: str) -> str:
-    """`key` itself, if it stays below its root.
+    """Return `key` if it stays below its root.
 
     Raises:
         StorageError: the key is empty, absolute, or climbs with "..".
@@ -284,7 +304,7 @@ def safe_key(key: str) -> str:
 
 
 def matches(key: str, pattern: str) -> bool:
-    """True when a key matches a pattern with *, ? and [...]; "**" crosses folders, "*" does not."""
+    """Return whether a key matches a pattern with *, ? and [...]; "**" crosses folders, "*" does not."""
     def walk(names: list[str], globs: list[str]) -> bool:
         if not globs:
             return not names
@@ -326,8 +346,8 @@ class HashingWriter:
 class LocalStore(Store):
     """A folder. Publication is write to a temporary name, fsync, rename.
 
-    Folders are made as they are needed. But one that this store has written to and that went away is not made again: it
-    may be a disk that comes back, and would hide what was written meanwhile.
+    Missing folders are made. A root that this store has written to and that disappears is not made again: its disk may
+    come back, and would hide what was written meanwhile.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -339,7 +359,7 @@ class LocalStore(Store):
         return {**self.__dict__, "_written": None}  # another machine may see another device
 
     def _require_root(self) -> None:
-        """StorageAwayError when the folder that was written to is no longer there."""
+        """Raise StorageAwayError when the folder that was written to is gone."""
         if self._written is None:
             return
         key, identity = self._written

@@ -1,11 +1,11 @@
-"""A time limit for what a thread asks of storage, which another thread can bring forward.
+"""Time limits for a thread's calls to storage, which another thread can bring forward.
 
     limit = TimeLimit(1800, "the save")
     bounded(lambda: store.write("key", data), limit)   # raises once the limit has passed
     limit.end("the generation has ended")              # from another thread: raises now
 
-Stores look at the limit of the thread that calls them: before each request, during each request and each pause on an
-object store, and before each chunk in a folder.
+Stores check the limit of the calling thread: object stores before and during each request and pause, folders before
+each chunk.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from tidewheel.errors import StorageAwayError
 
 GRACE_SECONDS = 2.0
-"""Past its limit, work gets this long to stop by itself before it is left behind."""
+"""After its limit, work has this long to stop by itself before its thread is abandoned."""
 T = TypeVar("T")
 
 
 class TimeLimit:
-    """Ends `seconds` from now, or at the first call of `end`. Safe to use from several threads.
+    """A limit that ends `seconds` from now, or at the first call of `end`. Safe to use from several threads.
 
     Args:
         seconds: from now on; infinity for no limit.
@@ -43,7 +43,7 @@ class TimeLimit:
 
     @property
     def left(self) -> float:
-        """Seconds until the limit; 0 once it has passed."""
+        """Seconds until the limit; 0 after it."""
         return 0.0 if self._ended.is_set() else max(0.0, self._until - time.monotonic())
 
     def end(self, reason: str) -> None:
@@ -58,7 +58,11 @@ class TimeLimit:
             watcher()
 
     def check(self) -> None:
-        """Raise StorageAwayError once the limit has passed."""
+        """Check the limit.
+
+        Raises:
+            StorageAwayError: it has passed.
+        """
         if self._ended.is_set():
             raise StorageAwayError(f"{self._what} was broken off: {self._reason}", where="storage",
                                    mend="nothing: it is done again when it is due")
@@ -86,7 +90,7 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Hold what this thread asks of stores during the block to this limit."""
+        """Apply this limit to the thread's calls to stores during the block."""
         token = _current.set(self)
         try:
             yield
@@ -99,14 +103,14 @@ _current: contextvars.ContextVar[TimeLimit] = contextvars.ContextVar("time limit
 
 
 def current() -> TimeLimit:
-    """The limit of this thread; one that never ends by default."""
+    """Return the limit of this thread; by default one that never ends."""
     return _current.get()
 
 
 def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
     """Return `work()`, run in a thread of its own under `limit`.
 
-    A call into a file system that hangs cannot be stopped: its thread is left behind when the limit has passed.
+    A call into a file system that hangs cannot be stopped: its thread is abandoned after the limit.
 
     Raises:
         StorageAwayError: the limit has passed.

@@ -25,11 +25,11 @@ KINDS = ("internal_error", "slow_down", "reset_before", "reset_after", "truncate
 SLOW_KINDS = ("silent", "trickle")
 """The request is taken and never answered; or answered with a byte a second."""
 ELSEWHERE = "elsewhere"
-"""The kind of a bucket in another region, `Faults.region`, to which the request is redirected in vain."""
+"""The bucket is in another region, `Faults.region`, and following the redirect does not help."""
 COUNTS_PATH = "/-/faults"
 """GET: {"requests": n, kind: n ...}, PUT: the fields of `Faults`, as JSON. No bucket can have this name."""
 HOLD_SECONDS = 600.0
-"""A silent connection is closed after so long."""
+"""A silent connection is closed after this time."""
 TRICKLE_SECONDS = 1.0
 _ANSWERS = {"internal_error": ("500 Internal Server Error", "InternalError", "We encountered an internal error."),
             "slow_down": ("503 Slow Down", "SlowDown", "Please reduce your request rate.")}
@@ -41,7 +41,7 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 @dataclass(frozen=True)
 class Faults:
-    """Which share of the requests fails."""
+    """The share of requests that fail, and how."""
 
     rate: float = 0.05
     seed: int = 0
@@ -88,7 +88,7 @@ class FaultyApp:
         return self._cut(answer, environ) if kind == "truncated" else answer
 
     def _control(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        """Tell the counts; with PUT, change the faults."""
+        """Answer with the counts; PUT changes the faults."""
         if environ["REQUEST_METHOD"] == "PUT":
             self._faults = Faults(**json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))))
         with self._lock:
@@ -97,7 +97,7 @@ class FaultyApp:
         return [body]
 
     def _draw(self, faults: Faults) -> str:
-        """The kind of fault of this request, "" for none."""
+        """Return the kind of fault of this request, "" for none."""
         with self._lock:
             self._counts["requests"] += 1
             chance = random.Random(f"{faults.seed}/{self._counts['requests']}")
@@ -107,7 +107,7 @@ class FaultyApp:
         return kind
 
     def _cut(self, answer: Iterable[bytes], environ: dict[str, Any]) -> Iterator[bytes]:
-        """The first half of the body, then the end of the connection; without a body, a reset."""
+        """Yield the first half of the body, then end the connection; without a body, reset it."""
         body = b"".join(answer)
         if len(body) > 1:
             yield body[:len(body) // 2]
@@ -115,7 +115,7 @@ class FaultyApp:
 
 
 def _refusal(environ: dict[str, Any], faults: Faults, kind: str) -> tuple[str, str, list[tuple[str, str]]] | None:
-    """Status, error and headers of the answer to a request that is not let through."""
+    """Return status, error and headers of a refusal, or None to let the request through."""
     if kind in _ANSWERS:
         status, code, message = _ANSWERS[kind]
         return status, f"<Code>{code}</Code><Message>{message}</Message>", []
@@ -133,25 +133,25 @@ def _refusal(environ: dict[str, Any], faults: Faults, kind: str) -> tuple[str, s
 
 
 def _signature(environ: dict[str, Any]) -> str:
-    """KEY/DATE/REGION/s3/aws4_request of a signed request, else ""."""
+    """Return KEY/DATE/REGION/s3/aws4_request of a signed request, else ""."""
     _, _, rest = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")
     return rest.partition(",")[0]
 
 
 def _trickle(answer: Iterable[bytes]) -> Iterator[bytes]:
-    """The body, a byte at a time. Headers go with the first one."""
+    """Yield the body, a byte at a time. Headers are sent with the first one."""
     for byte in b"".join(answer):
         time.sleep(TRICKLE_SECONDS)
         yield bytes([byte])
 
 
 def _makes_bucket(environ: dict[str, Any]) -> bool:
-    """The set-up of a test is left alone."""
+    """Return whether the request makes a bucket: the set-up of a test gets no faults."""
     return environ["REQUEST_METHOD"] == "PUT" and "/" not in environ["PATH_INFO"].strip("/")
 
 
 def _consume(environ: dict[str, Any]) -> None:
-    """Read the request to its end, so that the client hears the answer and not a broken pipe."""
+    """Read the request to its end, so that the client gets the answer and not a broken pipe."""
     with contextlib.suppress(ValueError):
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
 
@@ -167,7 +167,7 @@ def _reset(environ: dict[str, Any], kind: int | None = None) -> None:
 
 
 def serve(host: str, faults: Faults) -> None:
-    """Serve moto behind faults on a free port until standard input closes; says the port on standard output."""
+    """Serve moto behind faults on a free port until standard input closes; prints the port."""
     import sys
 
     from moto.server import DomainDispatcherApplication, create_backend_app

@@ -27,12 +27,12 @@ from tidewheel.errors import ClusterError, StorageError
 LOOPBACK = "127.0.0.1"
 REQUEST_SECONDS = 120.0
 """Deadline of a request to the server itself: generous, so that a loaded machine fails no test."""
-# Anything here of the user's own would be mixed with ours, so it steps aside while the server runs.
+# The user's own values would mix with ours, so they are unset while the server runs.
 SET_ASIDE = ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE",
              "AWS_SHARED_CREDENTIALS_FILE", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
 
-# The server picks a free port by itself (no race), says it on standard output, and ends when its standard
-# input closes: that happens whatever becomes of us, SIGKILL included.
+# The server picks a free port (no race), prints it, and ends when its standard input closes, which happens even
+# when this process is killed.
 _SERVE = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -95,7 +95,7 @@ class S3Server:
         return self._process.pid if self._process else None
 
     def create_bucket(self, name: str) -> str:
-        """Make the bucket `name`, if it is not there yet; returns its URI, "s3://name".
+        """Make the bucket `name` if it does not exist, and return its URI, "s3://name".
 
         Raises:
             StorageError: the server refused the name.
@@ -111,20 +111,20 @@ class S3Server:
         return f"s3://{name}"
 
     def fault_counts(self) -> dict[str, int]:
-        """Requests so far, and faults by kind, of a server with `faults`."""
+        """Return the number of requests so far, and of faults by kind; of a server with `faults`."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(self.endpoint + COUNTS_PATH, timeout=REQUEST_SECONDS) as answer:
             return json.load(answer)
 
     def fail(self, faults: Faults) -> None:
-        """From now on fail like this; of a server that was started with `faults`."""
+        """Change the faults of a server that was started with `faults`."""
         request = urllib.request.Request(self.endpoint + COUNTS_PATH, method="PUT",
                                          data=json.dumps(asdict(faults)).encode())
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         direct.open(request, timeout=REQUEST_SECONDS).close()
 
     def close(self) -> None:
-        """End the server and put the environment back; more than once does no harm."""
+        """End the server and restore the environment. May be called more than once."""
         atexit.unregister(self.close)
         process, self._process = self._process, None
         if process is not None:

@@ -1,4 +1,4 @@
-"""What an error of the S3 client means: whether another try can help, and what a person is told."""
+"""Errors of the S3 client: whether a retry can help, and how they are reported."""
 
 from __future__ import annotations
 
@@ -53,17 +53,23 @@ def problem(error: BaseException) -> Problem:
 
 
 def code(error: BaseException) -> str:
-    """The protocol's error code behind an error of the client, such as "NoSuchKey"; "" when there is none."""
+    """Return the protocol's code behind a client's error, such as "NoSuchKey"; "" when there is none."""
     return str(response(error).get("Error", {}).get("Code", ""))
 
 
 def response(error: BaseException) -> dict[str, Any]:
-    """The store's answer behind an error of the client, {} when there was none."""
+    """Return the store's answer behind a client's error, {} when there was none."""
     return getattr(error.__cause__ or error, "response", None) or {}
 
 
 def explained(error: BaseException, where: str, bucket: str) -> StorageError:
-    """`error` as a person is told it."""
+    """Return a client's error as a StorageError with a hint.
+
+    Args:
+        error: what the client raised.
+        where: URI of the object.
+        bucket: name of the bucket.
+    """
     import botocore.exceptions as bx
 
     reason = short(error)
@@ -102,7 +108,7 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
 
 
 def short(error: BaseException) -> str:
-    """One line about `error`, with the number of tries where there were several."""
+    """Return one line about `error`, with the number of tries if there were several."""
     told = _inner(error) if problem(error) is Problem.TRANSIENT and _inner(error) is not None else error
     text = str(told).splitlines()[0][:200] if str(told) else type(told).__name__
     named = code(error)
@@ -112,12 +118,12 @@ def short(error: BaseException) -> str:
 
 
 def _inner(error: BaseException) -> BaseException | None:
-    """What the HTTP client underneath raised."""
+    """Return the error of the HTTP client underneath."""
     return getattr(error, "kwargs", {}).get("error")
 
 
 def _region(error: BaseException) -> str:
-    """The bucket's region, where the store's answer tells it."""
+    """Return the bucket's region if the store's answer has it, else ""."""
     answer = response(error)
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return str(headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region") or "")
