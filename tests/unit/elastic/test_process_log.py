@@ -20,7 +20,7 @@ from tidewheel.ownership import acquire
 from tidewheel.train import node_log
 from tidewheel.train.logs import worker_log
 from tidewheel.train.logs.config import LogsConfig
-from tidewheel.train.logs.line import LogLine
+from tidewheel.train.logs.line import HERE, LogLine
 from tidewheel.train.logs.read import LineFilter, RunLogs
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LogTarget:
     node.mkdir()
     monkeypatch.setattr(node_log.tempfile, "tempdir", str(node))
     monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    HERE.begin(0, 0)  # as in a new process
     return LogTarget(str(tmp_path / "run"), "demo", LogsConfig())
 
 
