@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tidewheel import filters
     from tidewheel.data.filter import Batch, Document, Filter, Limits, Verdicts
-    from tidewheel.data.reader import Reader
+    from tidewheel.data.reader import FileHead, FileMatch, Reader
     from tidewheel.data.similar import SimilarityIndex
     from tidewheel.errors import TidewheelError
     from tidewheel.models import families as models
@@ -58,6 +58,8 @@ _HOMES = {
     "SimilarityIndex": "tidewheel.data.similar",
     "FeedForwardShape": "tidewheel.models.family",
     "Model": "tidewheel.models.family",
+    "FileHead": "tidewheel.data.reader",
+    "FileMatch": "tidewheel.data.reader",
     "Reader": "tidewheel.data.reader",
     "Storage": "tidewheel.stores",
     "Store": "tidewheel.storage",
@@ -92,11 +94,11 @@ _MODULES = {
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "FeedForwardShape", "Filter",
-           "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline", "Reader", "Record",
-           "Schedule", "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError", "Tokenizer",
-           "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters", "models",
-           "objectives", "optimizers", "schedules", "trackers"]
+__all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "FeedForwardShape", "FileHead",
+           "FileMatch", "Filter", "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline",
+           "Reader", "Record", "Schedule", "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError",
+           "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
+           "models", "objectives", "optimizers", "schedules", "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -15,6 +15,7 @@ import pytest
 
 import tidewheel
 from tidewheel.data.filter import FILTERS
+from tidewheel.data.reader import READERS
 
 PACKAGE = Path(tidewheel.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -271,3 +272,35 @@ def test_the_facade_for_editors_has_every_filter():
                       if (part := FILTERS.find(name))}
     assert sorted(tidewheel.filters.__all__) == sorted(listed)
     assert all(getattr(tidewheel.filters, name) is FILTERS.find(name) for name in listed)
+
+
+READER_ROOM = "data/formats/"
+RECOGNITION = ("data/reader.py", "data/readers/__init__.py", "data/readers/sniff.py")
+WRITTEN = ("data/product/", "data/output_steps.py", "data/config.py")
+"""What the step `write` makes has formats of its own."""
+AMBIGUOUS = {"code", "json", "text"}
+"""Formats whose names are words that mean other things too, except where files are recognised."""
+
+
+def reader_modules() -> set[str]:
+    """Return the modules that hold the code of single readers: those that `data/formats` imports."""
+    inside = [path for path in modules() if str(path.relative_to(PACKAGE)).startswith(READER_ROOM)]
+    prefix = "tidewheel.data.readers."
+    return {name.removeprefix(prefix) for path in inside for name in imports(path) if name.startswith(prefix)}
+
+
+def strings(path: Path) -> set[str]:
+    return {node.value for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_readers_name_formats(path):
+    inside = str(path.relative_to(PACKAGE))
+    module = inside.removeprefix("data/readers/").removesuffix(".py")
+    if inside.startswith((READER_ROOM, *WRITTEN)) or module in reader_modules():
+        return
+    names = set(READERS.built_in())
+    if inside not in RECOGNITION:
+        names -= AMBIGUOUS
+    assert not strings(path) & names, f"{inside} names a format; let the reader say what others must know of it"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -12,10 +14,13 @@ import tidewheel as tw
 from tests.plain_execution import without_ray
 from tidewheel import parts
 from tidewheel.config import build
-from tidewheel.data import pipeline
+from tidewheel.data import pipeline, reader
 from tidewheel.data.config import PipelineConfig
 from tidewheel.data.filter import FILTERS
 from tidewheel.data.reader import READERS
+from tidewheel.data.readers import sniff
+from tidewheel.data.stages import ingest, recipe_versions
+from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import ConfigError
 
 PACKAGE = '''
@@ -34,6 +39,8 @@ def short(document):
 
 class Pairs(tw.Reader):
     """A record a line: a name and a text."""
+    ENDINGS = (".pairs",)
+    SIGNATURES = (b"=pairs=",)
 
     def records(self, stream):
         for line in stream:
@@ -53,12 +60,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
         f"[tidewheel.filters]\nloud = {NAME}:Loud\ntoo_short = {NAME}:short\ngone = {NAME}:Gone\n"
-        f"[tidewheel.readers]\npairs = {NAME}:Pairs\n")
+        f"[tidewheel.readers]\npairs = {NAME}:Pairs\nbroken = {NAME}:Broken\n")
     monkeypatch.syspath_prepend(str(site))
     parts._entry_points.cache_clear()
     yield NAME
     parts._entry_points.cache_clear()
     parts._load.cache_clear()
+    sniff._ordered.cache_clear()
     sys.modules.pop(NAME, None)
 
 
@@ -92,6 +100,31 @@ def test_an_installed_package_offers_readers(installed: str, tmp_path: Path):
     with without_ray():
         summary = pipeline.run(config, input=str(tmp_path / "in"), output=str(tmp_path / "out"))
     assert summary.documents == 2
+
+
+def test_auto_chooses_the_reader_of_an_installed_package(
+        installed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.pairs").write_text("one=some words\ntwo=more of them\n")
+    (tmp_path / "in/b.data").write_bytes(b"=pairs=\nthree=others\n")
+    (tmp_path / "in/c.data").write_bytes(gzip.compress(b"=pairs=\nfour=packed\n"))
+    (tmp_path / "in/d.data").write_text('{"id": "five", "text": "five"}\n')
+    config = build(PipelineConfig, {"partitions": 1, "max_bad_fraction": 0.5, "read": {"paths": ["*"]}, "steps": [
+        "dedup_exact"]})
+    name = f"{NAME}:Pairs"
+    job = resolve(config, input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+    assert [(file.name, str(file.shape)) for file in job.files] == [
+        ("a.pairs", name), ("b.data", name), ("c.data", f"{name}, gzip"), ("d.data", "jsonl")]
+    assert "the reader broken of an installed package" in caplog.text
+    keys = [task.unit.key for task in ingest.tasks(job)]
+    with without_ray():
+        summary = pipeline.run(config, input=str(tmp_path / "in"), output=str(tmp_path / "out"))
+    assert summary.documents == 5
+    assert summary.value["quarantine"] == {"invalid_id": 2}, "the lines of the signature"
+    with patch.object(reader, "source_hash", lambda part: "another"):
+        changed = [task.unit.key for task in ingest.tasks(job)]
+    assert [old == new for old, new in zip(keys, changed, strict=True)] == [False, False, False, True]
+    assert recipe_versions.of_files(["d.jsonl"], config) == {"jsonl": 1, name: parts.source_hash(READERS.find(name))}
 
 
 def test_mistakes_about_an_installed_package_are_told(installed: str):

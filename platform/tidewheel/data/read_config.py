@@ -170,13 +170,20 @@ class ReadConfig(Config):
 _CODE = "reader_code"
 
 
-def bound(config: ReadConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` of `read` (in their form for keys) as workers need them, with the code of a user's reader."""
+def bound(config: ReadConfig, settings: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
+    """Return settings of `read` for workers, with the place of the reader's code if it is outside this package.
+
+    Args:
+        config: the settings of `read`.
+        settings: the same in their form for keys.
+        reader: the reader of the file that a worker will read.
+    """
     values = dict(settings)
     if isinstance(config.format, Reader):
-        code = Code.of(type(config.format))
         values["format"] = as_json(config.format)
-        values[_CODE] = None if code is None else asdict(code)
+        reader = config.format
+    if (code := Code.of(type(reader))) is not None:
+        values[_CODE] = asdict(code)
     return values
 
 

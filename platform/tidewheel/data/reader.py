@@ -8,7 +8,9 @@
                 yield {"id": f"game-{number}", "text": game}
 
 A recipe names it under `read`: `format: "my_readers:Games"`, with settings `format: {kind: "my_readers:Games", moves:
-40}`. The built-in ones are the modules of `tidewheel.data.formats`.
+40}`. `format: auto` also chooses the reader of an installed package (an entry point of the group `tidewheel.readers`)
+that says how its files are recognised: by `ENDINGS`, `SIGNATURES` or `recognise`. The built-in readers are the modules
+of `tidewheel.data.formats`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from tidewheel.errors import InputError, TidewheelError
-from tidewheel.parts import KIND, Kind, Part, is_own, name_of
+from tidewheel.parts import KIND, Kind, Part, is_own, name_of, source_hash
 
 if TYPE_CHECKING:
     from tidewheel.data.quarantine import Bad
@@ -56,17 +59,90 @@ class SourceBytes:
     members: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True)
+class FileHead:
+    """The beginning of a source file, by which readers recognise it.
+
+    Args:
+        data: the first 64 KiB, decompressed, in UTF-8 if the file is UTF-16; fewer bytes if the file is damaged.
+        packing: compression of the stored file: "gzip", "zstd" or "".
+        encoding: "utf-16-le", "utf-16-be" or "".
+        named: the format that `read.format` or the file's name gives; "" if neither gives one.
+        is_named_binary: whether that format is a `BINARY` one.
+        is_whole: whether `data` is the whole file.
+        config: the settings of `read`.
+    """
+
+    data: bytes
+    packing: str
+    encoding: str
+    named: str
+    is_named_binary: bool
+    is_whole: bool
+    config: ReadConfig
+
+    @cached_property
+    def text(self) -> bytes:
+        """`data` without a byte order mark and without white space before the first character."""
+        return self.data.removeprefix(b"\xef\xbb\xbf").lstrip()
+
+    @property
+    def may_be_any_text(self) -> bool:
+        """True if the content alone decides which text format the file has."""
+        return self.config.format == AUTO and not self.is_named_binary
+
+
+@dataclass(frozen=True)
+class FileMatch:
+    """What a reader says of a file that it recognises.
+
+    Args:
+        delimiter: what separates the fields of a table; `SourceBytes.shape` passes it on to `Reader.read`.
+        problem: why the file cannot be read all the same: "CSV without a column 'text'"; "" if it can be.
+        hint: what to do about the problem.
+    """
+
+    delimiter: str = ""
+    problem: str = ""
+    hint: str = ""
+
+
 class Reader(Part):
     """Base of a reader: its fields are its settings. Its records depend only on the bytes and the settings."""
 
     ENDINGS: ClassVar[tuple[str, ...]] = ()
     """Endings of the names of such files, without the ending of a compression."""
+    SIGNATURES: ClassVar[tuple[bytes, ...]] = ()
+    """First bytes of its files. They decide, whatever the file's name says."""
+    WEAK_SIGNATURES: ClassVar[tuple[bytes, ...]] = ()
+    """First bytes of its files that decide unless the name is of a format with `KEEPS_NAME`."""
+    KEEPS_NAME: ClassVar[bool] = False
+    """A file that is named as this format is one, even if it begins with another format's weak signature."""
+    BINARY: ClassVar[bool] = False
+    """Its files are no text and are read in place, so they cannot be packed with gzip or zstd."""
+    FALLBACK: ClassVar[bool] = False
+    """It reads the files that no reader recognises. One built-in reader does."""
+    ORDER: ClassVar[int] = 0
+    """Readers with a smaller number are asked first whether a file is theirs."""
     SHOWN: ClassVar[str] = ""
     """Name of the format in messages."""
     RANGES: ClassVar[str] = "bytes"
     """Unit of `ranges`."""
     TREE: ClassVar[bool] = False
     """Whether its files are a tree of many small files, which is read in bundles."""
+
+    @classmethod
+    def trusts_name(cls, head: FileHead) -> bool:
+        """Return whether a file that `read.format` or its name gives this format has it, whatever it begins with."""
+        return False
+
+    @classmethod
+    def recognise(cls, head: FileHead) -> FileMatch | None:
+        """Return a match if the file has this format, else None. By default `SIGNATURES` decide.
+
+        A file that begins with `SIGNATURES` as it is stored is recognised before this is asked.
+        """
+        return FileMatch() if head.data.startswith(cls.SIGNATURES) and not cls.BINARY else None
 
     def records(self, stream: BinaryIO) -> Iterator[Mapping[str, object]]:
         """Yield the fields of each record of a file as JSON values; the settings of `read` name those of a document.
@@ -140,6 +216,14 @@ def _failed(reader: Reader, error: Exception) -> InputError:
                       mend="correct the reader and run again; what is finished stays")
 
 
+def identities(reader: Reader, config: ReadConfig) -> list[str]:
+    """Return what the keys of a reader's units hold beside settings and versions: packages, and the source of code that
+    is outside this package and that the settings do not name."""
+    if is_own(name_of(type(reader))) and not isinstance(config.format, Reader):
+        return [*reader.packages(), source_hash(type(reader))]
+    return reader.packages()
+
+
 def chosen(value: Any) -> Any:
     """Return the value of `read.format`: "auto", the name of a built-in reader, or an instance of another reader.
 
@@ -158,8 +242,7 @@ def chosen(value: Any) -> Any:
 
 def reader_of(name: str, config: ReadConfig) -> Reader:
     """Return the reader of a format (`Shape.format`)."""
-    if is_own(name):
-        assert isinstance(config.format, Reader)
+    if isinstance(config.format, Reader) and is_own(name):
         return config.format
     return READERS.build(name)
 

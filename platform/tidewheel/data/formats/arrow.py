@@ -17,6 +17,9 @@ class Arrow(Reader):
 
     VERSION: ClassVar[Version | None] = Version("read_arrow", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".arrow", ".arrows", ".feather", ".ipc")
+    SIGNATURES: ClassVar[tuple[bytes, ...]] = (b"ARROW1",)
+    WEAK_SIGNATURES: ClassVar[tuple[bytes, ...]] = (b"\xff\xff\xff\xff",)
+    BINARY: ClassVar[bool] = True
     SHOWN: ClassVar[str] = "an Arrow file"
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.reader import Reader, SourceBytes
-from tidewheel.data.readers import lines
+from tidewheel.data.reader import FileHead, FileMatch, Reader, SourceBytes
+from tidewheel.data.readers import json_head, lines
 from tidewheel.data.readers.packed import opened
 from tidewheel.data.readers.record import RECORDS, Record
 from tidewheel.versions import Version
@@ -19,7 +19,15 @@ class JsonLines(Reader):
 
     VERSION: ClassVar[Version | None] = Version("read_jsonl", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    FALLBACK: ClassVar[bool] = True
+    ORDER: ClassVar[int] = 30
     SHOWN: ClassVar[str] = "JSONL"
+
+    @classmethod
+    def recognise(cls, head: FileHead) -> FileMatch | None:
+        """Return a match if the first line begins with JSON, and no value goes over lines."""
+        is_json = json_head.is_object_over_lines(head.text) or json_head.is_array(head.text, is_whole=head.is_whole)
+        return FileMatch() if head.text.startswith((b"{", b"[")) and not is_json else None
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""

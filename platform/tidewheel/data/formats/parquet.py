@@ -17,6 +17,8 @@ class Parquet(Reader):
 
     VERSION: ClassVar[Version | None] = Version("read_parquet", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+    SIGNATURES: ClassVar[tuple[bytes, ...]] = (b"PAR1",)
+    BINARY: ClassVar[bool] = True
     SHOWN: ClassVar[str] = "a Parquet file"
     RANGES: ClassVar[str] = "row groups"
 

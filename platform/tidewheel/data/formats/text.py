@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.reader import Reader, SourceBytes
+from tidewheel.data.reader import FileHead, Reader, SourceBytes
 from tidewheel.data.readers import trees
 from tidewheel.data.readers.record import RECORDS, Record
 from tidewheel.versions import Version
@@ -17,7 +17,13 @@ class Text(Reader):
 
     VERSION: ClassVar[Version | None] = Version("read_text", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".txt", ".text", ".md", ".markdown", ".rst")
+    KEEPS_NAME: ClassVar[bool] = True
     SHOWN: ClassVar[str] = "a text file"
+
+    @classmethod
+    def trusts_name(cls, head: FileHead) -> bool:
+        """Return True: text stays text, whatever it begins with."""
+        return True
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""

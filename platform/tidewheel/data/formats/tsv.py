@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.reader import Reader, SourceBytes
-from tidewheel.data.readers import tables
+from tidewheel.data.reader import FileHead, FileMatch, Reader, SourceBytes
+from tidewheel.data.readers import table_head, tables
 from tidewheel.data.readers.record import RECORDS, Record
 from tidewheel.versions import Version
 
@@ -17,7 +17,13 @@ class Tsv(Reader):
 
     VERSION: ClassVar[Version | None] = Version("read_tsv", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".tsv", ".tab")
+    ORDER: ClassVar[int] = 50
     SHOWN: ClassVar[str] = "TSV"
+
+    @classmethod
+    def recognise(cls, head: FileHead) -> FileMatch | None:
+        """Return a match if the file is a table of TSV."""
+        return table_head.match(head, "tsv")
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""

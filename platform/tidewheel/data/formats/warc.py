@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from tidewheel.data.quarantine import Bad
-from tidewheel.data.reader import Reader, SourceBytes
+from tidewheel.data.reader import FileHead, FileMatch, Reader, SourceBytes
 from tidewheel.data.readers import web
 from tidewheel.data.readers.record import RECORDS, Record
 from tidewheel.versions import Version
@@ -18,7 +18,18 @@ class Warc(Reader):
 
     VERSION: ClassVar[Version | None] = Version("read_warc", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".warc", ".wet")
+    ORDER: ClassVar[int] = 10
     SHOWN: ClassVar[str] = "a web archive"
+
+    @classmethod
+    def trusts_name(cls, head: FileHead) -> bool:
+        """Return whether the file may be an archive, though perhaps a damaged one: it does not begin with JSON."""
+        return not head.data.startswith(b"{")
+
+    @classmethod
+    def recognise(cls, head: FileHead) -> FileMatch | None:
+        """Return a match if the file begins with a record of an archive."""
+        return FileMatch() if head.data.startswith(b"WARC/") else None
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""

@@ -16,11 +16,11 @@ from tidewheel.data.reader import SourceBytes, reader_of
 from tidewheel.data.readers.code import Skipped
 from tidewheel.data.readers.packed import UnreadableFile
 from tidewheel.data.readers.record import Record
-from tidewheel.data.readers.sniff import Shape, shape_of
+from tidewheel.data.readers.sniff import Shape, fallback, shape_of
 from tidewheel.storage import Store
 
-__all__ = ["Record", "Shape", "UnreadableFile", "check_installed", "is_empty", "ranges", "read_bundle", "read_records",
-           "shape_of"]
+__all__ = ["Record", "Shape", "UnreadableFile", "check_installed", "fallback", "is_empty", "ranges", "read_bundle",
+           "read_records", "shape_of"]
 
 
 def read_records(place: Store, key: str, config: ReadConfig, *, name: str | None = None,

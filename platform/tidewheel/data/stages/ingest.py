@@ -20,7 +20,7 @@ from tidewheel.data.config import FilterStep, PipelineConfig, ReadConfig
 from tidewheel.data.document import DOCUMENT_SCHEMA
 from tidewheel.data.quarantine import Bad, bad_record
 from tidewheel.data.read_config import bound, received
-from tidewheel.data.reader import Reader, reader_of, version_of
+from tidewheel.data.reader import Reader, identities, reader_of, version_of
 from tidewheel.data.readers import Record, UnreadableFile, code, sniff
 from tidewheel.data.stage import Published, Unit, UnitWriter, counts, ipc_stream, unit_key
 from tidewheel.data.stages import by_source, empty, filters, keys
@@ -75,12 +75,12 @@ def tasks(job: Job) -> list[Task]:
     leading = [filter for step in leading_filters(job.config) for filter in step.filters]
     filtering = (FILTERING, *filters.versions(leading)) if leading else ()
     bound_filters = grouped(leading_filters(job.config), job.bound)
-    reading = bound(job.config.read, read)
     todo: list[Task] = []
     for file in job.files:
         reader = reader_of(file.shape.format, job.config.read)
         version = VERSION.using(version_of(reader), *filtering)
-        packages = reader.packages()
+        packages = identities(reader, job.config.read)
+        reading = bound(job.config.read, read, reader)
         for span in file.ranges or [None]:
             inputs = [file.name, file.fingerprint, *packages, *(map(str, span or ()))]
             inputs += [] if file.limit is None else [f"limit {file.limit}"]

@@ -46,7 +46,12 @@ def of_steps(config: PipelineConfig) -> dict[str, int]:
     return Version("recipe", uses=tuple(used)).numbers()
 
 
-def of_files(names: Iterable[str], config: PipelineConfig) -> dict[str, int]:
-    """Return the version of the reader of each format, by format; file names decide the formats."""
+def of_files(names: Iterable[str], config: PipelineConfig) -> dict[str, int | str]:
+    """Return the versions of the readers of these files, by format.
+
+    The file names give the formats. Readers of installed packages that may be chosen by content are there with the
+    hash of their source.
+    """
     kinds = {sniff.format_of_name(name, config.read) for name in names}
-    return {kind: version_of(reader_of(kind, config.read)).number for kind in sorted(kinds) if kind}
+    versions = {kind: version_of(reader_of(kind, config.read)).number for kind in sorted(kinds) if kind}
+    return {**versions, **sniff.installed_sources(config.read)}

@@ -56,7 +56,7 @@ class SourceFile:
     bytes: int
     fingerprint: str
     ranges: tuple[tuple[int, int], ...] = ()
-    shape: readers.Shape = field(default_factory=lambda: readers.Shape("jsonl"))
+    shape: readers.Shape = field(default_factory=lambda: readers.Shape(readers.fallback()))
     limit: int | None = None
     members: tuple[Member, ...] = ()
 
@@ -112,7 +112,8 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
         try:
             shape = readers.shape_of(place, key, config.read)
         except readers.UnreadableFile as error:
-            shape = readers.Shape("jsonl", problem=str(error), hint="correct the file, or leave it out of read.paths")
+            shape = readers.Shape(readers.fallback(), problem=str(error),
+                                  hint="correct the file, or leave it out of read.paths")
         cut = readers.ranges(place, key, size, config.read, shape)
         return SourceFile(place.uri, key, file.name, size, place.fingerprint(key), tuple(cut), shape)
 

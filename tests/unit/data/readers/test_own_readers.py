@@ -89,7 +89,7 @@ def test_the_recipe_says_which_and_how(module: str, tmp_path: Path):
 
 def test_a_worker_with_another_source_refuses(module: str):
     config = recipe({"kind": f"{module}:Games", "mark": "=="}).read
-    sent = read_config.bound(config, {"format": config.decisive()["format"]})
+    sent = read_config.bound(config, {"format": config.decisive()["format"]}, config.format)
     assert read_config.received(sent).format == config.format
     sent["reader_code"]["hash"] = "blake3-0"
     with pytest.raises(ConfigError, match="another one on this node"):
