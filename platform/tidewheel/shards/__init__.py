@@ -1,1 +1,1 @@
-"""The contract between data and training: packed sequences in Arrow files, a manifest, a reading order."""
+"""The contract between data and training: packed sequences in Arrow files, a manifest, and a reading order."""

@@ -1,4 +1,4 @@
-"""Shard files as local paths: those of a folder as they are, those of an object store copied once and checked."""
+"""Shard files as local paths: files in a folder as they are, objects copied once with their hash checked."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tidewheel.storage import CHUNK_BYTES, Store
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 64 << 30
-"""Room for copies; those used least recently go first."""
+"""Total size of the copies; the least recently used are deleted first."""
 
 
 class ShardFiles:
-    """Local paths of shard files; safe for several threads, and for several processes that share a cache folder.
+    """Local paths of shard files. Safe to use from several threads, and from processes that share a cache folder.
 
     Args:
-        store: where the set is.
-        cache: folder for copies of remote files, or for a folder with them where other users can write to it;
-            default: one for each user in the system's temporary folder.
-        cache_bytes: copies are deleted, oldest use first, when they take more.
+        store: the set's folder.
+        cache: folder for copies of remote files. If other users can write to it, the copies go into a private folder
+            inside. Default: one for each user in the system's temporary folder.
+        cache_bytes: the least recently used copies are deleted when all take more than this.
     """
 
     def __init__(self, store: Store, cache: Path | None = None, cache_bytes: int = CACHE_BYTES) -> None:
@@ -39,15 +39,15 @@ class ShardFiles:
 
     @property
     def copies(self) -> bool:
-        """Whether files are copies, with their hash checked."""
+        """Whether files are copies, whose hash is checked."""
         return self._store.local_path("x") is None
 
     @contextlib.contextmanager
     def opened(self, shard: ShardInfo) -> Iterator[tuple[Path, Path]]:
-        """Yield (where the shard's file is, a path to read it from that is good during the block).
+        """Yield (path of the shard's file, a path to read it from during the block).
 
-        The file has the shard's length. A copy has its hash too, taken from the very file that the second path opens:
-        whoever replaces the copy by another file after that changes nothing. A damaged copy is made anew.
+        The file's length has been checked. The hash of a copy has been checked too, on the very file that the second
+        path opens, so replacing the copy afterwards has no effect. A damaged copy is downloaded again.
 
         Raises:
             ShardError: the shard is missing, or its content is not what the manifest says.
@@ -74,11 +74,11 @@ class ShardFiles:
         return private_folder(self._cache) if self._cache else user_folder("shards")
 
     def _copy(self, folder: Path, shard: ShardInfo) -> int:
-        """Return a descriptor of the copy."""
+        """Return a file descriptor of the copy, downloaded unless it exists and is intact."""
         path = folder / shard.name
-        descriptor = _intact(path, shard)  # left by an earlier process: the disk may have damaged it since
+        descriptor = _intact(path, shard)  # an earlier process left it, and the disk may have damaged it since
         if descriptor is not None:
-            # when it was used last; its time of change is what others watch that read it
+            # record the time of use; readers watch the modification time, so leave that alone
             os.utime(descriptor, ns=(time.time_ns(), os.fstat(descriptor).st_mtime_ns))
             return descriptor
         remove_unlocked(folder, ".tmp-*")
@@ -119,14 +119,14 @@ class ShardFiles:
             raise
 
     def _evict(self, folder: Path, keep: str) -> None:
-        """Delete copies used least recently until the rest fits; a file that is still mapped lives on till unmapped."""
-        found = []
+        """Delete the least recently used copies until the rest fits. A mapped file stays readable."""
+        copies = []
         for path in folder.glob("*.arrow"):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
-                found.append((stat.st_atime_ns, stat.st_size, path))
-        excess = sum(size for _, size, _ in found) - self._bytes
-        for _, size, path in sorted(found):
+                copies.append((stat.st_atime_ns, stat.st_size, path))
+        excess = sum(size for _, size, _ in copies) - self._bytes
+        for _, size, path in sorted(copies):
             if excess <= 0:
                 return
             if path.name != keep:
@@ -135,11 +135,13 @@ class ShardFiles:
 
 
 def _publish(temporary: Path, path: Path, shard: ShardInfo, descriptor: int) -> int:
-    """Give a copy its name, unless another process was faster: a file that others read must not change under them.
-    Return the descriptor of the file that has the name."""
+    """Rename a copy to its final name, unless another process already has, and return a descriptor of the named file.
+
+    A file that other processes read must not be replaced.
+    """
     try:
         os.link(temporary, path)
-    except OSError:  # there is one, or the file system has no links
+    except OSError:  # the name exists, or the file system has no links
         if (other := _intact(path, shard)) is not None:
             os.close(descriptor)
             return other
@@ -149,7 +151,7 @@ def _publish(temporary: Path, path: Path, shard: ShardInfo, descriptor: int) -> 
 
 
 def _intact(path: Path, shard: ShardInfo) -> int | None:
-    """Return a descriptor of a copy whose content has the shard's hash; None where there is none."""
+    """Return a descriptor of a copy whose content has the shard's hash; None when there is no such copy."""
     try:
         descriptor = open_file(path)
     except OSError:
@@ -163,6 +165,6 @@ def _intact(path: Path, shard: ShardInfo) -> int | None:
             if "blake3-" + digest.hexdigest() == shard.hash:
                 return descriptor
     except OSError:
-        pass  # as good as damaged: it is copied again
+        pass  # unreadable: treat it as damaged and copy it again
     os.close(descriptor)
     return None

@@ -1,4 +1,4 @@
-"""One short digest for what a step read."""
+"""A short digest of the sequences that a step read."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from blake3 import blake3
 
 
 def sequence_digest(ids: Iterable[str]) -> str:
-    """32 hex digits over sequence ids ("shardname:row") in their order; ids contain no line break."""
+    """Return 32 hex digits over sequence ids ("shardname:row") in their order; ids contain no line break."""
     return blake3("".join(f"{name}\n" for name in ids).encode()).hexdigest(length=16)

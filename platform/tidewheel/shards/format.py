@@ -1,6 +1,6 @@
-"""A shard file: Arrow IPC, one uncompressed record batch, so that it memory-maps; named by its content.
+"""The format of a shard file: Arrow IPC with one uncompressed record batch, for memory mapping; named by its content.
 
-Two kinds: packed sequences (`shard_schema`) and preference pairs (`preference_schema`).
+There are two kinds: packed sequences (`shard_schema`) and preference pairs (`preference_schema`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ _OPTIONS = pa.ipc.IpcWriteOptions(compression=None, metadata_version=pa.ipc.Meta
 
 
 def shard_schema(sequence_length: int, token_dtype: str, loss_mask: bool = False) -> pa.Schema:
-    """Columns of a shard; a row is one packed sequence of L = `sequence_length` tokens.
+    """Return the schema of a shard of packed sequences of L = `sequence_length` tokens.
 
-    tokens FixedSizeList(token_dtype, L); length int32: real tokens, the rest is padding; segment_starts
-    list<int32>: first 0, increasing, below length; document_ids list<string> and document_offsets list<int64>: for
-    every segment its document, and the segment's token offset in it; loss_mask FixedSizeList(uint8, L) if wanted: 1
-    for the tokens that a model learns to predict, 0 for the others and padding.
+    The columns are:
+    - tokens: FixedSizeList(token_dtype, L).
+    - length: int32, number of real tokens; the rest is padding.
+    - segment_starts: list<int32>, the first one 0, increasing, below length.
+    - document_ids: list<string>, the document of each segment.
+    - document_offsets: list<int64>, the offset in tokens of each segment in its document.
+    - loss_mask, optional: FixedSizeList(uint8, L), 1 for tokens that a model learns to predict, else 0.
+
+    Args:
+        sequence_length: L.
+        token_dtype: "uint16" or "uint32".
+        loss_mask: include the column loss_mask.
 
     Raises:
         ValueError: `token_dtype` is neither "uint16" nor "uint32".
@@ -39,11 +47,13 @@ def shard_schema(sequence_length: int, token_dtype: str, loss_mask: bool = False
 
 
 def preference_schema(token_dtype: str) -> pa.Schema:
-    """Columns of a shard of a preference set; a row is one pair.
+    """Return the schema of a shard of a preference set, whose rows are pairs.
 
-    document_id string; prompt_length int32: tokens that both sequences begin with, the generation prompt included;
-    chosen and rejected list<token_dtype>: the whole conversation with the better and the worse answer, each longer
-    than the prompt and at most the set's sequence_length.
+    The columns are:
+    - document_id: string.
+    - prompt_length: int32, number of tokens that both sequences begin with, including the generation prompt.
+    - chosen, rejected: list<token_dtype>, the whole conversation with the better and the worse answer. Each is longer
+      than the prompt and has at most the set's sequence_length tokens.
 
     Raises:
         ValueError: `token_dtype` is neither "uint16" nor "uint32".
@@ -54,15 +64,22 @@ def preference_schema(token_dtype: str) -> pa.Schema:
 
 
 def token_type(token_dtype: str) -> pa.DataType:
-    """Arrow type of a token; ValueError when it is none of `TOKEN_DTYPES`."""
+    """Return the Arrow type of a token.
+
+    Raises:
+        ValueError: `token_dtype` is not in `TOKEN_DTYPES`.
+    """
     if token_dtype not in TOKEN_DTYPES:
         raise ValueError(f"token_dtype must be one of {TOKEN_DTYPES}, got {token_dtype!r}")
     return pa.uint16() if token_dtype == "uint16" else pa.uint32()
 
 
 def write_shard(store: Store, table: pa.Table) -> ShardInfo:
-    """Write `table` (columns of `shard_schema` or `preference_schema`, at least one row) as one shard file; equal
-    tables give equal bytes.
+    """Write a table as one shard file. Equal tables give equal bytes.
+
+    Args:
+        store: the set's folder.
+        table: at least one row, with the columns of `shard_schema` or `preference_schema`.
 
     Raises:
         ValueError: the columns are not those of a shard, a value is null, or there is no row.
@@ -85,7 +102,7 @@ def _tokens(table: pa.Table) -> int:
 
 
 def _canonical(table: pa.Table) -> pa.Table:
-    """`table` in one chunk, its buffers free of slices and of what metadata or bitmaps its maker left in it."""
+    """Return `table` in one chunk, with fresh buffers: no slices, and no metadata or bitmaps of its producer."""
     if table.num_rows == 0:
         raise ValueError("a shard has at least one row")
     schema = _schema_of(table)
@@ -93,12 +110,12 @@ def _canonical(table: pa.Table) -> pa.Table:
     for name, column in zip(schema.names, table.columns):
         if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
             raise ValueError(f"a shard holds no nulls, column {name!r} does")
-    # `take` copies into fresh buffers: a slice and a copy of it must give the same bytes
+    # `take` copies into fresh buffers, so that a slice and a copy of it give the same bytes
     return table.combine_chunks().take(pa.array(np.arange(table.num_rows))).combine_chunks()
 
 
 def _schema_of(table: pa.Table) -> pa.Schema:
-    """The schema of the kind of shard that the columns are those of."""
+    """Return the schema of a shard with these columns."""
     if "chosen" in table.column_names and pa.types.is_list(table.schema.field("chosen").type):
         return preference_schema(str(table.schema.field("chosen").type.value_type))
     if "tokens" not in table.column_names or not pa.types.is_fixed_size_list(table.schema.field("tokens").type):

@@ -1,10 +1,10 @@
 """A shard set that can be read while a pipeline writes it, wave by wave (`shards.waves`).
 
-`growing.json` says what is known before there are rows: what the manifest will say but for the shards, and the number
-of waves. `waves/00003.json` lists the shards of a wave; it is written when they and all waves before are there, and
-never changed. A record has its own hash in it and that of the record before, the first one that of the head: so
-records of two runs of a pipeline never pass for one set. `manifest.json`, written last as for every set, says the
-same in one file, and where it is, nothing else is looked at.
+`growing.json`, the head, holds what is known before there are rows: the future manifest without its shards, and the
+number of waves. `waves/00003.json` is the record of a wave and lists its shards. It is written once these and all
+earlier waves exist, and never changes. A record contains its own hash and that of the previous record (the first one:
+that of the head), so records of two pipeline runs are never mixed up. `manifest.json` is written last, as for every
+set, and replaces all of them.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ from tidewheel.storage import Store, content_hash
 
 FOLDER = "waves"
 MOST_WAVES = 1 << 16
+"""Limit of the number of waves."""
 
 
 def wave_key(number: int) -> str:
-    """Where the record of wave `number` is, below the set."""
+    """Return the key of the record of wave `number` in the set's folder."""
     return f"{FOLDER}/{number:05d}.json"
 
 
 def head_of(manifest: Manifest) -> dict[str, Any]:
-    """JSON values of what is known of a set in waves before it has rows; the same from a part of it and the whole."""
+    """Return the JSON values of a set's head; the same for a part of the set and for the whole."""
     values = manifest.identity()
     del values["shards"], values["documents"]
     return {**values, "waves": len(manifest.waves) + manifest.to_come}
 
 
 def identity(manifest: Manifest) -> str:
-    """What tells a set from others: the manifest's hash; of a set in waves that of its head, which is known from the
-    start. A run checks the waves' own hashes when they come (`Growing.hashes`)."""
+    """Return the hash that identifies a set: the manifest's, or for a set in waves its head's.
+
+    A run checks the hashes of the waves as they come (`Growing.hashes`).
+    """
     if not manifest.waves and not manifest.to_come:
         return manifest.hash
     return _hash(head_of(manifest))
@@ -58,47 +61,51 @@ def identity(manifest: Manifest) -> str:
 
 @dataclass(frozen=True)
 class Growing:
-    """A set in waves as far as it is known."""
+    """A set in waves, as far as it is written."""
 
     manifest: Manifest
-    """With the shards of those waves; `to_come` is 0 when they are all."""
+    """Manifest with the shards of the waves so far; `to_come` is 0 when the set is complete."""
     hashes: tuple[str, ...]
-    """Of the head, then of each wave: the last one stands for all before it."""
+    """Hash of the head, then of each wave; each depends on all before it."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Growing:
-        """The same with the hashes."""
+        """Return the set of a manifest, with its hashes."""
         hashes = [_hash(head_of(manifest))]
         for shards in _waves(manifest):
             hashes.append(_wave_hash(hashes[-1], shards))
         return cls(manifest, tuple(hashes))
 
     def head(self) -> Growing:
-        """The set as it was before its first wave."""
+        """Return the set as it was before its first wave."""
         waves = len(self.manifest.waves) + self.manifest.to_come
         return Growing(replace(self.manifest, shards=(), documents=0, waves=(), to_come=waves), self.hashes[:1])
 
     def records(self, first: int = 0) -> list[dict[str, Any]]:
-        """The records of the waves from number `first` on, as JSON values."""
+        """Return the records of the waves from number `first` on, as JSON values."""
         return [_record(number, self.hashes[number], shards)
                 for number, shards in enumerate(_waves(self.manifest)) if number >= first]
 
     def record(self, shards: Sequence[ShardInfo]) -> dict[str, Any]:
-        """The record of the next wave, if it has these shards."""
+        """Return the record of the next wave if it has these shards."""
         return _record(len(self.manifest.waves), self.hashes[-1], shards)
 
     def grown(self, values: Any, where: str) -> Growing:
-        """With the next wave, whose record these values are, every field checked.
+        """Return the set with the next wave, having checked every field of its record.
+
+        Args:
+            values: the record, as JSON values.
+            where: location for error messages.
 
         Raises:
-            ShardError: they are damaged or hostile, or the record of another set's wave; names `where`.
+            ShardError: the record is damaged or hostile, or belongs to another set.
         """
         fields, manifest = Fields(values, where), self.manifest
         fields.one_of("format", (FORMAT,))
         if fields.number("number") != len(manifest.waves) or not manifest.to_come:
             fields.wrong("number", f"that of the next wave, {len(manifest.waves)}")
         if fields.matching("before", HASH) != self.hashes[-1]:
-            raise ShardError("this wave does not follow those that were read: the set was made anew with other content",
+            raise ShardError("this wave does not follow those that were read: the set was rewritten with other content",
                              where=where, mend="start a new run, or give the pipeline its old input and recipe")
         shards = parse_shards(fields, manifest.sequence_length)
         if fields.matching("hash", HASH) != _wave_hash(self.hashes[-1], shards):
@@ -111,21 +118,24 @@ class Growing:
 
 
 def read_set(store: Store) -> Manifest:
-    """The set at `store` as far as it is there: its manifest, or what is known of one that a pipeline is writing.
+    """Return the manifest of the set at `store`, or the known part of it while a pipeline is writing the set.
 
     Raises:
-        ShardError: there is neither, or something is damaged or hostile.
+        ShardError: there is neither, or a file is damaged or hostile.
     """
     if store.exists(KEY):
         return read_manifest(store)
     head = _read(store, GROWING)
     if head is None:
-        return read_manifest(store)  # it came meanwhile, or says that there is none
+        return read_manifest(store)  # it was written meanwhile; otherwise this raises
     return take_in(store, Growing.of(_parse_head(head, store.at(GROWING)))).manifest
 
 
 def take_in(store: Store, known: Growing) -> Growing:
-    """With the waves that have come since, found one by one under the key of the next; ShardError as `Growing.grown`.
+    """Return the set with the waves written since, read one by one.
+
+    Raises:
+        ShardError: a record is damaged or hostile, or belongs to another set.
     """
     while known.manifest.to_come:
         key = wave_key(len(known.manifest.waves))
@@ -137,23 +147,29 @@ def take_in(store: Store, known: Growing) -> Growing:
 
 
 def begin(store: Store, head: Manifest) -> Growing:
-    """Publish the head of a set, after removing records of an earlier one; a manifest stays as long as it is not
-    replaced. The tokenizer's file must be there.
+    """Publish the head of a set, after removing records of an earlier one. An earlier manifest stays until replaced.
 
     Args:
-        head: without shards, with all waves `to_come`.
+        store: the set's folder; the tokenizer's file is already in it.
+        head: manifest without shards and with all waves `to_come`.
     """
     growing = Growing.of(head)
     values = head_of(head)
     _parse_head(values, store.at(GROWING))
-    for found in store.list(FOLDER):
-        store.delete(found.key)
+    for entry in store.list(FOLDER):
+        store.delete(entry.key)
     store.write_json(GROWING, values)
     return growing
 
 
 def publish(store: Store, known: Growing, shards: Sequence[ShardInfo]) -> Growing:
-    """Publish the next wave, when its shards are in place; the set with it."""
+    """Publish the next wave, whose shards are written, and return the set with it.
+
+    Args:
+        store: the set's folder.
+        known: the set so far.
+        shards: the wave's shards.
+    """
     key, values = wave_key(len(known.manifest.waves)), known.record(shards)
     grown = known.grown(values, store.at(key))
     store.write_json(key, values)
@@ -161,7 +177,7 @@ def publish(store: Store, known: Growing, shards: Sequence[ShardInfo]) -> Growin
 
 
 def _read(store: Store, key: str) -> Any:
-    """JSON values, None when there are none."""
+    """Return the JSON values of a file; None when there is no file."""
     try:
         return store.read_json(key)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Are the shard files that are being read still what the manifest says?
+"""Detect shard files that differ from their manifest while they are being read.
 
-A file is hashed once, by a thread, when it is first read; from then on every read compares its place on disk, length
-and time of change with what they were when it was hashed. So neither the first batch nor any other waits for a hash,
-and what was learnt from a file before the answer came is kept from a checkpoint by `ShardSet.settle`.
+A thread hashes each file once, when it is first read. Every later read compares the file's inode, length and
+modification time with those at the time of hashing. So no batch waits for a hash. `ShardSet.settle`, called before a
+checkpoint, keeps what was learnt from a damaged file out of it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from tidewheel.shards.manifest import REBUILD, Manifest, ShardInfo
 from tidewheel.storage import Store
 
 Fingerprint = tuple[int, int, int]
+"""Inode, length in bytes and modification time in nanoseconds of a file."""
 HASH_AT_START_BYTES = 1 << 30
-"""A set of so many bytes is hashed in about a second."""
+"""Size of a set that is hashed in about a second."""
 CHANGED = "the shard has changed while it was read"
 
 
 class Integrity:
-    """What is known about the files of one shard set; for use under the set's lock.
+    """What is known about the files of one shard set. The caller holds the set's lock.
 
     Args:
-        verify: hash files; False: only notice that they change.
+        verify: hash files; False: only detect changes while they are read.
     """
 
     def __init__(self, verify: bool) -> None:
@@ -38,9 +39,16 @@ class Integrity:
         self._thread: DaemonThread | None = None
 
     def opened(self, shard: ShardInfo, path: Path, before: Fingerprint, *, hashed: bool) -> None:
-        """`path` was opened, its fingerprint `before` that; `hashed`: its content is known to be right."""
+        """Record that a shard's file was opened, and start to hash it.
+
+        Args:
+            shard: the shard.
+            path: its file.
+            before: the file's fingerprint before it was opened.
+            hashed: the content is already known to be intact.
+        """
         if self._files.get(shard.name) == (path, before) and not hashed:
-            return  # opened before, closed to make room: what is known of it still holds
+            return  # opened before and closed to make room: what is known about it still holds
         self._files[shard.name] = path, before
         self._hashes.pop(shard.name, None)
         if self._verify and not hashed:
@@ -48,59 +56,63 @@ class Integrity:
             self._hashes[shard.name] = self._thread.submit(problem_of, path, shard)
 
     def problem(self, shard: ShardInfo) -> str:
-        """What is known to be wrong with an opened shard now; does not wait. "": nothing."""
+        """Return the problem with an opened shard, as far as it is known now; "" for none. Does not wait for a hash."""
         path, before = self._files[shard.name]
         try:
             if fingerprint(path) != before:
                 return CHANGED
         except FileNotFoundError:
-            pass  # its mapping lives on: a cache may have made room, or the set is being written anew
+            pass  # its mapping is still valid; the cache may have evicted the file, or the set is being rewritten
         hashing = self._hashes.get(shard.name)
         if hashing is None or not hashing.done():
             return ""
-        found = hashing.result()
-        if not found:
+        problem = hashing.result()
+        if not problem:
             del self._hashes[shard.name]
-        return found
+        return problem
 
     def unsettled(self) -> list[str]:
-        """Names of the shards whose content is not known to be right, once all hashes are there."""
+        """Wait for all hashes and return the names of the damaged shards."""
         return [name for name, hashing in list(self._hashes.items()) if hashing.result()]
 
     def close(self) -> None:
-        """Stop hashing. A file that is being hashed is not waited for."""
+        """Stop hashing, without waiting for the file that is being hashed."""
         if self._thread is not None:
             self._thread.stop(wait=False)
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Place on disk, length and time of change of a file."""
+    """Return the fingerprint of a file."""
     stat = os.stat(path)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def problem_of(path: Path, shard: ShardInfo) -> str:
-    """Read the whole file; what is wrong with it, "" when it is what the manifest says."""
+    """Read a whole file and compare it with its manifest entry; return the problem, "" for none."""
     try:
         size = path.stat().st_size
-        found = "blake3-" + blake3().update_mmap(path).hexdigest()
+        digest = "blake3-" + blake3().update_mmap(path).hexdigest()
     except OSError as error:
         return f"the shard cannot be read: {error.strerror or error}"
-    if size != shard.bytes or found != shard.hash:
+    if size != shard.bytes or digest != shard.hash:
         return (f"the shard's content ({size} bytes) is not what its manifest says ({shard.bytes} bytes, "
                 f"{shard.hash})")
     return ""
 
 
 def check_files(store: Store, manifest: Manifest, *, hash_bytes: int = HASH_AT_START_BYTES) -> None:
-    """Look at all files of a set before it is used: by one listing, and, if they lie here and are not more than
-    `hash_bytes` in all, by their content.
+    """Check the files of a set before it is used: their lengths by one listing and, if they are small, their content.
+
+    Args:
+        store: the set's folder.
+        manifest: its manifest.
+        hash_bytes: read the content of local files if the set is not larger than this.
 
     Raises:
-        ShardError: a file is missing, has another length or another content than the manifest says.
+        ShardError: a file is missing, or its length or content differs from the manifest.
     """
     sizes = {entry.key: entry.bytes for entry in store.list()}
-    here = sum(shard.bytes for shard in manifest.shards) <= hash_bytes
+    small = sum(shard.bytes for shard in manifest.shards) <= hash_bytes
     for shard in manifest.shards:
         size, path = sizes.get(shard.name), store.local_path(shard.name)
         problem = ""
@@ -108,7 +120,7 @@ def check_files(store: Store, manifest: Manifest, *, hash_bytes: int = HASH_AT_S
             problem = "the shard is missing"
         elif size != shard.bytes:
             problem = f"the shard has {size} bytes, its manifest says {shard.bytes}"
-        elif here and path is not None:
+        elif small and path is not None:
             problem = problem_of(path, shard)
         if problem:
             raise ShardError(problem, where=store.at(shard.name), mend=REBUILD)

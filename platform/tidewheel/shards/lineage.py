@@ -1,7 +1,7 @@
-"""What a pipeline's output tells about one document: where it was read, what each stage decided, whom it stands for.
+"""The lineage of a document in a pipeline's output: its source, each stage's verdict, and the duplicates it replaces.
 
-Read from `summary.json`, `verdicts/` and the units of `stages/`; one file is open at a time, and of it only the rows
-of this document. Nothing of the pipeline's code is needed: the files are the contract.
+It is read from `summary.json`, `verdicts/` and the units of `stages/`, one file at a time and only the rows of this
+document. None of the pipeline's code is needed: the files are the contract.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT, NOT_REACHED = "kept", "not reached"
 
 
 def output_of(set_uri: str) -> Store | None:
-    """What the pipeline that wrote the set at `set_uri` wrote beside it; None when the set stands alone."""
+    """Return the output of the pipeline that wrote the set at `set_uri`; None when the set stands alone."""
     parent, _, name = store(set_uri).uri.rstrip("/").rpartition("/")
     if not parent or parent.endswith((":", ":/")) or not name:
         return None
@@ -31,17 +31,18 @@ def output_of(set_uri: str) -> Store | None:
 
 
 def lineage(output: Store, document: str, *, packed: bool) -> dict[str, Any]:
-    """The document's origins, its verdict in each stage in order, and the documents dropped in its favour.
+    """Return a document's origins, its verdict in each stage in order, and the documents dropped in its favour.
 
     Args:
-        output: what the pipeline wrote.
-        document: its id.
-        packed: it is in a set. Then a drop was of another record with the same id, and the stages behind it saw it.
+        output: the pipeline's output.
+        document: the document's id.
+        packed: the document is in a set. Then a drop was of another record with the same id, and later stages saw the
+            document.
 
     Returns:
         {"document", "origins": [{"source", "file", "line", "offset"}], "verdicts": [{"stage", "verdict": kept, edit,
         drop or not reached, "reason", "score", "survivor", "detail"}], "stands_for": [{"document", "stage", "reason",
-        "score", "detail"}]}. A value that was not recorded is None.
+        "score", "detail"}]}. Values that were not recorded are None.
 
     Raises:
         ShardError: a file of the output is damaged.
@@ -66,58 +67,63 @@ def lineage(output: Store, document: str, *, packed: bool) -> dict[str, Any]:
         gone = gone or (not packed and any(row["verdict"] == "drop" for row in own))
         judged += own
     dropped_at = [row.pop("_file") for row in judged if "_file" in row]
-    if not origins and dropped_at:  # a leading filter dropped it: the unit with these verdicts is its file's
+    if not origins and dropped_at:  # a leading filter dropped it: its verdicts are in the unit of its file
         origins = [{"source": None, "file": name, "line": None, "offset": None}
                    for name in _files_of(output, set(dropped_at))]
     return {"document": document, "origins": origins, "verdicts": judged, "stands_for": favoured}
 
 
 class Sources:
-    """Which source each document came from, from the units of the partition stage.
+    """The source of each document, read from the units of the partition stage.
 
-    They are in the order of the shards that were packed from them, so that following a set reads each about once. Of a
-    unit only the rows of the documents in question are kept.
+    Units are in the order of the shards packed from them, so that reading along a set reads each about once. Only the
+    rows of the requested documents are kept in memory.
+
+    Args:
+        output: the pipeline's output.
     """
 
     def __init__(self, output: Store) -> None:
         self._output, self._files = output, _unit_files(output, "partition", "documents")
-        self._at = 0
+        self._last = 0  # index of the unit that held the last document
 
     def of(self, documents: Iterable[str]) -> dict[str, str]:
-        """Return {document: source} of those that are known.
+        """Return {document: source} of the documents that are known.
 
         Raises:
             ShardError: a unit is damaged.
         """
-        missing, found = set(documents), dict[str, str]()
-        for key in self._files[self._at :] + self._files[: self._at]:
+        missing = set(documents)
+        sources: dict[str, str] = {}
+        for key in self._files[self._last :] + self._files[: self._last]:
             if not missing:
                 break
-            here = self._in(key, missing)
-            if here:
-                self._at = self._files.index(key)
-            found |= here
-            missing -= here.keys()
-        return found
+            in_unit = self._in(key, missing)
+            if in_unit:
+                self._last = self._files.index(key)
+            sources |= in_unit
+            missing -= in_unit.keys()
+        return sources
 
     def _in(self, key: str, documents: set[str]) -> dict[str, str]:
-        wanted, found = pa.array(sorted(documents), pa.string()), dict[str, str]()
+        requested = pa.array(sorted(documents), pa.string())
+        sources: dict[str, str] = {}
         try:
             with self._output.open(key) as stream:
                 for batch in _batches(stream, ("id", "source")):
-                    rows = batch.filter(pc.is_in(batch["id"], wanted))
-                    found |= dict(zip(rows["id"].to_pylist(), rows["source"].to_pylist(), strict=True))
+                    rows = batch.filter(pc.is_in(batch["id"], requested))
+                    sources |= dict(zip(rows["id"].to_pylist(), rows["source"].to_pylist(), strict=True))
         except FileNotFoundError:
-            return {}  # a unit of an earlier run that was cleared away
+            return {}  # a unit of an earlier run that has been deleted
         except (pa.ArrowException, OSError) as error:
             raise _damaged(self._output, key, error) from None
-        return found
+        return sources
 
 
 def known_sources(output: Store) -> list[str]:
-    """Return names of sources that the pipeline read: those with most documents."""
-    told = output.read_json("summary.json").get("sources") or [{"left": {}}]
-    return sorted(told[0]["left"])
+    """Return the names of the sources with the most documents that the pipeline read."""
+    counts = output.read_json("summary.json").get("sources") or [{"left": {}}]
+    return sorted(counts[0]["left"])
 
 
 def _verdict(stage: str, verdict: str) -> dict[str, Any]:
@@ -125,23 +131,23 @@ def _verdict(stage: str, verdict: str) -> dict[str, Any]:
 
 
 def _verdict_files(output: Store) -> dict[str, list[str]]:
-    """Verdict files of each stage that judged, the stages in the recipe's order."""
-    found: dict[str, list[str]] = {}
+    """Return the verdict files of each stage that has any, in the recipe's order."""
+    by_stage: dict[str, list[str]] = {}
     for stamp in output.list("verdicts"):
         _, stage, name = stamp.key.split("/", 2)
-        files = found.setdefault(stage, [])
+        files = by_stage.setdefault(stage, [])
         if name.endswith(".parquet"):
             files.append(stamp.key)
     order = [entry["name"] for entry in output.read_json("summary.json")["stages"]]
-    return {stage: found[stage] for stage in order if stage in found}
+    return {stage: by_stage[stage] for stage in order if stage in by_stage}
 
 
 def _rows(output: Store, key: str, document: str) -> list[dict[str, Any]]:
-    """Verdicts on the document, or in its favour; files are sorted by id, and statistics skip what cannot hold it."""
-    wanted = (pc.field("id") == document) | (pc.field("survivor") == document)
+    """Return the verdicts on the document or in its favour. Files are sorted by id, so statistics skip most of them."""
+    matches = (pc.field("id") == document) | (pc.field("survivor") == document)
     try:
         with output.open(key) as stream:
-            rows = pq.read_table(pa.PythonFile(stream, mode="r"), filters=wanted).to_pylist()
+            rows = pq.read_table(pa.PythonFile(stream, mode="r"), filters=matches).to_pylist()
     except (pa.ArrowException, FileNotFoundError) as error:
         raise _damaged(output, key, error) from None
     for row in rows:
@@ -157,22 +163,22 @@ def _parsed(text: str) -> Any:
 
 
 def _origins(output: Store, document: str) -> list[dict[str, Any]]:
-    """Where the document was read, from the units of the partition stage; [] when it did not come so far."""
-    found: list[dict[str, Any]] = []
+    """Return where the document was read, from the units of the partition stage; [] when it was dropped before."""
+    origins: list[dict[str, Any]] = []
     for key in _unit_files(output, "partition", "documents"):
         try:
             with output.open(key) as stream:
-                found += _search(stream, document)
+                origins += _search(stream, document)
         except FileNotFoundError:
-            continue  # a unit of an earlier run that was cleared away
+            continue  # a unit of an earlier run that has been deleted
         except (pa.ArrowException, OSError) as error:
             raise _damaged(output, key, error) from None
-    return [origin for place, origin in enumerate(found) if origin not in found[:place]]
+    return [origin for index, origin in enumerate(origins) if origin not in origins[:index]]
 
 
 def _search(stream: Any, document: str) -> list[dict[str, Any]]:
-    """Origins of the document among one unit's rows, which are sorted by id; a batch in memory at a time."""
-    found = []
+    """Return the origins of the document in one unit, whose rows are sorted by id. One batch is in memory at a time."""
+    origins = []
     for batch in _batches(stream, ("id", "source", "meta")):
         if not batch.num_rows or batch["id"][-1].as_py() < document:
             continue
@@ -181,13 +187,13 @@ def _search(stream: Any, document: str) -> list[dict[str, Any]]:
         for row in batch.filter(pc.equal(batch["id"], document)).to_pylist():
             meta = _parsed(row["meta"])
             meta = meta if isinstance(meta, dict) else {}
-            found.append({"source": row["source"], "file": meta.get("_file"), "line": meta.get("_line"),
-                          "offset": meta.get("_offset")})
-    return found
+            origins.append({"source": row["source"], "file": meta.get("_file"), "line": meta.get("_line"),
+                            "offset": meta.get("_offset")})
+    return origins
 
 
 def _batches(stream: Any, names: Iterable[str]) -> Iterable[pa.RecordBatch]:
-    """Batches of a unit's documents, with these columns alone."""
+    """Return the batches of a unit's documents, with only these columns."""
     schema = pa.ipc.open_stream(pa.PythonFile(stream, mode="r")).schema
     stream.seek(0)
     options = pa.ipc.IpcReadOptions(included_fields=sorted(schema.get_field_index(name) for name in names))
@@ -195,22 +201,22 @@ def _batches(stream: Any, names: Iterable[str]) -> Iterable[pa.RecordBatch]:
 
 
 def _unit_files(output: Store, stage: str, name: str) -> list[str]:
-    """Keys of the files `name` of a stage's units."""
+    """Return the keys of the files `name` in a stage's units."""
     units = output.list(f"stages/{stage}/units")
     return [stamp.key for stamp in units if stamp.key.endswith(f"/{name}")]
 
 
 def _files_of(output: Store, verdict_files: set[str]) -> list[str]:
-    """Source files whose units wrote one of these verdict files."""
-    found = set()
+    """Return the source files whose units wrote one of these verdict files."""
+    names = set()
     for stamp in output.list("stages/ingest/units"):
         if stamp.key.endswith(".json"):
             unit = output.read_json(stamp.key)
             if unit["files"].get("verdicts", [""])[0] in verdict_files:
-                found.add(unit["summary"]["name"])
-    return sorted(found)
+                names.add(unit["summary"]["name"])
+    return sorted(names)
 
 
 def _damaged(output: Store, key: str, error: Exception) -> ShardError:
-    told = str(error).splitlines() or [type(error).__name__]
-    return ShardError(f"cannot be read ({told[0]})", where=output.at(key), mend=REBUILD)
+    lines = str(error).splitlines() or [type(error).__name__]
+    return ShardError(f"cannot be read ({lines[0]})", where=output.at(key), mend=REBUILD)

@@ -1,4 +1,4 @@
-"""Batches by position, read ahead of the training step."""
+"""Read batches by position, ahead of the training step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tidewheel.shards.source import SourceReader
 
 
 class Loader:
-    """Rows of a source by global position. Stateless but for what it has read ahead: any position, any time.
+    """Rows of a source by global position, in any order. Its only state is what it has read ahead.
 
     Args:
         reader: where rows come from.
-        prefetch: batches read ahead by a thread, on the guess that the distance between the last two calls stays
-            what it was; 0 turns it off. A wrong guess costs a read, nothing else.
+        prefetch: number of batches that a thread reads ahead, assuming that the next calls are as far apart as the last
+            two; 0: none. A wrong guess costs a read and nothing else.
     """
 
     def __init__(self, reader: SourceReader, *, prefetch: int = 2) -> None:
@@ -29,7 +29,10 @@ class Loader:
         self._thread = DaemonThread("shards") if prefetch else None
 
     def batch(self, positions: np.ndarray) -> Rows:
-        """Rows at `positions` [B] int64. Not for several threads at once while prefetching.
+        """Return the rows at `positions`. Not safe for concurrent use with `prefetch`.
+
+        Args:
+            positions: int64 [B].
 
         Raises:
             ShardError: a shard is missing or damaged.
@@ -37,9 +40,9 @@ class Loader:
         positions = np.ascontiguousarray(positions, dtype=np.int64)
         if self._thread is None:
             return self._read(positions)
-        found = self._ahead.pop(positions.tobytes(), None)
-        rows = None if found is None else found.result()
-        if rows is None:  # not foreseen: what was read ahead is for somewhere else
+        future = self._ahead.pop(positions.tobytes(), None)
+        rows = None if future is None else future.result()
+        if rows is None:  # not predicted: what was read ahead is for other positions
             self._forget()
             rows = self._read(positions)
         self._read_ahead(self._thread, positions)
@@ -47,15 +50,19 @@ class Loader:
 
     @property
     def reach(self) -> int | None:
-        """Positions below this can be read now, see `Source.reach`."""
+        """Positions below this can be read now; see `Source.reach`."""
         return self._reader.source.reach
 
     def settle(self) -> None:
-        """Return once all that was read is known to be right; ShardError when it is not."""
+        """Return once all shards read so far are known to be intact.
+
+        Raises:
+            ShardError: one is damaged.
+        """
         self._reader.settle()
 
     def close(self) -> None:
-        """Stop the threads. A read that is under way is left to end by itself."""
+        """Stop the threads, without waiting for a read that is under way."""
         self._forget()
         if self._thread is not None:
             self._thread.stop(wait=False)
@@ -73,7 +80,7 @@ class Loader:
         stride = positions - before
         end = self._end if self.reach is None else self.reach
         for distance in range(1, self._prefetch + 1):
-            wanted = positions + distance * stride
-            behind = end is not None and wanted.max() >= end
-            if wanted.min() >= 0 and not behind and wanted.tobytes() not in self._ahead:
-                self._ahead[wanted.tobytes()] = thread.submit(self._read, wanted)
+            predicted = positions + distance * stride
+            past_end = end is not None and predicted.max() >= end
+            if predicted.min() >= 0 and not past_end and predicted.tobytes() not in self._ahead:
+                self._ahead[predicted.tobytes()] = thread.submit(self._read, predicted)

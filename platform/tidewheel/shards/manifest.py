@@ -1,4 +1,4 @@
-"""`manifest.json` of a shard set: what it holds, and the commit: a set exists when its manifest does."""
+"""`manifest.json` of a shard set: the list of its content, and its commit. A set exists when its manifest does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tidewheel.storage import Store, content_hash, safe_key
 
 KEY = "manifest.json"
 GROWING = "growing.json"
-"""Where a set that is not yet whole begins, see `shards.growing`."""
+"""Key of the head of a set that is still being written, see `shards.growing`."""
 FORMAT = 1
 TOKEN_DTYPES = ("uint16", "uint32")
 PACKED, PREFERENCES = "packed", "preferences"
 KINDS = (PACKED, PREFERENCES)
 VOCABULARY_MULTIPLE = 128
-"""Padding of the vocabulary for tensor cores (Megatron-LM's `make_vocab_size_divisible_by`), if not said otherwise."""
-REBUILD = "run the pipeline again with the same output and --verify: what is damaged is written anew"
+"""Default padding of the vocabulary, for tensor cores (Megatron-LM's `make_vocab_size_divisible_by`)."""
+REBUILD = "run the pipeline again with the same output and --verify: it rewrites damaged files"
 
 HASH = re.compile(r"blake3-[0-9a-f]{64}")
 _NAME = re.compile(r"[0-9a-f]{32}\.arrow")
@@ -35,7 +35,7 @@ class ShardInfo:
     """First 32 hex digits of the content hash, and ".arrow"."""
     rows: int
     tokens: int
-    """Real tokens, padding not counted."""
+    """Number of tokens without padding."""
     bytes: int
     hash: str
     """Content hash, as in `storage.Stamp`."""
@@ -43,7 +43,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a shard set holds. Shards are in the order that `shards.order` numbers them."""
+    """The content of a shard set. The order of the shards is that in which `shards.order` numbers their rows."""
 
     sequence_length: int
     token_dtype: str
@@ -51,61 +51,61 @@ class Manifest:
     vocabulary_size: int
     """Padded to a multiple of the tokenizer's "vocabulary_multiple"."""
     tokenizer: dict[str, Any]
-    """{"file": key below the set's root, "hash": content hash, "eos": int, "pad": int}, and, where the pipeline wrote
-    them, "bos", "format", "vocabulary" (before padding), "vocabulary_multiple" (128 if not there) and "settings":
-    with the file, everything that encodes and decodes (`shards.tokenizer.of_manifest`)."""
+    """{"file": key in the set's folder, "hash": content hash, "eos": int, "pad": int} and, if the pipeline wrote them,
+    "bos", "format", "vocabulary" (before padding), "vocabulary_multiple" (default 128) and "settings". With the file,
+    this is all that encoding and decoding need (`shards.tokenizer.of_manifest`)."""
     recipe_hash: str
     evaluation_sets: tuple[dict[str, Any], ...]
-    """What the set was cleaned against: {"name", "hash", "items"} each."""
+    """The sets that this one was cleaned against, each {"name", "hash", "items"}."""
     documents: int
     shards: tuple[ShardInfo, ...]
     loss_mask: bool = False
-    """Rows say which of their tokens are to be learnt; packed sets only."""
+    """Whether rows have a loss mask; packed sets only."""
     waves: tuple[int, ...] = ()
-    """Shards of each wave, if the set is read wave by wave (`shards.growing`); (): in one order over all of it."""
+    """Number of shards of each wave, if the set is read wave by wave (`shards.growing`); (): one order over the whole
+    set."""
     to_come: int = 0
-    """Waves that the pipeline has yet to write: the set is known in part only, and `documents` is 0. Never in the file.
-    """
+    """Number of waves that the pipeline has yet to write. Unless it is 0, the set is known only in part and `documents`
+    is 0. Never in the file."""
     kind: str = PACKED
-    """What a row is: "packed", a sequence of several documents (`format.shard_schema`), or "preferences", a pair
-    (`format.preference_schema`; then the sequence length is the most tokens that one of the two may have)."""
-
+    """The kind of row: "packed", a sequence of several documents (`format.shard_schema`), or "preferences", a pair
+    (`format.preference_schema`), where sequence_length is the maximum for each of the two."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """The pipeline's settings, for people; {} where they were not recorded. No part of the set's identity."""
+    """The pipeline's settings, for information; {} if not recorded. They are not part of the set's identity."""
 
     @cached_property
     def rows(self) -> int:
-        """Sequences in the set."""
+        """Number of rows in the set."""
         return sum(shard.rows for shard in self.shards)
 
     @cached_property
     def tokens(self) -> int:
-        """Real tokens in the set."""
+        """Number of tokens in the set, without padding."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def utilisation(self) -> float:
-        """Share of the rows' room that holds real tokens; 1.0 for an empty set, and for pairs, which are not padded."""
+        """Share of tokens that is not padding; 1.0 for an empty set, and for pairs, which are not padded."""
         if not self.rows or self.kind == PREFERENCES:
             return 1.0
         return self.tokens / (self.rows * self.sequence_length)
 
     @cached_property
     def hash(self) -> str:
-        """Content hash of the canonical JSON: identity of the set."""
+        """Content hash of the canonical JSON: the identity of the set."""
         return content_hash(json.dumps(self.identity(), sort_keys=True, separators=(",", ":")).encode())
 
     def identity(self) -> dict[str, Any]:
-        """Return JSON values of the fields that tell the set from others."""
+        """Return the JSON values of the fields that identify the set."""
         values = self.canonical()
         values.pop("recipe", None)
         return values
 
     def canonical(self) -> dict[str, Any]:
-        """JSON values of all fields."""
+        """Return the JSON values of all fields."""
         values = asdict(self)
         del values["to_come"]
-        for name in ("waves", "recipe"):  # as it was before there were any
+        for name in ("waves", "recipe"):  # omitted when empty, as before these fields existed
             if not values[name]:
                 del values[name]
         values["shards"] = list(values["shards"])
@@ -114,18 +114,18 @@ class Manifest:
 
 
 def write_manifest(store: Store, manifest: Manifest) -> None:
-    """Publish the set: to be called last, when all its files are in place.
+    """Publish a set. Call this last, once all its files are written.
 
     Raises:
         ShardError: a field is wrong.
     """
-    assert not manifest.to_come, "a set is published when all of it is there"
+    assert not manifest.to_come, "a set is published once it is complete"
     parse_manifest(manifest.canonical(), store.at(KEY))
     store.write_json(KEY, manifest.canonical())
 
 
 def read_manifest(store: Store) -> Manifest:
-    """The manifest of the shard set at `store`, every field checked.
+    """Return the manifest of the shard set at `store`, having checked every field.
 
     Raises:
         ShardError: there is none, or it is damaged or hostile.
@@ -148,7 +148,15 @@ def read_manifest(store: Store) -> Manifest:
 
 
 def parse_manifest(values: Any, where: str) -> Manifest:
-    """The manifest that these JSON values say, every field checked; ShardError, which names `where`."""
+    """Return the manifest with these JSON values, having checked every field.
+
+    Args:
+        values: JSON values.
+        where: location for error messages.
+
+    Raises:
+        ShardError: a field is missing or wrong.
+    """
     fields = Fields(values, where)
     fields.one_of("format", (FORMAT,))
     dtype = fields.one_of("token_dtype", TOKEN_DTYPES)
@@ -176,7 +184,11 @@ def parse_manifest(values: Any, where: str) -> Manifest:
 
 
 def parse_shards(fields: Fields, room: int) -> tuple[ShardInfo, ...]:
-    """The list "shards", whose rows hold up to `room` tokens; ShardError."""
+    """Return the list "shards", whose rows hold at most `room` tokens.
+
+    Raises:
+        ShardError: a field is missing or wrong.
+    """
     shards = tuple(_shard(shard, room) for shard in fields.groups("shards"))
     if len({shard.name for shard in shards}) != len(shards):
         fields.wrong("shards", "without repetition")
@@ -207,12 +219,21 @@ def _shard(fields: Fields, length: int) -> ShardInfo:
 
 
 def shard_name(digest: str) -> str:
-    """Name of the shard file whose content hash is `digest`."""
+    """Return the name of the shard file whose content hash is `digest`."""
     return digest.removeprefix("blake3-")[:32] + ".arrow"
 
 
 class Fields:
-    """JSON values that are taken out one by one, each of the type it must have."""
+    """A JSON object whose fields are read one by one, each checked for its type.
+
+    Args:
+        values: JSON values.
+        where: location for error messages.
+        path: prefix of field names in error messages.
+
+    Raises:
+        ShardError: `values` is not an object.
+    """
 
     def __init__(self, values: Any, where: str, path: str = "") -> None:
         self.where, self.path = where, path
@@ -229,7 +250,7 @@ class Fields:
         return self.values[key]
 
     def wrong(self, key: str, what: str) -> None:
-        """Raise: the value of `key` is not `what`."""
+        """Raise a ShardError that says that the value of `key` is not `what`."""
         shown = repr(self.values[key])
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise ShardError(f"{self.path}{key} is {shown}, not {what}", where=self.where, mend=REBUILD)
@@ -255,7 +276,7 @@ class Fields:
 
     def numbers(self, key: str) -> list[int]:
         return self._take(key, lambda value: isinstance(value, list | tuple) and all(
-            type(each) is int and 0 <= each < 1 << 32 for each in value), "a list of whole numbers")
+            type(item) is int and 0 <= item < 1 << 32 for item in value), "a list of whole numbers")
 
     def groups(self, key: str) -> list[Fields]:
         values = self._take(key, lambda value: isinstance(value, list | tuple), "a list")

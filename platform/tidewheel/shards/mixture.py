@@ -1,16 +1,16 @@
-"""Which domain is read at which position, and for the how many-th time: exact, and in constant time for any position.
+"""The domain and visit at each position of a mixture: exact, and in constant time for any position.
 
-Positions are dealt out in blocks. After m blocks of B positions each domain has had its share of m B positions,
-rounded by the method of largest remainders, so it is never a whole sequence off there. Inside a block the visits of a
-domain are spread evenly, each at a keyed random place of its own stretch, so that no prefix of the run is more than 2
-+ D s sequences off for a domain with the share s of D domains. B is 1,024, doubled until the rarest domain gets a
-sequence of every block: then the rounded shares never fall (largest remainders alone do: the Alabama paradox), and
-block m holds the difference of two of them. All of it is integer arithmetic on the block's number, so nothing is
-carried along from position 0.
+Positions are assigned in blocks. After m blocks of B positions, each domain has its share of m B positions, rounded by
+the method of largest remainders, so it is never off by a whole sequence there. Inside a block, the visits of a domain
+are distributed evenly, each at a keyed random position in its own interval. So no prefix of the run is off by more than
+2 + D s sequences for a domain with share s among D domains. B is 1,024, doubled until the rarest domain gets a sequence
+in every block. Then the rounded shares never fall (largest remainders alone can: the Alabama paradox), and block m
+holds the difference of two of them. All of it is integer arithmetic on the block's number, so no state is carried along
+from position 0.
 
 The k-th visit of a domain reads the k-th row of the domain's own order, through all of its epochs. A phase of the
-curriculum begins a new row of blocks. So does the end of a domain that was read as often as it may be: from there on
-its share falls to the others. Both cut the block they fall in.
+curriculum starts a new series of blocks. So does a domain that reaches its limit of visits; from then on the others
+divide its share. Both end the current block early.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tidewheel.shards.order import hash64, hash64_array
 
 BLOCK = 1024
 MAX_BLOCK = 1 << 16
-"""Bounds the work for one position: a domain below 1/65,536 of the weights is refused."""
+"""Bounds the work for one position: a domain with less than 1/65,536 of the weights is refused."""
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,28 @@ class Span:
 
     start: int
     end: int | None
-    """None: for ever."""
+    """None: no end."""
     weights: tuple[int, ...]
-    """Of each domain, 0 = not read here."""
+    """Weight of each domain; 0: not read here."""
     before: tuple[int, ...]
     """Visits of each domain before `start`."""
     block: int
     """Positions in a block."""
 
     def counts(self, blocks: int) -> list[int]:
-        """Visits of each domain in the first `blocks` blocks, by largest remainder; of equal ones the first gets it."""
-        places, total = blocks * self.block, sum(self.weights)
-        shares = [divmod(places * weight, total) for weight in self.weights]
+        """Return the visits of each domain in the first `blocks` blocks, by largest remainder; ties go to the first."""
+        positions, total = blocks * self.block, sum(self.weights)
+        shares = [divmod(positions * weight, total) for weight in self.weights]
         counts = [whole for whole, _ in shares]
         ranked = sorted(range(len(shares)), key=lambda domain: (-shares[domain][1], domain))
-        for domain in ranked[:places - sum(counts)]:
+        for domain in ranked[:positions - sum(counts)]:
             counts[domain] += 1
         return counts
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Weights by configuration, up to position `end` (None: for ever)."""
+    """Configured weights, up to position `end` (None: no end)."""
 
     end: int | None
     weights: tuple[int, ...]
@@ -68,12 +68,12 @@ class Mixture:
 
     Args:
         phases: in order of time; the last one ends at None.
-        limits: visits that each domain has at most, None for any number.
-        seed: any integer; its lowest 64 bits count.
+        limits: maximum number of visits of each domain; None: no limit.
+        seed: any integer; only its lowest 64 bits are used.
 
     Attributes:
-        spans: stretches of constant weights, limits worked in.
-        end: number of positions there are: where every domain of the phase has reached its limit; None: no end.
+        spans: ranges of constant weights, with the limits taken into account.
+        end: number of positions, where every domain of the phase has reached its limit; None: no end.
 
     Raises:
         ValueError: a domain has too small a share, see `MAX_BLOCK`.
@@ -87,10 +87,13 @@ class Mixture:
         self._starts = np.array([span.start for span in self.spans], dtype=np.int64)
 
     def visits(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(domain, visit) [B] int64 each, of positions [B] int64; a domain's visits count from 0.
+        """Return (domain, visit), int64 [B] each; a domain's visits count from 0.
+
+        Args:
+            positions: int64 [B].
 
         Raises:
-            ValueError: a position is negative or behind the end.
+            ValueError: a position is negative or beyond the end.
         """
         positions = np.asarray(positions, dtype=np.int64)
         self._check(positions)
@@ -107,7 +110,7 @@ class Mixture:
         return domains, visits
 
     def counts(self, positions: int) -> list[int]:
-        """Visits of each domain in the first `positions` positions.
+        """Return the visits of each domain in the first `positions` positions.
 
         Raises:
             ValueError: there are fewer positions.
@@ -126,21 +129,21 @@ class Mixture:
             raise ValueError(f"the mixture ends after {self.end} sequences, got position {positions.max()}")
 
     def _block(self, span: Span, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(domain, visit) [block] int64 of the places of a block."""
+        """Return (domain, visit), int64 [block] each, of the positions in a block."""
         before, after = span.counts(number), span.counts(number + 1)
         sizes = [last - first for first, last in zip(before, after)]
         domains = np.repeat(np.arange(len(sizes)), sizes)
         ranks = np.concatenate([np.arange(size) for size in sizes])
         key = hash64(hash64(self._seed ^ hash64(span.start)) ^ number)
         noise = hash64_array(np.arange(span.block, dtype=np.uint64) ^ np.uint64(key)) >> np.uint64(32)
-        # when visit r of c comes: at (r + noise) / c of the block, in whole numbers: r < 2^16, noise < 2^32
+        # visit r of c comes at (r + noise) / c of the block, in integers: r < 2^16, noise < 2^32
         times = ((ranks << 32) + noise.astype(np.int64) << 15) // np.array(sizes)[domains]
         order = np.argsort(times, kind="stable")
         first = np.array([base + count for base, count in zip(span.before, before)], dtype=np.int64)
         return domains[order], (first[domains] + ranks)[order]
 
     def _counts(self, span: Span, length: int) -> list[int]:
-        """Visits of each domain before the place `length` of a span."""
+        """Return the visits of each domain in the first `length` positions of a span."""
         blocks, rest = divmod(length, span.block)
         counts = [base + count for base, count in zip(span.before, span.counts(blocks))]
         if rest:
@@ -149,7 +152,7 @@ class Mixture:
         return counts
 
     def _lay_out(self, phases: Sequence[Phase]) -> None:
-        """The spans: each phase, cut where a domain reaches its limit."""
+        """Build the spans: each phase, divided where a domain reaches its limit."""
         start, before = 0, (0,) * len(self._limits)
         for phase in phases:
             while phase.end is None or start < phase.end:
@@ -160,14 +163,14 @@ class Mixture:
                     return
                 span = Span(start, None, weights, before, _block_size(weights))
                 ends = [phase.end, *(self._exhausted(span, domain) for domain in range(len(weights)))]
-                end = min((each for each in ends if each is not None), default=None)
+                end = min((candidate for candidate in ends if candidate is not None), default=None)
                 self.spans.append(Span(start, end, weights, before, span.block))
                 if end is None:
                     return
                 start, before = end, tuple(self._counts(span, end - start))
 
     def _exhausted(self, span: Span, domain: int) -> int | None:
-        """The position behind the domain's last allowed visit, None when it never comes to that in this span."""
+        """Return the position after the domain's last allowed visit; None when the span has no such visit."""
         limit = self._limits[domain]
         if limit is None or not span.weights[domain]:
             return None
@@ -182,7 +185,7 @@ class Mixture:
 
 
 def integer_weights(weights: Sequence[float | Decimal]) -> tuple[int, ...]:
-    """Whole numbers in exactly the proportions of `weights` as they are written in decimal: 0.1 is one tenth."""
+    """Return integers in exactly the proportions of `weights` as written in decimal: 0.1 is one tenth."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(value.denominator for value in exact))
     whole = [int(value * scale) for value in exact]
@@ -191,7 +194,7 @@ def integer_weights(weights: Sequence[float | Decimal]) -> tuple[int, ...]:
 
 
 def temperature_weights(sizes: Sequence[int], temperature: float) -> list[Decimal]:
-    """size ** (1 / temperature) to 12 digits: in decimal arithmetic, which is the same on every machine."""
+    """Return size ** (1 / temperature) to 12 digits, in decimal arithmetic, which is the same on every machine."""
     with localcontext() as context:
         context.prec = 40
         powers = [Decimal(size) ** (1 / Decimal(str(temperature))) for size in sizes]

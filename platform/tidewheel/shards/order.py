@@ -1,11 +1,11 @@
-"""Which row is read at which position: a keyed permutation, so that the position is the reader's whole state.
+"""The order of rows: a keyed permutation, so that the position is the reader's whole state.
 
-Rows of a set are numbered through all shards. An epoch (1) rotates this numbering by a keyed amount and cuts it into
+Rows are numbered across all shards of a set. An epoch (1) rotates this numbering by a keyed amount and divides it into
 blocks of `block_rows` neighbours; (2) permutes the blocks across the whole set; (3) permutes the rows inside each
-window of `window_blocks` permuted blocks. So reads stay in a window's blocks while every epoch has another order.
-The last block may be short: it keeps the last place, and the rotation makes it other rows in each epoch.
+window of `window_blocks` permuted blocks. So reads stay within a window's blocks, and every epoch has another order.
+The last block may be short. It stays last, and the rotation puts other rows into it in each epoch.
 
-The permutation of [0, n) is a Feistel network over the next power of two with cycle walking: what lands outside is
+The permutation of [0, n) is a Feistel network over the next power of two with cycle walking: a value outside is
 encrypted again (J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3). The
 domain is below 2n, so fewer than 2 rounds of walking are expected. Nothing is stored but the shards' row counts.
 """
@@ -17,21 +17,21 @@ from collections.abc import Sequence
 import numpy as np
 
 ROUNDS = 24
-"""As in VariPhilox (Mitchell et al., "Bandwidth-Optimal Random Shuffling for GPUs", 2021). Large domains need 4 (Luby
-and Rackoff, 1988), but one of 5 to 8 rows still showed a bias in 200,000 keys at 12 rounds, and none at 24."""
+"""As in VariPhilox (Mitchell et al., "Bandwidth-Optimal Random Shuffling for GPUs", 2021). Large domains need 4 rounds
+(Luby and Rackoff, 1988). Domains of 5 to 8 rows showed a bias over 200,000 keys at 12 rounds, and none at 24."""
 _MASK = (1 << 64) - 1
 _ROTATE, _BLOCKS, _WINDOWS = 1, 2, 3  # separate the keys of the three steps
 
 
 class Order:
-    """Rows of a shard set in an order that depends on (rows_per_shard, seed) only, newly shuffled in every epoch.
+    """The order of a shard set's rows, which depends only on (rows_per_shard, seed) and is reshuffled in every epoch.
 
     Args:
         rows_per_shard: rows of each shard, in the manifest's order.
-        seed: any integer; its lowest 64 bits count.
+        seed: any integer; only its lowest 64 bits are used.
         block_rows: neighbouring rows that stay together in the shuffle across the set.
-        window_blocks: blocks whose rows are shuffled together. A window is what a reader should have at hand:
-            16,384 rows by default, 128 MiB at 4,096 tokens of uint16.
+        window_blocks: blocks whose rows are shuffled together. A reader should be able to hold a window: 16,384 rows
+            by default, 128 MiB at 4,096 tokens of uint16.
 
     Raises:
         ValueError: no rows, or a size below 1.
@@ -52,7 +52,10 @@ class Order:
         """Rows of one epoch."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shard, row) [B] int64 each, of global positions [B] int64; position p is in epoch p // total.
+        """Return (shard, row), int64 [B] each, of global positions; position p is in epoch p // total.
+
+        Args:
+            positions: int64 [B].
 
         Raises:
             ValueError: a position is negative.
@@ -69,11 +72,11 @@ class Order:
         return shards, rows - self._starts[shards]
 
     def _rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Row numbers, counted through all shards, of `positions` of one epoch."""
+        """Return the row numbers in the whole set of `positions` in one epoch."""
         key = hash64(self._seed ^ hash64(epoch))
-        places = self._inside_windows(key, positions)
-        slots, offsets = np.divmod(places, self._block)
-        whole = self.total // self._block  # the short block behind them stays in its place
+        shuffled = self._inside_windows(key, positions)
+        slots, offsets = np.divmod(shuffled, self._block)
+        whole = self.total // self._block  # the short block after them stays last
         movable = slots < whole
         slots[movable] = permute(slots[movable], whole, np.uint64(hash64(key ^ _BLOCKS)))
         rotation = hash64(key ^ _ROTATE) % self.total
@@ -82,7 +85,7 @@ class Order:
     def _inside_windows(self, key: int, positions: np.ndarray) -> np.ndarray:
         windows, inside = np.divmod(positions, self._window)
         keys = hash64_array(windows.astype(np.uint64) ^ np.uint64(hash64(key ^ _WINDOWS)))
-        last = self.total // self._window  # number of the window that may be short
+        last = self.total // self._window  # index of the window that may be short
         short = windows == last
         inside[~short] = permute(inside[~short], self._window, keys[~short])
         inside[short] = permute(inside[short], self.total - last * self._window, keys[short])
@@ -90,12 +93,12 @@ class Order:
 
 
 def permute(values: np.ndarray, size: int, keys: np.ndarray | np.uint64) -> np.ndarray:
-    """A bijection of [0, size) for each key.
+    """Apply the bijection of [0, size) that each key selects.
 
     Args:
         values: [B] int64 in [0, size).
         size: n, at most 2^62.
-        keys: uint64, one or [B].
+        keys: uint64, one for all or [B].
 
     Returns:
         [B] int64 in [0, size).
@@ -114,13 +117,13 @@ def permute(values: np.ndarray, size: int, keys: np.ndarray | np.uint64) -> np.n
 
 
 def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Encrypt `bits`-bit values; the halves may differ by one bit, so they swap sizes in each round."""
+    """Encrypt `bits`-bit values. The halves may differ by one bit, so they swap sizes in each round."""
     low = bits // 2
     high = bits - low
     left, right = values >> np.uint64(low), values & np.uint64((1 << low) - 1)
-    for number in range(ROUNDS):
-        # `left` has `high` bits: it takes in a hash of `right`, then they change places and sizes
-        noise = hash64_array(right + keys + np.uint64(number * _GOLDEN & _MASK))
+    for round_index in range(ROUNDS):
+        # `left` has `high` bits: it is combined with a hash of `right`, then the halves and their sizes swap
+        noise = hash64_array(right + keys + np.uint64(round_index * _GOLDEN & _MASK))
         left, right = right, left ^ (noise >> np.uint64(64 - high))
         low, high = high, low
     return (left << np.uint64(low)) | right
@@ -130,12 +133,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def hash64(value: int) -> int:
-    """A well-mixed 64-bit function of an integer: `hash64_array` of one."""
+    """Return the `hash64_array` of one integer."""
     return int(hash64_array(np.array([value & _MASK], dtype=np.uint64))[0])
 
 
 def hash64_array(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's step and output function (Steele, Lea and Flood, OOPSLA 2014), on uint64."""
+    """Return a 64-bit hash of each value: SplitMix64's step and output function (Steele, Lea and Flood, OOPSLA 2014).
+
+    Args:
+        values: uint64, any shape.
+    """
     values = values + np.uint64(_GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Preference sets: shard sets whose rows are pairs of token sequences, a better and a worse answer to one prompt."""
+"""Preference sets: shard sets whose rows are pairs, a better and a worse answer to one prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_shard", "preference_schema", "read_pairs", "row_of"]
 
 
 def read_pairs(uri: str) -> Iterator[pa.RecordBatch]:
-    """The shards of the preference set at `uri`, one after the other; columns of `preference_schema`.
+    """Yield the shards of the preference set at `uri`, with the columns of `preference_schema`.
 
     Raises:
         ShardError: there is no preference set, or a shard is damaged.
@@ -33,7 +33,16 @@ def read_pairs(uri: str) -> Iterator[pa.RecordBatch]:
 
 
 def read_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> pa.RecordBatch:
-    """One shard, its hash and columns checked; ShardError names it when it is damaged."""
+    """Return one shard, having checked its hash and columns.
+
+    Args:
+        place: the set's folder.
+        info: the shard.
+        manifest: the set's manifest.
+
+    Raises:
+        ShardError: the shard is damaged; names the shard.
+    """
     where = place.at(info.name)
     try:
         data = place.read(info.name)
@@ -49,7 +58,13 @@ def read_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> pa.
 
 
 def check_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> list[str]:
-    """One line for each problem of a shard, to the last token."""
+    """Check a shard to the last token and return a line for each problem.
+
+    Args:
+        place: the set's folder.
+        info: the shard.
+        manifest: the set's manifest.
+    """
     try:
         batch = read_shard(place, info, manifest)
         batch.validate(full=True)
@@ -61,27 +76,39 @@ def check_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> li
     lengths = [pc.list_value_length(batch.column(name)).to_numpy() for name in ("chosen", "rejected")]
     if batch.num_rows != info.rows:
         problems.append(f"{batch.num_rows} rows, the manifest says {info.rows}")
-    if int(sum(each.sum(dtype=np.int64) for each in lengths)) != info.tokens:
-        problems.append(f"the manifest says {info.tokens} tokens, there are others")
-    longest, shortest = int(np.maximum(*lengths).max()), np.minimum(*lengths)
+    tokens = int(sum(column.sum(dtype=np.int64) for column in lengths))
+    if tokens != info.tokens:
+        problems.append(f"{tokens} tokens, the manifest says {info.tokens}")
+    longest = int(np.maximum(*lengths).max())
+    shortest = np.minimum(*lengths)
     if longest > manifest.sequence_length:
         problems.append(f"a sequence has {longest} tokens, allowed are {manifest.sequence_length}")
     prompts = batch.column("prompt_length").to_numpy()
     if prompts.min() < 0 or np.any(prompts >= shortest):
-        return [*problems, "a prompt is as long as a sequence that it begins"]
+        return [*problems, "a prompt is not shorter than its sequence"]
     flat = [batch.column(name).values.to_numpy() for name in ("chosen", "rejected")]
-    if max(int(each.max(initial=0)) for each in flat) >= manifest.vocabulary_size:
+    if max(int(column.max(initial=0)) for column in flat) >= manifest.vocabulary_size:
         problems.append(f"a token is outside the vocabulary of {manifest.vocabulary_size}")
-    places = np.repeat(np.arange(len(prompts)), prompts)
-    inside = np.arange(len(places)) - np.repeat(np.cumsum(prompts) - prompts, prompts)
-    begins = [batch.column(name).offsets.to_numpy()[:-1][places] + inside for name in ("chosen", "rejected")]
-    if np.any(flat[0][begins[0]] != flat[1][begins[1]]):
+    owners = np.repeat(np.arange(len(prompts)), prompts)  # the pair of each prompt token
+    inside = np.arange(len(owners)) - np.repeat(np.cumsum(prompts) - prompts, prompts)
+    tokens_at = [batch.column(name).offsets.to_numpy()[:-1][owners] + inside for name in ("chosen", "rejected")]
+    if np.any(flat[0][tokens_at[0]] != flat[1][tokens_at[1]]):
         problems.append("two sequences of a pair begin with different prompts")
     return problems
 
 
 def row_of(place: storage.Store, manifest: Manifest, row: int, shown: int | None = None) -> dict[str, Any]:
-    """JSON values of a row, counted through all shards; ShardError when there is none."""
+    """Return JSON values of a row.
+
+    Args:
+        place: the set's folder.
+        manifest: its manifest.
+        row: index of the row in the whole set.
+        shown: number of tokens to return of each sequence; None: all.
+
+    Raises:
+        ShardError: there is no such row, or its shard is damaged.
+    """
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=place.uri,
                          mend=f"rows of this set count from 0 to {manifest.rows - 1}")

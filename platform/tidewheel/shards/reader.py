@@ -1,4 +1,4 @@
-"""Rows of a shard set as arrays, straight from memory-mapped files."""
+"""Read rows of a shard set as arrays from memory-mapped files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 OnDamage = Callable[[str, str], None]
 OPEN_SHARDS = 1024
-"""Maps held open; Linux allows a process 65,530 (vm.max_map_count)."""
+"""Number of memory maps held open; Linux allows a process 65,530 (vm.max_map_count)."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,22 @@ class Rows:
     """B packed sequences of L tokens."""
 
     tokens: np.ndarray
-    """[B, L], token_dtype of the set."""
+    """[B, L] in the set's token_dtype."""
     lengths: np.ndarray
-    """[B] int32: real tokens, the rest is padding."""
+    """[B] int32: number of real tokens; the rest is padding."""
     segment_ids: np.ndarray
-    """[B, L] int32: number of the segment in its row, -1 in padding."""
+    """[B, L] int32: index of the segment in its row, -1 in padding."""
     positions: np.ndarray
     """[B, L] int32: position in the segment, 0 in padding."""
     ids: list[str]
-    """"shardname:row" of each."""
+    """Sequence id of each row, "shardname:row"."""
     loss_mask: np.ndarray | None = None
-    """[B, L] uint8, if the set has one."""
+    """[B, L] uint8: 1 for tokens to learn; None: the set has no mask."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The columns of one memory-mapped shard, without a copy; n rows with s segments in all."""
+    """The columns of one memory-mapped shard of n rows with s segments in total. Nothing is copied."""
 
     tokens: np.ndarray
     """[n, L]."""
@@ -62,10 +62,16 @@ class Shard:
 
 
 def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> Shard:
-    """Memory-map a shard file and check that it is what the manifest says, as far as that takes no reading.
+    """Memory-map a shard file and compare its columns and row count with the manifest, without reading its rows.
+
+    Args:
+        path: the file.
+        info: the shard's entry in the manifest.
+        manifest: the set's manifest.
+        where: location for error messages.
 
     Raises:
-        ShardError: not an Arrow file, or other columns or rows than the manifest says; names `where`.
+        ShardError: it is not an Arrow file, or its columns or rows differ from the manifest.
     """
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -89,7 +95,15 @@ def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> S
 
 
 class ShardSet:
-    """A shard set opened for reading; safe for several threads."""
+    """A shard set opened for reading. Safe to use from several threads.
+
+    Args:
+        store: the set's folder.
+        manifest: its manifest.
+        files: local paths of its shards.
+        verify: hash files in place too, see `shards.integrity`.
+        on_damage: see `open`.
+    """
 
     def __init__(self, store: storage.Store, manifest: Manifest, files: ShardFiles, *, verify: bool = False,
                  on_damage: OnDamage | None = None) -> None:
@@ -97,22 +111,24 @@ class ShardSet:
         self._integrity, self._on_damage = Integrity(verify), on_damage
         self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
         self._open: OrderedDict[int, Shard] = OrderedDict()
-        self._suspect: set[int] = set()  # something was wrong with them: to be checked whole before the next read
+        self._suspect: set[int] = set()  # damage was seen: check the whole file before the next read
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, uri: str, cache: Path | None = None, *, cache_bytes: int = CACHE_BYTES, verify: bool = False,
              on_damage: OnDamage | None = None, manifest: Manifest | None = None) -> ShardSet:
-        """The set at `uri`. Shards open when first read: memory-mapped in place, or copied from an object store into
-        `cache` with their hash checked.
+        """Open the set at `uri`.
+
+        A shard is opened when it is first read: memory-mapped in place, or copied from an object store into `cache`
+        with its hash checked.
 
         Args:
             uri: the set.
             cache: folder of copies; default: a temporary one.
-            cache_bytes: room for them.
+            cache_bytes: total size of the copies.
             verify: hash files in place too, see `shards.integrity`.
-            on_damage: told (where, what) when a shard had to be read again, by whatever thread reads.
-            manifest: of the set, if it is known already.
+            on_damage: called with (where, what) by the reading thread when a shard had to be read again.
+            manifest: the set's manifest, if it is already known.
 
         Raises:
             ShardError: there is no set, its manifest is damaged, or it is a preference set.
@@ -120,44 +136,44 @@ class ShardSet:
         store = storage.store(uri)
         manifest = read_manifest(store) if manifest is None else manifest
         if manifest.kind != PACKED:
-            raise ShardError(f"a set of {manifest.kind}: its rows are pairs, no packed sequences", where=store.uri,
+            raise ShardError(f"a set of {manifest.kind}: its rows are pairs, not packed sequences", where=store.uri,
                              mend="read it with tidewheel.shards.preferences.read_pairs")
         return cls(store, manifest, ShardFiles(store, cache, cache_bytes), verify=verify, on_damage=on_damage)
 
     def follow(self, manifest: Manifest) -> None:
-        """The set's manifest is this one now: the same with more shards behind it."""
+        """Replace the manifest by one with the same shards and more after them."""
         if manifest is not self.manifest:
             with self._lock:
                 self._counts = np.array([shard.rows for shard in manifest.shards], dtype=np.int64)
                 self.manifest = manifest
 
     def shard(self, index: int) -> Shard:
-        """Shard number `index`, opened at its first use.
+        """Return shard number `index`, opened at its first use.
 
         Raises:
-            ShardError: it is missing or damaged; names the shard.
+            ShardError: the shard is missing or damaged.
         """
         with self._lock:
-            found = self._open.get(index)
-            if found is not None:
+            opened = self._open.get(index)
+            if opened is not None:
                 self._open.move_to_end(index)
                 problem = self._integrity.problem(self.manifest.shards[index])
                 if problem:
                     raise self._damaged(index, problem)
-                return found
-        return self._load(index, anew=index in self._suspect)  # outside the lock: a download must not stop others
+                return opened
+        return self._load(index, anew=index in self._suspect)  # not under the lock: a download must not block others
 
     def _load(self, index: int, *, anew: bool = False) -> Shard:
-        """Open a shard; `anew`: from its origin, with its whole content checked."""
+        """Open a shard; with `anew`, get it from its origin and check its whole content."""
         info = self.manifest.shards[index]
         with self._files.opened(info) as (path, readable):
             before = fingerprint(readable)
             if anew and (problem := problem_of(readable, info)):
                 raise self._damaged(index, f"{problem}; it was read twice")
-            found = open_shard(readable, info, self.manifest, self.store.at(info.name))
+            opened = open_shard(readable, info, self.manifest, self.store.at(info.name))
         with self._lock:
             if index not in self._open or anew:
-                self._open[index] = found
+                self._open[index] = opened
                 self._suspect.discard(index)
                 self._integrity.opened(info, path, before, hashed=anew or self._files.copies)
             while len(self._open) > OPEN_SHARDS:
@@ -165,7 +181,7 @@ class ShardSet:
             return self._open[index]
 
     def _read_again(self, indices: list[int], error: ShardError) -> None:
-        """Something is wrong with one of these shards: throw what is at hand away and get it from its origin."""
+        """Discard these shards, one of which is damaged, and get them from their origin."""
         logger.info("reading again: %s", error)
         with self._lock:
             for index in indices:
@@ -177,10 +193,10 @@ class ShardSet:
             self._on_damage(error.where, error.what)
 
     def settle(self) -> None:
-        """Return once the content of every shard read so far is known to be right.
+        """Return once every shard read so far is known to be intact; read damaged ones again.
 
         Raises:
-            ShardError: that of one is not, nor when it is read again.
+            ShardError: a shard is still damaged when it is read again.
         """
         names = self._integrity.unsettled()
         for index in [index for index, info in enumerate(self.manifest.shards) if info.name in names]:
@@ -191,7 +207,11 @@ class ShardSet:
         self._integrity.close()
 
     def rows(self, shards: np.ndarray, rows: np.ndarray) -> Rows:
-        """Gather [B] rows: row `rows[i]` of shard number `shards[i]`. A shard that is damaged is read again first.
+        """Return row `rows[i]` of shard number `shards[i]` for each i. A damaged shard is read again first.
+
+        Args:
+            shards: indices of shards, int64 [B].
+            rows: indices of rows in their shards, int64 [B].
 
         Raises:
             ShardError: a shard is missing or damaged.
@@ -214,52 +234,53 @@ class ShardSet:
         mask = np.empty(shape, dtype=np.uint8) if manifest.loss_mask else None
         for index in np.unique(shards).tolist():
             shard = self.shard(index)
-            here = np.flatnonzero(shards == index)
-            wanted = rows[here]
-            found = shard.tokens[wanted]
-            tokens[here], lengths[here] = found, shard.lengths[wanted]
+            chosen = np.flatnonzero(shards == index)
+            requested = rows[chosen]
+            shard_tokens = shard.tokens[requested]
+            tokens[chosen] = shard_tokens
+            lengths[chosen] = shard.lengths[requested]
             if mask is not None and shard.loss_mask is not None:
-                mask[here] = shard.loss_mask[wanted]
-            self._mark(marks, index, shard, here, wanted)
-            if len(here) and int(found.max()) >= manifest.vocabulary_size:
+                mask[chosen] = shard.loss_mask[requested]
+            self._mark(marks, index, shard, chosen, requested)
+            if len(chosen) and int(shard_tokens.max()) >= manifest.vocabulary_size:
                 raise self._damaged(index, f"a token is outside the vocabulary of {manifest.vocabulary_size}")
-        segment_ids, positions = _spell_out(marks, lengths)
+        segment_ids, positions = _segments_of(marks, lengths)
         ids = [f"{manifest.shards[shard].name}:{row}" for shard, row in zip(shards.tolist(), rows.tolist())]
         return Rows(tokens, lengths, segment_ids, positions, ids, mask)
 
     def _check(self, shards: np.ndarray, rows: np.ndarray) -> None:
-        known = self._counts
+        counts = self._counts
         if shards.shape != rows.shape or shards.ndim != 1:
             raise IndexError(f"shards and rows must be two equal lists, got {shards.shape} and {rows.shape}")
-        if shards.size and (shards.min() < 0 or shards.max() >= len(known) or rows.min() < 0
-                            or np.any(rows >= known[shards])):
-            raise IndexError(f"no such row in a set of {len(known)} shards, {self.manifest.rows} rows")
+        if shards.size and (shards.min() < 0 or shards.max() >= len(counts) or rows.min() < 0
+                            or np.any(rows >= counts[shards])):
+            raise IndexError(f"no such row in a set of {len(counts)} shards, {self.manifest.rows} rows")
 
-    def _mark(self, marks: np.ndarray, index: int, shard: Shard, here: np.ndarray, wanted: np.ndarray) -> None:
-        """Set `marks` [B, L] where the rows' segments begin."""
-        first = shard.segment_bounds[wanted].astype(np.int64)
-        counts = shard.segment_bounds[wanted + 1] - first
-        lengths = shard.lengths[wanted]
+    def _mark(self, marks: np.ndarray, index: int, shard: Shard, chosen: np.ndarray, requested: np.ndarray) -> None:
+        """Set `marks` [B, L] where segments begin, for the rows `requested` of a shard at the indices `chosen`."""
+        first = shard.segment_bounds[requested].astype(np.int64)
+        counts = shard.segment_bounds[requested + 1] - first
+        lengths = shard.lengths[requested]
         if np.any(counts < 1) or first.min() < 0 or (first + counts).max() > len(shard.segment_starts) \
                 or lengths.min() < 1 or lengths.max() > marks.shape[1]:
             raise self._damaged(index, "a row has no segment or an impossible length")
-        owner = np.repeat(np.arange(len(wanted)), counts)
+        owner = np.repeat(np.arange(len(requested)), counts)
         begin = np.cumsum(counts) - counts
         starts = shard.segment_starts[first[owner] + np.arange(len(owner)) - begin[owner]]
         if np.any(starts < 0) or np.any(starts >= lengths[owner]) or np.any(starts[begin] != 0):
             raise self._damaged(index, "a segment begins outside its row")
-        marks[here[owner], starts] = True
+        marks[chosen[owner], starts] = True
 
     def _damaged(self, index: int, what: str) -> ShardError:
         return ShardError(what, where=self.store.at(self.manifest.shards[index].name),
                           mend=f"`tidewheel shards verify {self.store.uri}` lists what is damaged; {REBUILD}")
 
 
-def _spell_out(marks: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(segment_ids, positions) [B, L] int32 from the marks [B, L] where segments begin; every row has one at 0."""
+def _segments_of(marks: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (segment_ids, positions), int32 [B, L], from marks [B, L] of segments' starts; each row has one at 0."""
     count, length = marks.shape
     padded = np.flatnonzero(lengths < length)
-    marks[padded, lengths[padded]] = True  # padding is one more segment here
+    marks[padded, lengths[padded]] = True  # padding counts as one more segment here
     begins = np.flatnonzero(marks).astype(np.int32 if marks.size < 1 << 31 else np.int64)
     sizes = np.diff(begins, append=marks.size)
     firsts = np.flatnonzero(begins % length == 0)  # of each row

@@ -1,4 +1,4 @@
-"""Rows of a shard set as people read them: text again, cut into segments, with what a model learns to predict."""
+"""Show rows of a shard set as text, by segment, with the tokens that a model learns to predict."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from tidewheel.shards.trace import find_row, row_id, segments
 from tidewheel.storage import Store, store
 
 _NAMED = 20
+"""Number of sources that `sources_told` names."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a segment that are alike."""
+    """Consecutive tokens of a segment that are all learnt or all not, or one control token."""
 
     text: str
-    """The text as it is: to be escaped where it is shown."""
+    """The text as it is; escape it before showing it."""
     tokens: int
     learnt: bool
-    """A model learns to predict these tokens."""
+    """Whether a model learns to predict these tokens."""
     special: bool = False
-    """The text is the name of a control token."""
+    """Whether the text is the name of a control token."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a document; of a pair: the prompt, or an answer to it."""
+    """A piece of a document; in a pair, the prompt or an answer to it."""
 
     name: str
     document: str
     source: str | None
-    """None where the set stands alone, without the output of its pipeline."""
+    """None when the set stands alone, without its pipeline's output."""
     start: int
     """First token in the row."""
     tokens: int
     document_offset: int
-    """Token of the document that the segment begins with."""
+    """Index in the document of the segment's first token."""
     parts: tuple[Part, ...]
 
     @property
@@ -62,23 +63,28 @@ class Row:
     """One row of a set."""
 
     row: int
-    """Counted through all shards."""
+    """Index of the row in the whole set."""
     id: str
     length: int
-    """Tokens, padding not counted."""
+    """Number of tokens without padding."""
     room: int
-    """Tokens that the row has room for; equal to `length` for pairs."""
+    """Number of tokens with padding; equal to `length` for pairs."""
     masked: bool
-    """The set says which tokens are learnt."""
+    """Whether the set has a loss mask."""
     segments: tuple[Segment, ...]
 
     def canonical(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return asdict(self)
 
 
 def rows(uri: str, *, first: int = 0, source: str | None = None) -> Iterator[Row]:
-    """Rows from number `first` on, in order; with `source` those that hold a document of it.
+    """Yield rows in order.
+
+    Args:
+        uri: the set.
+        first: index of the first row.
+        source: only rows that hold a document of this source; None: all.
 
     Raises:
         ShardError: there is no set or no such row, it is damaged, or the sources of its documents are not known.
@@ -100,7 +106,7 @@ def rows(uri: str, *, first: int = 0, source: str | None = None) -> Iterator[Row
 
 
 def sources_told(uri: str) -> str:
-    """Return a sentence that names the sources of a set's documents."""
+    """Return a clause that names the sources of a set's documents."""
     output = output_of(store(uri).uri)
     names = known_sources(output) if output is not None else []
     told = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
@@ -108,7 +114,7 @@ def sources_told(uri: str) -> str:
 
 
 class _Reader:
-    """What both kinds of sets have in common."""
+    """The common part of the readers of both kinds of sets."""
 
     def __init__(self, place: Store, manifest: Manifest, sources: Sources | None) -> None:
         self.place, self.manifest, self.sources = place, manifest, sources
@@ -116,17 +122,18 @@ class _Reader:
         self.special = {number: name for name, number in self.encoder.special.items()}
 
     def parts(self, tokens: np.ndarray, learnt: np.ndarray) -> tuple[Part, ...]:
-        """Tokens cut where the loss mask changes, and at control tokens."""
+        """Return the tokens divided where the loss mask changes and at control tokens."""
         kinds = [(bool(flag), int(token) if int(token) in self.special else None)
                  for token, flag in zip(tokens, learnt, strict=True)]
-        found, at = [], 0
+        parts: list[Part] = []
+        start = 0
         for (flag, special), group in itertools.groupby(kinds):
             count = len(list(group))
-            text = self._decoded(self.encoder, tokens[at : at + count]) if special is None else (
+            text = self._decoded(self.encoder, tokens[start : start + count]) if special is None else (
                 self.special[special] * count)
-            found.append(Part(text, count, flag, special is not None))
-            at += count
-        return tuple(found)
+            parts.append(Part(text, count, flag, special is not None))
+            start += count
+        return tuple(parts)
 
     @staticmethod
     def _decoded(encoder: Encoder, tokens: np.ndarray) -> str:
@@ -138,7 +145,7 @@ class _Reader:
 
 
 class _Packed(_Reader):
-    """Packed sequences."""
+    """Reads packed sequences."""
 
     def __init__(self, place: Store, manifest: Manifest, sources: Sources | None) -> None:
         super().__init__(place, manifest, sources)
@@ -149,32 +156,33 @@ class _Packed(_Reader):
         shard = self._set.shard(index)
         tokens, length = shard.tokens[inside], int(shard.lengths[inside])
         mask = shard.loss_mask[inside] if shard.loss_mask is not None else np.ones(len(tokens), np.uint8)
-        found = segments(self._set, index, inside)
-        known = {} if self.sources is None else self.sources.of([each["document"] for each in found])
+        in_row = segments(self._set, index, inside)
+        sources = {} if self.sources is None else self.sources.of([segment["document"] for segment in in_row])
         shown = []
-        for at, each in enumerate(found):
-            here = slice(each["start"], each["start"] + each["tokens"])
-            shown.append(Segment(f"segment {at}", each["document"], known.get(each["document"]), each["start"],
-                                 each["tokens"], each["document_offset"], self.parts(tokens[here], mask[here])))
+        for position, segment in enumerate(in_row):
+            span = slice(segment["start"], segment["start"] + segment["tokens"])
+            shown.append(Segment(f"segment {position}", segment["document"], sources.get(segment["document"]),
+                                 segment["start"], segment["tokens"], segment["document_offset"],
+                                 self.parts(tokens[span], mask[span])))
         return Row(number, row_id(self._set, index, inside), length, len(tokens), self.manifest.loss_mask, tuple(shown))
 
     def of_source(self, first: int, source: str) -> Iterator[int]:
-        """Rows from `first` on that hold a document of the source; one shard's ids are in memory at a time."""
+        """Yield the rows from `first` on that hold a document of the source, with one shard's ids in memory."""
         assert self.sources is not None
         begin = 0
         for index, info in enumerate(self.manifest.shards):
             if begin + info.rows > first:
                 documents = self._set.shard(index).batch.column("document_ids")
-                known = self.sources.of(pc.unique(documents.values).to_pylist())
-                wanted = pa.array([name for name, its in known.items() if its == source], pa.string())
-                hits = np.flatnonzero(pc.is_in(documents.values, wanted).to_numpy(zero_copy_only=False))
-                found = np.unique(np.searchsorted(documents.offsets.to_numpy(), hits, side="right") - 1)
-                yield from (begin + row for row in found.tolist() if begin + row >= first)
+                sources = self.sources.of(pc.unique(documents.values).to_pylist())
+                matching = pa.array([name for name, its in sources.items() if its == source], pa.string())
+                hits = np.flatnonzero(pc.is_in(documents.values, matching).to_numpy(zero_copy_only=False))
+                rows_hit = np.unique(np.searchsorted(documents.offsets.to_numpy(), hits, side="right") - 1)
+                yield from (begin + row for row in rows_hit.tolist() if begin + row >= first)
             begin += info.rows
 
 
 class _Pairs(_Reader):
-    """A better and a worse answer to one prompt."""
+    """Reads preference pairs."""
 
     def row(self, number: int) -> Row:
         values = preferences.row_of(self.place, self.manifest, number)
@@ -191,13 +199,13 @@ class _Pairs(_Reader):
         return Row(number, values["id"], total, total, True, tuple(shown))
 
     def of_source(self, first: int, source: str) -> Iterator[int]:
-        """Rows from `first` on whose document is of the source."""
+        """Yield the rows from `first` on whose document is of the source."""
         assert self.sources is not None
         begin = 0
         for info in self.manifest.shards:
             if begin + info.rows > first:
                 ids = preferences.read_shard(self.place, info, self.manifest).column("document_id").to_pylist()
-                known = self.sources.of(list(dict.fromkeys(ids)))
-                yield from (begin + at for at, name in enumerate(ids) if known.get(name) == source
-                            and begin + at >= first)
+                sources = self.sources.of(list(dict.fromkeys(ids)))
+                yield from (begin + row for row, name in enumerate(ids) if sources.get(name) == source
+                            and begin + row >= first)
             begin += info.rows

@@ -1,4 +1,4 @@
-"""What a run reads: one shard set, or several as the domains of a mixture. The position is its whole state."""
+"""The sequences that a run reads, from one shard set or a mixture of several. The position is its whole state."""
 
 from __future__ import annotations
 
@@ -25,36 +25,46 @@ from tidewheel.shards.reader import OnDamage, Rows, ShardSet
 from tidewheel.shards.waves import WaveOrder
 
 LOCATED_AHEAD = 1024
-"""Positions that a reader locates at once."""
+"""Number of positions that a reader locates at once."""
 AGREE = ("kind", "sequence_length", "token_dtype", "vocabulary_size", "loss_mask")
-"""What all domains must share, beside the tokenizer."""
+"""Fields of the manifest that all domains must share, besides the tokenizer."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A shard set, under its name in the mixture ("" for a single set)."""
+    """A shard set and its name in the mixture ("" for a single set)."""
 
     name: str
     uri: str
     manifest: Manifest
 
     def id(self, shard: int, row: int) -> str:
-        """"shardname:row", or "domain/shardname:row" in a mixture."""
+        """Return the sequence id of a row: "shardname:row", or "domain/shardname:row" in a mixture.
+
+        Args:
+            shard: index of the shard.
+            row: index of the row in the shard.
+        """
         return f"{self.prefix}{self.manifest.shards[shard].name}:{row}"
 
     @property
     def prefix(self) -> str:
-        """What the domain's sequence ids begin with."""
+        """The prefix of the domain's sequence ids."""
         return f"{self.name}/" if self.name else ""
 
 
 class Source:
-    """Sequences by global position; reads no shard (`SourceReader` does).
+    """Sequences by global position. It reads no shard; `SourceReader` does.
+
+    Args:
+        domains: the sets; a single one unless there is a mixture.
+        seed: any integer; only its lowest 64 bits are used.
+        mixture: the share of each domain.
 
     Attributes:
         domains: sorted by name.
-        mixture: which domain is read when; None for a single set.
-        manifest: of the first domain: sequence length, vocabulary and tokenizer are those of all.
+        mixture: the share of each domain; None for a single set.
+        manifest: that of the first domain; sequence length, vocabulary and tokenizer are the same in all.
     """
 
     def __init__(self, domains: Sequence[Domain], seed: int, mixture: Mixture | None = None) -> None:
@@ -65,18 +75,32 @@ class Source:
 
     @classmethod
     def single(cls, uri: str, manifest: Manifest, seed: int) -> Source:
-        """One set, each sequence once per epoch; ShardError when it is empty."""
+        """Return a source of one set, each sequence once per epoch.
+
+        Args:
+            uri: the set.
+            manifest: its manifest.
+            seed: any integer.
+
+        Raises:
+            ShardError: the set is empty.
+        """
         domain = Domain("", uri, manifest)
         _agrees(domain, domain)
         return cls([domain], seed)
 
     @classmethod
     def mixed(cls, config: MixtureConfig, manifests: dict[str, Manifest], seed: int) -> Source:
-        """The sets of a mixture, with their manifests by name.
+        """Return a source of several sets.
+
+        Args:
+            config: the mixture.
+            manifests: the sets' manifests, by domain.
+            seed: any integer.
 
         Raises:
-            ShardError: a set is empty, or made with another tokenizer, length or type than the others.
-            ConfigError: a domain's share is too small to be dealt out.
+            ShardError: a set is empty, or was made with another tokenizer, sequence length or type than the others.
+            ConfigError: a domain's share is too small.
         """
         names = sorted(config.domains)
         domains = [Domain(name, config.domains[name].shards, manifests[name]) for name in names]
@@ -90,22 +114,27 @@ class Source:
             raise ConfigError(str(error), where="data.mixture", mend="leave the domain out, or give it more") from None
 
     def grow(self, manifest: Manifest) -> None:
-        """The single set is known as far as `manifest` now. What was located before stays where it was, so other
-        threads may go on meanwhile."""
+        """Add the waves of a single set that `manifest` has more than the present one.
+
+        Positions that were known stay the same, so other threads can go on reading.
+        """
         self.orders = [_order(manifest, self._seed)]
         self.domains = (Domain("", self.domains[0].uri, manifest),)
         self.manifest = manifest
 
     @property
     def reach(self) -> int | None:
-        """Positions below this can be located now, while the set grows; None: all that there are."""
+        """Positions below this can be located now, while the set grows; None: all positions."""
         return self.orders[0].total if self.manifest.to_come else None
 
     def visits(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(domain, visit) [B] int64 each, of global positions [B] int64; visit v is in epoch v // rows of its domain.
+        """Return (domain, visit), int64 [B] each; visit v of a domain is in its epoch v // rows.
+
+        Args:
+            positions: global positions, int64 [B].
 
         Raises:
-            ValueError: a position is negative or behind the mixture's end.
+            ValueError: a position is negative or beyond the mixture's end.
         """
         if self.mixture is not None:
             return self.mixture.visits(positions)
@@ -113,39 +142,42 @@ class Source:
         return np.zeros_like(positions), positions
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(domain, shard, row) [B] int64 each, of global positions [B] int64.
+        """Return (domain, shard, row), int64 [B] each.
+
+        Args:
+            positions: global positions, int64 [B].
 
         Raises:
-            ValueError: a position is negative, behind the mixture's end, or in a wave that is still to come.
+            ValueError: a position is negative, beyond the mixture's end, or in a wave that is still to come.
         """
         domains, visits = self.visits(positions)
         shards, rows = np.empty_like(visits), np.empty_like(visits)
-        for number in np.unique(domains).tolist():
-            here = domains == number
-            shards[here], rows[here] = self.orders[number].locate(visits[here])
+        for domain in np.unique(domains).tolist():
+            chosen = domains == domain
+            shards[chosen], rows[chosen] = self.orders[domain].locate(visits[chosen])
         return domains, shards, rows
 
     def ids(self, start: int, count: int) -> list[str]:
-        """Sequence ids of positions [start, start + count), without reading a shard."""
+        """Return the sequence ids of positions [start, start + count), without reading a shard."""
         return self.ids_at(np.arange(start, start + count, dtype=np.int64))
 
     def ids_at(self, positions: np.ndarray) -> list[str]:
-        """Sequence ids of `positions` [B] int64, without reading a shard."""
+        """Return the sequence ids of `positions`, int64 [B], without reading a shard."""
         located = self.locate(positions)
         return [self.domains[domain].id(shard, row) for domain, shard, row in zip(*(part.tolist() for part in located))]
 
     def counts(self, positions: int) -> list[int]:
-        """Visits of each domain in the first `positions` positions."""
+        """Return the number of visits of each domain in the first `positions` positions."""
         return [positions] if self.mixture is None else self.mixture.counts(positions)
 
     @property
     def end(self) -> int | None:
-        """Number of positions there are; None: no end."""
+        """Number of positions; None: no end."""
         return None if self.mixture is None else self.mixture.end
 
     @cached_property
     def hash(self) -> str:
-        """Identity of what is read and in which shares: the set's (`growing.identity`), or that of the mixture."""
+        """Identity of the sets and their shares: that of a single set (`growing.identity`), or of the mixture."""
         if self.mixture is None:
             return growing.identity(self.manifest)
         spans = [[span.start, *span.weights] for span in self.mixture.spans]
@@ -154,15 +186,15 @@ class Source:
         return storage.content_hash(json.dumps(values, sort_keys=True).encode())
 
     def proportions(self, positions: int) -> list[dict[str, Any]]:
-        """What the first `positions` positions are made of: {"domain", "sequences", "share", "rows", "tokens",
-        "epochs"} each; tokens are those of the set."""
+        """Return each domain's part of the first `positions` positions: {"domain", "sequences", "share", "rows",
+        "tokens", "epochs"}; rows and tokens are those of the set."""
         return [{"domain": domain.name, "sequences": count, "share": count / max(1, positions),
                  "rows": domain.manifest.rows, "tokens": domain.manifest.tokens,
                  "epochs": count / domain.manifest.rows}
                 for domain, count in zip(self.domains, self.counts(positions))]
 
     def spans(self) -> list[dict[str, Any]]:
-        """Stretches of constant weights: {"start", "end", "shares": {domain: weight over all weights}} each."""
+        """Return the ranges of constant weights, each {"start", "end", "shares": {domain: its share}}."""
         if self.mixture is None:
             return [{"start": 0, "end": None, "shares": {"": 1.0}}]
         return [{"start": span.start, "end": span.end, "shares": {
@@ -171,11 +203,13 @@ class Source:
 
 
 class SourceReader:
-    """Rows by global position; safe for several threads.
+    """Rows by global position. Safe to use from several threads.
 
     Args:
+        source: the positions.
         cache: local folder for shards of object stores; None: a temporary one.
-        verify, on_damage: as in `ShardSet.open`.
+        verify: see `ShardSet.open`.
+        on_damage: see `ShardSet.open`.
     """
 
     def __init__(self, source: Source, cache: Path | None = None, *, verify: bool = False,
@@ -185,11 +219,15 @@ class SourceReader:
                       for domain in source.domains]
         self._lock = threading.Lock()
         self._last: np.ndarray | None = None  # positions of the last call
-        self._stride: np.ndarray | None = None  # by which they differed from those before
+        self._stride: np.ndarray | None = None  # difference to the positions of the call before
         self._located: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def settle(self) -> None:
-        """Return once all that was read is known to be right; ShardError when it is not."""
+        """Return once all shards read so far are known to be intact.
+
+        Raises:
+            ShardError: one is damaged.
+        """
         for opened in self._sets:
             opened.settle()
 
@@ -199,34 +237,33 @@ class SourceReader:
             opened.close()
 
     def read(self, positions: np.ndarray) -> Rows:
-        """Rows at `positions` [B] int64.
+        """Return the rows at `positions`, int64 [B].
 
         Raises:
             ShardError: a shard is missing or damaged.
         """
         domains, shards, rows = self._locate(np.ascontiguousarray(positions, dtype=np.int64))
-        parts, places = [], []
-        for number in np.unique(domains).tolist():
-            here = np.flatnonzero(domains == number)
-            domain, opened = self.source.domains[number], self._sets[number]
+        parts, indices = [], []
+        for index in np.unique(domains).tolist():
+            chosen = np.flatnonzero(domains == index)
+            domain, opened = self.source.domains[index], self._sets[index]
             opened.follow(domain.manifest)
-            part, prefix = opened.rows(shards[here], rows[here]), domain.prefix
-            parts.append(part if not prefix else _renamed(part, prefix))
-            places.append(here)
-        return parts[0] if len(parts) == 1 else _merged(parts, np.argsort(np.concatenate(places)))
-
+            part = opened.rows(shards[chosen], rows[chosen])
+            parts.append(_renamed(part, domain.prefix) if domain.prefix else part)
+            indices.append(chosen)
+        return parts[0] if len(parts) == 1 else _merged(parts, np.argsort(np.concatenate(indices)))
 
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`Source.locate`, of the batches to come as well once they follow each other evenly: for a thousand positions
-        it takes little longer than for ten."""
+        """Return `Source.locate`. Once batches follow each other evenly, also locate those to come: for a thousand
+        positions this takes little longer than for ten."""
         with self._lock:
-            known = self._last is not None and self._last.shape == positions.shape
-            stride = positions - self._last if known and self._last is not None else None
+            comparable = self._last is not None and self._last.shape == positions.shape
+            stride = positions - self._last if comparable and self._last is not None else None
             even = stride is not None and self._stride is not None and np.array_equal(stride, self._stride)
             self._last, self._stride = positions, stride
-            found = self._located.pop(positions.tobytes(), None)
-            if found is not None:
-                return found
+            located = self._located.pop(positions.tobytes(), None)
+            if located is not None:
+                return located
             self._located.clear()
             if stride is None or not even or not positions.size or stride.min() < 0:
                 return self.source.locate(positions)
@@ -234,19 +271,22 @@ class SourceReader:
             end = self.source.end if self.source.reach is None else self.source.reach
             if end is not None:
                 inside = batches.max(axis=1) < end
-                inside[0] = True  # `locate` says what is wrong with a position behind the end
+                inside[0] = True  # `locate` raises for a position beyond the end
                 batches = batches[inside]
             columns = [part.reshape(batches.shape) for part in self.source.locate(batches.ravel())]
-            for number in range(1, len(batches)):
-                self._located[batches[number].tobytes()] = (columns[0][number], columns[1][number], columns[2][number])
+            for row in range(1, len(batches)):
+                self._located[batches[row].tobytes()] = (columns[0][row], columns[1][row], columns[2][row])
             return columns[0][0], columns[1][0], columns[2][0]
 
 
 def open_source(uri: str, mixture: MixtureConfig | None, seed: int, *, partly: bool = False) -> Source:
-    """The source that `uri` or `mixture` names, with the manifests that are there now.
+    """Open a source, with the manifests as they are now.
 
     Args:
-        partly: a single set may be one that a pipeline is still writing, see `shards.growing`.
+        uri: a single set; not used with a mixture.
+        mixture: several sets.
+        seed: any integer.
+        partly: accept a single set that a pipeline is still writing, see `shards.growing`.
 
     Raises:
         ShardError: a set is missing, damaged, or does not fit the others.
@@ -290,7 +330,7 @@ def _order(manifest: Manifest, seed: int) -> Order | WaveOrder:
 
 
 def _domain_seed(seed: int, name: str) -> int:
-    """A seed for each domain that does not depend on which others there are."""
+    """Return a seed for the domain that does not depend on the other domains."""
     return seed if not name else hash64(seed ^ int.from_bytes(blake3(name.encode()).digest(8), "little"))
 
 
@@ -300,11 +340,11 @@ def _renamed(rows: Rows, prefix: str) -> Rows:
 
 
 def _merged(parts: Sequence[Rows], order: np.ndarray) -> Rows:
-    """Rows of several sets, put in the order of their positions."""
+    """Return the rows of several sets in the order of their positions."""
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])[order]
 
     ids = [name for part in parts for name in part.ids]
     return Rows(joined("tokens"), joined("lengths"), joined("segment_ids"), joined("positions"),
-                [ids[place] for place in order.tolist()],
+                [ids[index] for index in order.tolist()],
                 None if parts[0].loss_mask is None else joined("loss_mask"))

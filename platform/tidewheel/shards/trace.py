@@ -1,4 +1,4 @@
-"""Lineage both ways: from a token of a shard set to the document and file it came from, and from a document to rows."""
+"""Trace a token of a shard set to its document and file, and a document to the rows that hold it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ from tidewheel.shards.reader import ShardSet
 from tidewheel.storage import Store, store
 
 SETS = ("shards", "validation")
-"""Sets that a pipeline writes side by side."""
+"""Folders of the sets that a pipeline writes."""
 SHOWN = 20
-"""Pieces and documents that the readable form lists one by one."""
+"""Number of pieces and documents that the readable form lists."""
 
 
 def trace_token(uri: str, row: int, token: int) -> dict[str, Any]:
-    """Where token `token` of row `row` (both from 0, rows counted through all shards) came from.
+    """Return where a token came from.
+
+    Args:
+        uri: the set.
+        row: index of the row in the whole set, from 0.
+        token: index of the token in the row, from 0.
 
     Returns:
         {"set", "row", "id", "token", "value", "segment": {...}, "document_offset", "lineage"}; see `segments` and
-        `lineage.lineage`, which is None when the set does not stand in a pipeline's output.
+        `lineage.lineage`. "lineage" is None when the set is not inside a pipeline's output.
 
     Raises:
         ShardError: there is no such row or token, or a file is damaged.
     """
     shard_set = ShardSet.open(uri)
     index, inside = find_row(shard_set, row)
-    found = segments(shard_set, index, inside)
+    in_row = segments(shard_set, index, inside)
     length = int(shard_set.shard(index).lengths[inside])
     where = f"{shard_set.store.uri} row {row}"
     if not 0 <= token < length:
         raise ShardError(f"there is no token {token}", where=where,
-                         mend=f"the tokens of this row count from 0 to {length - 1}; what is behind them is padding")
-    segment = next(each for each in reversed(found) if each["start"] <= token)
+                         mend=f"the tokens of this row count from 0 to {length - 1}; the rest is padding")
+    segment = next(segment for segment in reversed(in_row) if segment["start"] <= token)
     return {
         "set": shard_set.store.uri, "row": row, "id": row_id(shard_set, index, inside), "token": token,
         "value": int(shard_set.shard(index).tokens[inside, token]), "segment": segment,
@@ -49,30 +54,34 @@ def trace_token(uri: str, row: int, token: int) -> dict[str, Any]:
 
 
 def trace_document(uri: str, document: str) -> dict[str, Any]:
-    """Every piece of a document in the set, and what became of it if there is none.
+    """Return every piece of a document in the set or, if there is none, what became of it.
+
+    Args:
+        uri: the set.
+        document: the document's id.
 
     Returns:
         {"set", "document", "pieces": [{"row", "id", "segment", "start", "tokens", "document_offset"}], "other_sets":
         URIs of the sets beside this one that hold it, "lineage"}; see `lineage.lineage`.
 
     Raises:
-        ShardError: neither the set nor the pipeline's output knows the document, or a file is damaged.
+        ShardError: the document is neither in the set nor in the pipeline's output, or a file is damaged.
     """
     place = store(uri)
-    found = _found(uri, document)
-    beside = [] if found else _beside(place)
-    others = [other for other in beside if _found(other, document)]
-    known = _lineage(uri, document, packed=bool(found or others))
-    if not found and not others and not (known and (known["origins"] or any(
-            verdict["verdict"] == "drop" for verdict in known["verdicts"]))):
+    in_set = _pieces_in(uri, document)
+    others = [] if in_set else [other for other in _other_sets(place) if _pieces_in(other, document)]
+    known = _lineage(uri, document, packed=bool(in_set or others))
+    was_read = known is not None and (known["origins"] or any(
+        verdict["verdict"] == "drop" for verdict in known["verdicts"]))
+    if not in_set and not others and not was_read:
         raise ShardError(f"no document {document!r}", where=place.uri,
                          mend="`tidewheel shards inspect URI --row N` shows ids of documents; records that could not "
                               "be read are in the output's quarantine/")
-    return {"set": place.uri, "document": document, "pieces": found, "other_sets": others, "lineage": known}
+    return {"set": place.uri, "document": document, "pieces": in_set, "other_sets": others, "lineage": known}
 
 
-def _found(uri: str, document: str) -> list[dict[str, Any]]:
-    """The pieces of a document in a set; in a preference set the row with its pair."""
+def _pieces_in(uri: str, document: str) -> list[dict[str, Any]]:
+    """Return the pieces of a document in a set; in a preference set, the row with its pair."""
     place = store(uri)
     manifest = read_manifest(place)
     if manifest.kind == PACKED:
@@ -90,7 +99,12 @@ def _found(uri: str, document: str) -> list[dict[str, Any]]:
 
 
 def pieces(shard_set: ShardSet, document: str) -> Iterator[dict[str, Any]]:
-    """Segments that hold a piece of the document, in the order of the rows; one shard is looked through at a time."""
+    """Yield the segments that hold a piece of the document, in the order of the rows. One shard is open at a time.
+
+    Args:
+        shard_set: an open set.
+        document: the document's id.
+    """
     first = 0
     for index, info in enumerate(shard_set.manifest.shards):
         shard = shard_set.shard(index)
@@ -105,7 +119,11 @@ def pieces(shard_set: ShardSet, document: str) -> Iterator[dict[str, Any]]:
 
 
 def find_row(shard_set: ShardSet, row: int) -> tuple[int, int]:
-    """(shard number, row in it) of a row counted through all shards; ShardError when there is none."""
+    """Return (index of the shard, row in that shard) of row `row` of the whole set.
+
+    Raises:
+        ShardError: there is no such row.
+    """
     manifest = shard_set.manifest
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=shard_set.store.uri,
@@ -116,12 +134,27 @@ def find_row(shard_set: ShardSet, row: int) -> tuple[int, int]:
 
 
 def row_id(shard_set: ShardSet, index: int, row: int) -> str:
-    """"shardname:row", as in `Rows.ids`."""
+    """Return the sequence id of a row, "shardname:row", as in `Rows.ids`.
+
+    Args:
+        shard_set: an open set.
+        index: index of the shard.
+        row: index of the row in the shard.
+    """
     return f"{shard_set.manifest.shards[index].name}:{row}"
 
 
 def segments(shard_set: ShardSet, index: int, row: int) -> list[dict[str, Any]]:
-    """The segments of a row: {"start", "tokens", "document", "document_offset"} each."""
+    """Return the segments of a row, each {"start", "tokens", "document", "document_offset"}.
+
+    Args:
+        shard_set: an open set.
+        index: index of the shard.
+        row: index of the row in the shard.
+
+    Raises:
+        ShardError: the row is damaged.
+    """
     batch = shard_set.shard(index).batch.slice(row, 1)
     starts, ids, offsets = (batch.column(name)[0].as_py() for name in ("segment_starts", "document_ids",
                                                                       "document_offsets"))
@@ -139,8 +172,8 @@ def _lineage(uri: str, document: str, *, packed: bool) -> dict[str, Any] | None:
     return None if output is None else lineage(output, document, packed=packed)
 
 
-def _beside(place: Store) -> list[str]:
-    """Other sets that the same pipeline wrote."""
+def _other_sets(place: Store) -> list[str]:
+    """Return the URIs of other sets that the same pipeline wrote."""
     output = output_of(place.uri)
     if output is None:
         return []
@@ -149,7 +182,7 @@ def _beside(place: Store) -> list[str]:
 
 
 def token_lines(found: dict[str, Any]) -> list[str]:
-    """`trace_token` for people."""
+    """Return the result of `trace_token` as readable lines."""
     segment = found["segment"]
     end = segment["start"] + segment["tokens"]
     return [f"row {found['row']} is {found['id']}; token {found['token']} has the value {found['value']}",
@@ -159,7 +192,7 @@ def token_lines(found: dict[str, Any]) -> list[str]:
 
 
 def document_lines(found: dict[str, Any]) -> list[str]:
-    """`trace_document` for people."""
+    """Return the result of `trace_document` as readable lines."""
     lines = [f"document {found['document']}"]
     lines += [f"  row {piece['row']} ({piece['id']}) segment {piece['segment']}: {piece['tokens']} tokens from "
               f"{piece['start']}, the document's from {piece['document_offset']}" for piece in found["pieces"][:SHOWN]]
@@ -170,7 +203,7 @@ def document_lines(found: dict[str, Any]) -> list[str]:
 
 
 def lineage_lines(known: dict[str, Any] | None) -> list[str]:
-    """`lineage.lineage` for people."""
+    """Return the result of `lineage.lineage` as readable lines."""
     if known is None:
         return ["no pipeline output beside this set: source and verdicts are not known"]
     lines = []
@@ -179,14 +212,14 @@ def lineage_lines(known: dict[str, Any] | None) -> list[str]:
         if not line and origin["offset"] is not None:  # a large file, read in ranges
             line = f" from byte {origin['offset']}"
         lines.append(f"source {origin['source'] or 'not recorded'}, file {origin['file'] or 'not recorded'}{line}")
-    lines += [f"  {verdict['stage']}: {_told(verdict)}" for verdict in known["verdicts"]]
+    lines += [f"  {verdict['stage']}: {_outcome(verdict)}" for verdict in known["verdicts"]]
     favoured = known["stands_for"]
     lines += [f"stands for {len(favoured)} dropped documents:"] * bool(favoured)
-    lines += [f"  {each['document']} ({each['stage']}: {_reason(each)})" for each in favoured[:SHOWN]]
+    lines += [f"  {dropped['document']} ({dropped['stage']}: {_reason(dropped)})" for dropped in favoured[:SHOWN]]
     return lines + [f"  and {len(favoured) - SHOWN} more"] * (len(favoured) > SHOWN)
 
 
-def _told(verdict: dict[str, Any]) -> str:
+def _outcome(verdict: dict[str, Any]) -> str:
     if verdict["reason"] is None:
         return verdict["verdict"]
     survivor = f", in favour of {verdict['survivor']}" if verdict["survivor"] else ""

@@ -1,4 +1,4 @@
-"""Is a shard set what its manifest says, to the last token? And what is in it?"""
+"""Verify a shard set against its manifest, to the last token, and describe what is in it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tidewheel.shards.manifest import PACKED, Manifest, ShardInfo, read_manifest
 from tidewheel.shards.reader import Shard, ShardSet
 
 SHOWN = 20
-"""Shards that `inspect` lists one by one."""
+"""Number of shards that `inspect` lists."""
 
 
 def verify(uri: str) -> list[str]:
-    """Read the whole set; one line for each problem, [] when it is intact.
+    """Read the whole set and return a line for each problem, [] if it is intact.
 
-    Checks hashes, lengths, rows, columns, segments, padding, loss masks, pairs, and that every token is in the
+    This checks hashes, lengths, rows, columns, segments, padding, loss masks, pairs, and that every token is in the
     vocabulary.
 
     Raises:
@@ -39,12 +39,12 @@ def verify(uri: str) -> list[str]:
     for index, info in enumerate(manifest.shards):
         differs = store.verify(storage.Stamp(info.name, info.bytes, info.hash))
         if differs:
-            found = [differs]
+            in_shard = [differs]
         elif shard_set is None:
-            found = preferences.check_shard(store, info, manifest)
+            in_shard = preferences.check_shard(store, info, manifest)
         else:
-            found = _contents(shard_set, index, info)
-        problems += [f"{info.name}: {problem}" for problem in found]
+            in_shard = _contents(shard_set, index, info)
+        problems += [f"{info.name}: {problem}" for problem in in_shard]
     return problems
 
 
@@ -60,7 +60,8 @@ def _contents(shard_set: ShardSet, index: int, info: ShardInfo) -> list[str]:
 
 
 def _lengths(shard: Shard, info: ShardInfo, manifest: Manifest) -> list[str]:
-    length, problems = manifest.sequence_length, []
+    length = manifest.sequence_length
+    problems = []
     if shard.lengths.min() < 1 or shard.lengths.max() > length:
         return [f"a row has {shard.lengths.min()} or {shard.lengths.max()} tokens, allowed are 1 to {length}"]
     if int(shard.lengths.sum(dtype=np.int64)) != info.tokens:
@@ -95,7 +96,11 @@ def _segments(shard: Shard) -> list[str]:
 
 
 def inspect(uri: str, row: int | None = None) -> dict[str, Any]:
-    """JSON values that describe the set; with `row` (counted through all shards), that row's segments and documents.
+    """Return JSON values that describe the set, or one row with its segments and documents.
+
+    Args:
+        uri: the set.
+        row: index of the row in the whole set; None: describe the set.
 
     Raises:
         ShardError: there is no set, it is damaged, or it has no such row.

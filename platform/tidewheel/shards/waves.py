@@ -1,8 +1,8 @@
-"""The order of a set that is read wave by wave: what is at a position does not depend on the waves behind it.
+"""The order of a set that is read wave by wave: the row at a position does not depend on later waves.
 
-A wave is a stretch of the set's shards. An epoch gives the rows of the first wave, in the order that `shards.order`
-gives to them alone, then those of the second, and so on; every epoch anew. So training may begin when the first wave
-is there, and reads what it would have read had all been there.
+A wave is a range of the set's shards. An epoch has the rows of the first wave, in the order that `shards.order` gives
+to them alone, then those of the second, and so on; each epoch shuffles them anew. So training can begin when the first
+wave is written, and reads the same rows as if all waves had been.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from tidewheel.shards.order import Order, hash64
 
 _WAVES = 0x57415645
-"""Keeps the seeds of the waves apart from those of mixtures' domains."""
+"""Distinguishes the seeds of waves from those of a mixture's domains."""
 
 
 class WaveOrder:
-    """Rows of a shard set, its waves one after the other, each shuffled by itself.
+    """The order of a shard set's rows: its waves one after the other, each shuffled separately.
 
     Args:
         rows_per_shard: rows of each shard, in the manifest's order.
-        waves: shards of each wave; a wave may be empty.
-        seed: any integer; its lowest 64 bits count.
-        whole: False while more waves are to come: then the positions of the first epoch are known, as far as they go.
+        waves: number of shards of each wave; a wave may be empty.
+        seed: any integer; only its lowest 64 bits are used.
+        whole: False while more waves are to come. Then only positions of the first epoch are known, as far as they go.
         sizes: `block_rows` and `window_blocks` of `Order`.
     """
 
@@ -40,10 +40,13 @@ class WaveOrder:
             self._orders.append(Order(rows, hash64(seed ^ hash64(number ^ _WAVES)), **sizes) if sum(rows) else None)
         self._ends = np.cumsum([0 if order is None else order.total for order in self._orders], dtype=np.int64)
         self.total = int(self._ends[-1]) if len(self._ends) else 0
-        """Rows of one epoch; of the waves there are, while more are to come."""
+        """Rows of one epoch; while more waves are to come, rows of the present ones."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shard, row) [B] int64 each, of global positions [B] int64; position p is in epoch p // total.
+        """Return (shard, row), int64 [B] each, of global positions; position p is in epoch p // total.
+
+        Args:
+            positions: int64 [B].
 
         Raises:
             ValueError: a position is negative, or in a wave that is still to come.
@@ -52,7 +55,7 @@ class WaveOrder:
         if positions.size and positions.min() < 0:
             raise ValueError(f"positions count from 0, got {positions.min()}")
         if not self._whole and positions.size and positions.max() >= self.total:
-            raise ValueError(f"the waves that are there end at position {self.total}, got {positions.max()}")
+            raise ValueError(f"the present waves end at position {self.total}, got {positions.max()}")
         epochs, inside = np.divmod(positions, max(self.total, 1))
         waves = np.searchsorted(self._ends, inside, side="right")
         shards, rows = np.empty_like(positions), np.empty_like(positions)

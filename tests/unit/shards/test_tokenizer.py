@@ -144,7 +144,7 @@ def test_batches_are_one_flat_array(files):
     (b"", {}, "empty"), (b"{}", {}, r"not a tokenizer\.json"), (b"[1]", {}, r"not a tokenizer\.json"),
     (b"once upon a time", {}, r"not a tokenizer\.json"), (b"\xff\xfe\x00\x01" * 50, {}, "neither"),
     (b"\x80\x04\x95pickle", {}, "neither"), (b"YQ== 0\n", {}, "255 single bytes are missing"),
-    (b"YQ== 0\nYg== zero\n", {}, "line 2 is no token and rank"), (b"YQ== 0\nYg== 0\n", {}, "twice"),
+    (b"YQ== 0\nYg== zero\n", {}, "line 2 is not a token and a rank"), (b"YQ== 0\nYg== 0\n", {}, "twice"),
 ])
 def test_wrong_files(data, changes, message):
     with pytest.raises(InputError, match=message):

@@ -1,4 +1,4 @@
-"""The tokenizer of a shard set, from the file of whichever library made it: Hugging Face, SentencePiece or tiktoken."""
+"""The tokenizer of a shard set, from a file of Hugging Face tokenizers, SentencePiece or tiktoken."""
 
 from tidewheel.shards.tokenizer.encoder import Encoder, Policy, Settings
 from tidewheel.shards.tokenizer.files import load, of_manifest

@@ -1,7 +1,7 @@
-"""What every tokenizer here can do: a batch of texts to one flat array of tokens, and tokens back to text.
+"""The interface of all tokenizers: encode a batch of texts into one flat array of tokens, and decode tokens.
 
-Text is only ever text: a special token spelled out in a document ("<|endoftext|>") is encoded as the characters it is
-written with. Control tokens come from the policy (BOS, EOS) and from chat templates alone.
+Text is never interpreted: a special token spelled out in a document ("<|endoftext|>") is encoded as its characters.
+Only the policy (BOS, EOS) and chat templates produce control tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 2 << 20
 
 
 def batches(texts: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """(place of the first, texts) of batches for one call of a library, so that memory stays bounded: what libraries
-    give back takes more than a hundred bytes a token. A longer text is a batch of its own."""
+    """Yield (index of the first text, texts) of batches for one library call.
+
+    Batches bound the memory, because libraries return more than a hundred bytes per token. A text longer than a batch
+    is a batch of its own.
+    """
     first, size, batch = 0, 0, list[str]()
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         text = str(text)
         if batch and (len(batch) == _BATCH_DOCUMENTS or size + len(text) > _BATCH_CHARACTERS):
             yield first, batch
-            first, size, batch = place, 0, []
+            first, size, batch = index, 0, []
         batch.append(text)
         size += len(text)
     if batch:
@@ -42,15 +45,18 @@ def batches(texts: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a tokenizer's file leaves open. With the file's bytes they make the encoder, wherever it is needed.
+    """The settings of an encoder that are not in the tokenizer's file.
 
     Args:
-        bos, eos: "document" puts the token before or behind each document.
-        bos_token, eos_token, pad_token: their names (or ids), where the usual ones do not fit.
+        bos: "document" puts the BOS token before each document.
+        eos: "document" puts the EOS token after each document.
+        bos_token: name or id of the token, unless it has a usual name.
+        eos_token: name or id of the token, unless it has a usual name.
+        pad_token: name or id of the token, unless it has a usual name.
         vocabulary_multiple: the vocabulary is padded to a multiple of this, for tensor cores.
-        encoding: of a tiktoken file: whose pattern and special tokens it goes with ("gpt2", "cl100k_base", ...).
-        pattern: of a tiktoken file: the regular expression that cuts text before merging, instead of `encoding`.
-        special_tokens: of a tiktoken file: names and ids of the special tokens, beside those of `encoding`.
+        encoding: for a tiktoken file: the encoding with its pattern and special tokens ("gpt2", "cl100k_base", ...).
+        pattern: for a tiktoken file: the regular expression that splits text before merging, instead of `encoding`.
+        special_tokens: for a tiktoken file: ids of special tokens by name, in addition to those of `encoding`.
     """
 
     bos: Policy = "none"
@@ -64,20 +70,29 @@ class Settings:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def canonical(self) -> dict[str, Any]:
-        """JSON values of what differs from the defaults."""
+        """Return the JSON values of the settings that differ from their defaults."""
         default = asdict(Settings())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
 
 class Encoder(ABC):
-    """A tokenizer with its policy; picklable by its file's bytes and settings.
+    """A tokenizer with its policy. It is pickled as its file's bytes and settings.
 
-    Attributes: settings; special (name -> id of every special token); vocabulary_size (largest id + 1); padded_size
-    (next multiple of `settings.vocabulary_multiple`); bos (None where the tokenizer has none), eos and pad (ids; pad
-    is eos where the tokenizer has none).
+    Args:
+        data: content of the tokenizer's file.
+        settings: what is not in the file.
+
+    Attributes:
+        settings: as given.
+        special: id of every special token, by name.
+        vocabulary_size: largest id + 1.
+        padded_size: vocabulary_size padded to a multiple of `settings.vocabulary_multiple`.
+        bos: id of the BOS token; None if there is none.
+        eos: id of the EOS token.
+        pad: id of the padding token; that of EOS if there is none.
 
     Raises:
-        InputError: the bytes are no such file, or a token that the settings ask for is not there.
+        InputError: the bytes are not such a file, or the tokenizer lacks a token that the settings need.
     """
 
     format: ClassVar[str]
@@ -106,55 +121,56 @@ class Encoder(ABC):
         return type(self), (self.data, self.settings)
 
     def _mark(self, kind: Literal["bos", "eos", "pad"], names: Sequence[str]) -> int | None:
-        """Id of the BOS, EOS or padding token: the one of the settings, of the file, or of the usual names."""
-        wanted = {"bos": self.settings.bos_token, "eos": self.settings.eos_token, "pad": self.settings.pad_token}[kind]
-        if wanted is None:
+        """Return the id of the BOS, EOS or padding token: from the settings, the file, or usual names."""
+        settings = self.settings
+        requested = {"bos": settings.bos_token, "eos": settings.eos_token, "pad": settings.pad_token}[kind]
+        if requested is None:
             own = self._own_mark(kind)
-            found = (self._id(name) for name in names)
-            return own if own is not None else next((number for number in found if number is not None), None)
-        known = wanted if isinstance(wanted, int) else self._id(wanted)
-        if known is None or not 0 <= known < self.vocabulary_size:
-            raise InputError(f"the tokenizer has no token {wanted!r}", where="tokenizer",
+            ids = (self._id(name) for name in names)
+            return own if own is not None else next((token for token in ids if token is not None), None)
+        token = requested if isinstance(requested, int) else self._id(requested)
+        if token is None or not 0 <= token < self.vocabulary_size:
+            raise InputError(f"the tokenizer has no token {requested!r}", where="tokenizer",
                              mend=f"correct tokenize.{kind}_token; there are: {', '.join(list(self.special)[:12])}")
-        return known
+        return token
 
     def _id(self, name: str) -> int | None:
-        """Id of a special token."""
+        """Return the id of a special token; None if there is none of that name."""
         return self.special.get(name)
 
     def _own_mark(self, kind: str) -> int | None:
-        """What the file itself says is the token."""
+        """Return the id that the file itself gives for the token; None if it gives none."""
         return None
 
     @abstractmethod
     def _open(self) -> tuple[dict[str, int], int]:
-        """Read `data`: (special tokens, largest token id + 1)."""
+        """Read `data` and return (ids of special tokens by name, largest token id + 1)."""
 
     @abstractmethod
     def encode_plain(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens uint32 [t], offsets int64 [n+1]): the texts in a row, nothing added."""
+        """Encode texts without BOS and EOS; return (tokens uint32 [t], offsets int64 [n + 1])."""
 
     @abstractmethod
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
-        """The text of tokens; special tokens are left out, broken UTF-8 at the edges becomes U+FFFD."""
+        """Return the text of tokens, without special tokens. Incomplete UTF-8 at the ends becomes U+FFFD."""
 
     @abstractmethod
     def _token_bytes(self) -> Iterable[tuple[int, int]]:
-        """(id, UTF-8 bytes of text) of the tokens that stand for text."""
+        """Return (id, number of UTF-8 bytes) of the tokens that stand for text."""
 
     def byte_lengths(self) -> np.ndarray:
-        """[padded_size] int64: bytes of UTF-8 text that each token stands for; special tokens and padding have none.
+        """Return the number of UTF-8 bytes that each token stands for: int64 [padded_size]; 0 for special tokens.
 
-        Over the tokens of a text they add up to its bytes, where the tokenizer neither normalises text nor adds to it
-        (SentencePiece usually puts a space in front).
+        Over the tokens of a text, these add up to its bytes if the tokenizer neither normalises text nor adds to it
+        (SentencePiece usually prepends a space).
         """
-        found = np.zeros(self.padded_size, np.int64)
+        lengths = np.zeros(self.padded_size, np.int64)
         for token, size in self._token_bytes():
-            found[token] = size
-        return found
+            lengths[token] = size
+        return lengths
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens uint32 [t], offsets int64 [n+1]): documents in a row, each with BOS and EOS as the policy says."""
+        """Encode documents with BOS and EOS by the policy; return (tokens uint32 [t], offsets int64 [n + 1])."""
         tokens, offsets = self.encode_plain(texts)
         before, after = self.settings.bos == "document", self.settings.eos == "document"
         if not (before or after):
@@ -171,23 +187,23 @@ class Encoder(ABC):
         return result, grown
 
     def manifest(self, hash: str) -> dict[str, Any]:
-        """The value `tokenizer` of a shard set's manifest; `files.of_manifest` makes the encoder from it."""
+        """Return the value `tokenizer` of a shard set's manifest, from which `files.of_manifest` makes the encoder."""
         return {"file": self.file, "hash": hash, "eos": self.eos, "pad": self.pad, "bos": self.bos,
                 "format": self.format, "vocabulary": self.vocabulary_size,
                 "vocabulary_multiple": self.settings.vocabulary_multiple, "settings": self.settings.canonical()}
 
     def with_policy(self, bos: Policy, eos: Policy) -> Encoder:
-        """The same tokenizer under another policy."""
+        """Return the same tokenizer with another policy."""
         return type(self)(self.data, replace(self.settings, bos=bos, eos=eos))
 
 
 def piece_bytes(piece: str) -> int:
-    """Bytes of text of a piece in SentencePiece's spelling: "▁" is a space, "<0x0A>" one byte."""
+    """Return the UTF-8 bytes of a piece in SentencePiece's spelling: "▁" is a space, "<0x0A>" one byte."""
     return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
 
 
 def joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint32, offsets int64) of per-text tokens."""
+    """Concatenate the tokens of several texts; return (tokens uint32 [t], offsets int64 [n + 1])."""
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
     return (np.concatenate(parts).astype(np.uint32, copy=False) if parts else np.zeros(0, np.uint32)), offsets

@@ -1,4 +1,4 @@
-"""Which library reads a tokenizer's file; opening the tokenizer of a shard set."""
+"""Open tokenizer files, and the tokenizer of a shard set."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from tidewheel.shards.tokenizer.huggingface import HuggingFace
 from tidewheel.shards.tokenizer.sentence_piece import SentencePiece
 from tidewheel.shards.tokenizer.tiktoken_ranks import Tiktoken, looks_like_ranks
 
-_FORMATS: dict[str, type[Encoder]] = {each.format: each for each in (HuggingFace, SentencePiece, Tiktoken)}
+_FORMATS: dict[str, type[Encoder]] = {encoder.format: encoder for encoder in (HuggingFace, SentencePiece, Tiktoken)}
 
 
 def load(data: bytes, settings: Settings = Settings()) -> Encoder:  # noqa: B008
-    """The encoder of a tokenizer's file; its first bytes tell the format. Nothing in it is ever unpickled.
+    """Return the encoder for a tokenizer's file. Its first bytes give the format; nothing is unpickled.
+
+    Args:
+        data: content of the file.
+        settings: what is not in the file.
 
     Raises:
-        InputError: the bytes are no tokenizer, or the settings do not fit it.
+        InputError: the file is not a tokenizer, or the settings do not fit it.
     """
     return _class_of(data)(data, settings)
 
@@ -41,7 +45,11 @@ def _is_text(head: bytes) -> bool:
 
 
 def of_manifest(place: storage.Store, tokenizer: Mapping[str, Any]) -> Encoder:
-    """The encoder of the set at `place`, from `Manifest.tokenizer`: for decoding, whatever the format.
+    """Return the encoder of a shard set.
+
+    Args:
+        place: the set's folder.
+        tokenizer: `Manifest.tokenizer`.
 
     Raises:
         ShardError: the file is missing or damaged, or the manifest's settings do not fit it.
@@ -57,5 +65,5 @@ def of_manifest(place: storage.Store, tokenizer: Mapping[str, Any]) -> Encoder:
     except FileNotFoundError:
         raise ShardError("the set's tokenizer is missing", where=where, mend=REBUILD) from None
     except (InputError, KeyError, TypeError) as error:
-        told = error.what if isinstance(error, InputError) else str(error)
-        raise ShardError(f"the set's tokenizer cannot be used ({told})", where=where, mend=REBUILD) from None
+        reason = error.what if isinstance(error, InputError) else str(error)
+        raise ShardError(f"the set's tokenizer cannot be used ({reason})", where=where, mend=REBUILD) from None

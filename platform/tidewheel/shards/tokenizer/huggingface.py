@@ -1,4 +1,4 @@
-"""tokenizer.json files, by Hugging Face `tokenizers`."""
+"""tokenizer.json files, read by Hugging Face `tokenizers`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HuggingFace(Encoder):
         return special, max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def _id(self, name: str) -> int | None:
-        return self._tokenizer.token_to_id(name)  # also one that is in the vocabulary without being marked special
+        return self._tokenizer.token_to_id(name)  # also a token that is in the vocabulary without being marked special
 
     def _parse(self) -> Any:
         from tokenizers import Tokenizer
@@ -46,24 +46,24 @@ class HuggingFace(Encoder):
 
     @cached_property
     def with_control_tokens(self) -> Any:
-        """A `tokenizers.Tokenizer` that takes special tokens in a text for what they are: for chat templates only."""
+        """A `tokenizers.Tokenizer` that interprets special tokens in a text; for chat templates only."""
         tokenizer = self._parse()
         tokenizer.encode_special_tokens = False
         return tokenizer
 
     @property
     def as_text(self) -> Any:
-        """A `tokenizers.Tokenizer` to which special tokens in a text are text."""
+        """A `tokenizers.Tokenizer` that encodes special tokens in a text as plain text."""
         return self._tokenizer
 
     def encode_plain(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        parts = array("I")  # takes a list of ints twice as fast as numpy does
+        parts = array("I")  # converts a list of ints twice as fast as numpy
         lengths = np.zeros(len(texts) + 1, np.int64)
         for first, batch in batches(texts):
             encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            for place, encoding in enumerate(encodings, first + 1):
+            for index, encoding in enumerate(encodings, first + 1):
                 parts.fromlist(encoding.ids)
-                lengths[place] = len(encoding)
+                lengths[index] = len(encoding)
         return np.frombuffer(parts, np.uint32) if parts else np.zeros(0, np.uint32), np.cumsum(lengths)
 
     def _token_bytes(self) -> Iterable[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""SentencePiece models, by the library of that name. They normalise text as their training said."""
+"""SentencePiece models. They normalise text as they did in training."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class SentencePiece(Encoder):
     def encode_plain(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         lengths, parts = np.zeros(len(texts) + 1, np.int64), [np.zeros(0, np.uint32)]
         for first, batch in batches(texts):
-            found = self._model.encode(batch, num_threads=-1)
-            sizes = [len(ids) for ids in found]
+            encoded = self._model.encode(batch, num_threads=-1)
+            sizes = [len(ids) for ids in encoded]
             lengths[first + 1 : first + 1 + len(sizes)] = sizes
-            parts.append(np.fromiter(chain.from_iterable(found), np.uint32, sum(sizes)))
+            parts.append(np.fromiter(chain.from_iterable(encoded), np.uint32, sum(sizes)))
         return np.concatenate(parts), np.cumsum(lengths)
 
     def _token_bytes(self) -> Iterable[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""tiktoken rank files: lines of a token in base64 and its rank. The pattern and special tokens are not in the file."""
+"""tiktoken rank files: a token in base64 and its rank on each line. The file has no pattern and no special tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d{1,9}")
 
 
 class Tiktoken(Encoder):
-    """Encoder of a rank file; settings name the encoding, or give its pattern and special tokens."""
+    """Encoder of a rank file. The settings name the encoding, or give its pattern and special tokens."""
 
     format = "tiktoken"
     file = "tokenizer.tiktoken"
@@ -65,7 +65,7 @@ class Tiktoken(Encoder):
         return special, max(self._known) + 1
 
     def _encoding(self, ranks: int) -> tuple[str, dict[str, int]]:
-        """(pattern, special tokens)."""
+        """Return (pattern, ids of special tokens by name) for a file with this many ranks."""
         settings = self.settings
         name = settings.encoding or (None if settings.pattern else _BY_RANKS.get(ranks))
         if name is None and settings.pattern is None:
@@ -90,19 +90,23 @@ class Tiktoken(Encoder):
         return ((token, len(text)) for text, token in read_ranks(self.data).items())
 
     def decode(self, tokens: np.ndarray | Sequence[int]) -> str:
-        wanted = [int(token) for token in tokens]
-        return self._encoding_of_file.decode([token for token in wanted
+        ids = [int(token) for token in tokens]
+        return self._encoding_of_file.decode([token for token in ids
                                               if token in self._known and token not in self._special_ids])
 
 
 def looks_like_ranks(data: bytes) -> bool:
-    """Whether the first line is a token and a rank."""
+    """Return whether the first line is a token and a rank."""
     return _LINE.fullmatch(data[:4096].split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
 def read_ranks(data: bytes) -> dict[bytes, int]:
-    """{token: rank} of a rank file; InputError where a line is wrong, a rank is there twice or a byte is missing."""
-    found: dict[bytes, int] = {}
+    """Return {token: rank} of a rank file.
+
+    Raises:
+        InputError: a line is wrong, a rank occurs twice, or a single byte has no token.
+    """
+    ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line:
             continue
@@ -110,25 +114,29 @@ def read_ranks(data: bytes) -> dict[bytes, int]:
             if _LINE.fullmatch(line) is None:
                 raise ValueError
             token, rank = line.split()
-            found[base64.b64decode(token, validate=True)] = int(rank)
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise _wrong(f"line {number} is no token and rank: {line[:60]!r}") from None
-    if len(set(found.values())) != len(found):
-        raise _wrong("a rank is there twice")
-    if missing := [byte for byte in range(256) if bytes([byte]) not in found]:
+            raise _wrong(f"line {number} is not a token and a rank: {line[:60]!r}") from None
+    if len(set(ranks.values())) != len(ranks):
+        raise _wrong("a rank occurs twice")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise _wrong(f"{len(missing)} single bytes are missing, the first is {missing[0]:#04x}")
-    return found
+    return ranks
 
 
 def from_gpt2(merges: bytes, vocabulary: bytes) -> bytes:
-    """The rank file that says what GPT-2's `vocab.bpe` and `encoder.json` say.
+    """Return the rank file with the content of GPT-2's `vocab.bpe` and `encoder.json`.
+
+    Args:
+        merges: content of `vocab.bpe`.
+        vocabulary: content of `encoder.json`.
 
     Raises:
-        InputError: one of them is not what it should be, or the two do not belong together.
+        InputError: a file is damaged, or the two do not belong together.
     """
     names = {**{chr(byte): byte for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}}
     others = [byte for byte in range(256) if chr(byte) not in names]
-    names |= {chr(256 + place): byte for place, byte in enumerate(others)}
+    names |= {chr(256 + index): byte for index, byte in enumerate(others)}
     try:
         ids = json.loads(vocabulary)
         lines = [line.split(" ") for line in merges.decode("utf-8").split("\n")[1:] if line]

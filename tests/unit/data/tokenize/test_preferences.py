@@ -83,7 +83,7 @@ def test_a_set_is_written_verified_inspected_and_traced(encoder, tmp_path):
     assert (seen["document"], seen["row"]) == ("p7", 7)
     assert inspect(str(tmp_path))["kind"] == "preferences"
     assert [piece["row"] for piece in trace_document(str(tmp_path), "p6")["pieces"]] == [6]
-    with pytest.raises(ShardError, match="pairs, no packed sequences"):
+    with pytest.raises(ShardError, match="pairs, not packed sequences"):
         ShardSet.open(str(tmp_path))
     with pytest.raises(ShardError, match="no row 9"):
         inspect(str(tmp_path), row=9)
