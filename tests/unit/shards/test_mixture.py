@@ -138,7 +138,7 @@ def test_weights():
 
 
 @pytest.mark.parametrize(("values", "told"), [
-    ({"domains": {}}, "at least 1"), ({"domains": {"a/b": {"shards": "x"}}}, "no name"),
+    ({"domains": {}}, "at least 1"), ({"domains": {"a/b": {"shards": "x"}}}, "not a valid name"),
     ({"domains": {"a": {"shards": "x", "weight": 1}, "b": {"shards": "y"}}}, "without a weight: b"),
     ({"domains": {"a": {"shards": "x", "weight": 0}}}, "all weights are 0"),
     ({"domains": {"a": {"shards": "x", "weight": 1}}, "temperature": 2}, "temperature has no effect"),

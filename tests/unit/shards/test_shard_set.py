@@ -21,7 +21,7 @@ from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.format import shard_schema, write_shard
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import read_manifest
-from tidewheel.shards.reader import ShardSet, _spell_out
+from tidewheel.shards.reader import ShardSet, _segments_of
 from tidewheel.shards.source import Source, SourceReader
 from tidewheel.shards.verify import inspect, verify
 
@@ -234,7 +234,7 @@ def test_segments_spelled_out_one_by_one(rows: list[tuple[int, set[int]]]):
         for place in range(real):
             ids[row, place] = sum(begin <= place for begin in begins) - 1
             positions[row, place] = place - begins[ids[row, place]]
-    found = _spell_out(marks, np.array([real for real, _ in rows]))
+    found = _segments_of(marks, np.array([real for real, _ in rows]))
     np.testing.assert_array_equal(found[0], ids)
     np.testing.assert_array_equal(found[1], positions)
     assert found[0].dtype == found[1].dtype == np.int32

@@ -193,7 +193,7 @@ def test_a_torn_record_and_those_of_another_pipeline(tmp_path: Path):
     assert other.list("waves") == []  # what an earlier one left is gone
     growing.publish(other, known, manifest.shards[:2])
     place.write(wave_key(0), other.read(wave_key(0)))
-    with pytest.raises(ShardError, match="made anew with other content"):
+    with pytest.raises(ShardError, match="rewritten with other content"):
         growing.read_set(place)
 
 

@@ -209,4 +209,5 @@ def test_an_error_without_a_message_is_reported_and_the_agent_tries_again(cluste
     monkeypatch.setattr(orphan_upload, "newest_committed", fail_once)
     cluster.keep(1, 2).close()
     until(lambda: cluster.committed() == [2])
-    assert [event["detail"]["reason"] for event in cluster.events() if event["kind"] == "upload_failed"] == ["OSError"]
+    reasons = [event["detail"]["reason"] for event in cluster.events() if event["kind"] == "upload_failed"]
+    assert "OSError" in reasons

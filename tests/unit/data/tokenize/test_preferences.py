@@ -90,8 +90,8 @@ def test_a_set_is_written_verified_inspected_and_traced(encoder, tmp_path):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({"prompt_length": 3, "chosen": [1, 2, 3], "rejected": [1, 2, 3, 4]}, "as long as a sequence"),
-    ({"prompt_length": -1, "chosen": [1], "rejected": [2]}, "as long as a sequence"),
+    ({"prompt_length": 3, "chosen": [1, 2, 3], "rejected": [1, 2, 3, 4]}, "not shorter than its sequence"),
+    ({"prompt_length": -1, "chosen": [1], "rejected": [2]}, "not shorter than its sequence"),
     ({"prompt_length": 2, "chosen": [1, 2, 3], "rejected": [1, 5, 3]}, "different prompts"),
     ({"prompt_length": 0, "chosen": [60_000], "rejected": [2]}, "outside the vocabulary"),
     ({"prompt_length": 0, "chosen": [1] * 201, "rejected": [2]}, "201 tokens, allowed are 200"),
