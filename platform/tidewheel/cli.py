@@ -1,8 +1,7 @@
 """The `tidewheel` command.
 
-Exit codes: 0 done; 1 a fault of ours, with a stack trace; 2 something for you to mend, with a message that says
-what, where and how; 130 and 143 stopped by Ctrl-C and by SIGTERM. Heavy imports happen inside the commands, so that
-help answers at once.
+Exit codes: 0 for success; 1 for a bug of ours, with a stack trace; 2 for user errors, with the cause, its location and
+a fix; 130 and 143 for Ctrl-C and SIGTERM. Heavy imports happen inside the commands, so that help answers at once.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from tidewheel.stopping import SIGNALS, Stopped, stopping
 
 app = cyclopts.App(
     name="tidewheel",
-    help="Raw text in, a trained language model out, on a Ray cluster that may grow and shrink underneath.",
+    help="Train language models from raw text, on a Ray cluster that may grow and shrink during the run.",
     version=tidewheel.__version__,
-    suppress_keyboard_interrupt=False,  # cyclopts would exit without a word
-    help_epilogue="First time here? `tidewheel demo` shows everything on this machine in a few minutes, "
-                  "`tidewheel doctor` checks it first.",
+    suppress_keyboard_interrupt=False,  # cyclopts would exit without a message
+    help_epilogue="New here? `tidewheel doctor` checks this machine, and `tidewheel demo` shows everything on it in a "
+                  "few minutes.",
 )
 for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.cluster_app, cluster.job_app,
             workflow.app):
@@ -50,14 +49,14 @@ def train(
     set_: Overrides = None,
     address: Address = None,
     local: Annotated[bool, Parameter(negative="", help="Train in this process, without Ray: for debugging.")] = False,
-    take_over: Annotated[bool, Parameter(negative="", help="Take the run away from a driver that still trains it; "
-                                                           "nothing the other one writes counts any more.")] = False,
+    take_over: Annotated[bool, Parameter(negative="", help="Take the run over from a driver that still trains it. "
+                                                           "What that driver writes afterwards is ignored.")] = False,
     dry_run: DryRun = False,
 ) -> int:
-    """Train a model, or resume a run: the run URI decides which.
+    """Train a model. If the run has started before, resume it.
 
-    Workers may die, drain and join while it runs; it goes on with what is there, in the same data order. Ctrl-C and
-    SIGTERM let it save and leave, with exit code 130 and 143; a second one ends it at once.
+    Workers may die, drain and join during the run, which continues with the same data order. On Ctrl-C or SIGTERM it
+    saves and exits with code 130 or 143; a second signal ends it at once.
     """
     from tidewheel.config import load
     from tidewheel.train.config import TrainConfig
@@ -71,7 +70,7 @@ def train(
     from tidewheel.train.run import Run
 
     run = Run.open(settings)
-    run.check()  # before a cluster is started for it
+    run.check()  # before a cluster starts for it
     if settings.model.init_from:
         from tidewheel.checkpoint.verify import locate
 
@@ -99,11 +98,11 @@ def train(
 
 @app.command
 def report(
-    uri: Annotated[str, Parameter(help="URI of a run, or of what a pipeline wrote.")],
+    uri: Annotated[str, Parameter(help="URI of a run, or of a pipeline's output.")],
     *,
-    data: Annotated[str | None, Parameter(help="What the run's pipeline wrote, to be shown on the same page.")] = None,
+    data: Annotated[str | None, Parameter(help="Output of the run's pipeline, to show it on the same page.")] = None,
 ) -> int:
-    """Write one self-contained HTML page about a run or a pipeline and print where it is."""
+    """Write one self-contained HTML page about a run or a pipeline, and print its path."""
     from tidewheel.report.pipeline import write_pipeline_report
     from tidewheel.report.run import write_run_report
     from tidewheel.storage import store
@@ -125,17 +124,17 @@ def generate_text(
                                           "RUN/checkpoints/step_00000100.")],
     *,
     prompt: Annotated[str, Parameter(help="Beginning of the text.")] = "",
-    tokens: Annotated[int, Parameter(help="Tokens to write; fewer where the document ends.")] = 100,
-    temperature: Annotated[float, Parameter(help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, Parameter(help="Draw among so many likeliest tokens; 0: all.")] = 50,
-    top_p: Annotated[float, Parameter(help="Draw among the fewest tokens whose probabilities reach this sum.")] = 1.0,
-    seed: Annotated[int, Parameter(help="The same seed draws the same text.")] = 0,
-    tokenizer: Annotated[str, Parameter(help="A tokenizer's file; by default that of the run's shard set.")] = "",
-    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; by default the first GPU if there is one.")] = "",
+    tokens: Annotated[int, Parameter(help="Tokens to write, at most; the document may end earlier.")] = 100,
+    temperature: Annotated[float, Parameter(help="Sampling temperature; 0 always takes the most likely token.")] = 0.8,
+    top_k: Annotated[int, Parameter(help="Sample from the K most likely tokens; 0: from all.")] = 50,
+    top_p: Annotated[float, Parameter(help="Sample from the fewest tokens whose probabilities reach this sum.")] = 1.0,
+    seed: Annotated[int, Parameter(help="Seed; the same seed gives the same text.")] = 0,
+    tokenizer: Annotated[str, Parameter(help="Tokenizer file; default: that of the run's shard set.")] = "",
+    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; default: the first GPU, or else cpu.")] = "",
 ) -> int:
-    """Continue a text with the model of a checkpoint, whichever number of workers and layout it was trained on."""
+    """Continue a text with the model of a checkpoint, from any number of workers and any layout."""
     if tokens < 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise ConfigError("--tokens, --temperature and --top-k are 0 or more, --top-p is above 0 and at most 1",
+        raise ConfigError("--tokens, --temperature and --top-k must be 0 or more, --top-p above 0 and at most 1",
                           where="tidewheel generate", mend="correct the option")
     from tidewheel.inference.writer import Writer
 
@@ -150,46 +149,52 @@ def evaluate(
     source: Annotated[str, Parameter(help="URI of a run (its newest complete checkpoint), or of one checkpoint, "
                                           "RUN/checkpoints/step_00000100.")],
     *,
-    data: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="A validation set, URI or "
-                                                "name=URI; may be given again. By default the run's own.")] = None,
-    sequences: Annotated[int | None, Parameter(help="Take the first so many sequences of each set, 0: all.")] = None,
-    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; by default the first GPU if there is one.")] = "",
+    data: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Validation set: URI or "
+                                                "name=URI; may be repeated. Default: the run's own.")] = None,
+    sequences: Annotated[int | None, Parameter(help="Number of sequences to read of each set; 0: all.")] = None,
+    device: Annotated[str, Parameter(help="cpu, cuda or cuda:1; default: the first GPU, or else cpu.")] = "",
     as_json: AsJson = False,
 ) -> int:
-    """Loss, perplexity and bits per byte of a checkpoint, whichever number of workers and layout it was trained on."""
+    """Show loss, perplexity and bits per byte of a checkpoint, from any number of workers and any layout."""
     from tidewheel.inference.evaluate import Evaluator
 
-    found = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device).evaluate(source)
+    evaluation = Evaluator(source, data=_named_sets(data), sequences=sequences, device=device).evaluate(source)
     rows = [{"set": name or "validation", "loss": round(score.loss, 4), "perplexity": round(score.perplexity, 2),
              "bits per byte": None if score.bits_per_byte is None else round(score.bits_per_byte, 4),
-             "tokens": score.tokens} for name, score in found.scores.items()]
+             "tokens": score.tokens} for name, score in evaluation.scores.items()]
     if as_json:
-        print(json.dumps({"checkpoint": found.checkpoint, "step": found.step, "loss": found.loss, "sets": rows}))
+        print(json.dumps({"checkpoint": evaluation.checkpoint, "step": evaluation.step, "loss": evaluation.loss,
+                          "sets": rows}))
     else:
-        print_table(rows, title=f"step {found.step:,} of {found.checkpoint}")
+        print_table(rows, title=f"step {evaluation.step:,} of {evaluation.checkpoint}")
     return 0
 
 
 def _named_sets(given: Sequence[str] | None) -> dict[str, str] | None:
-    """{"": URI} of a single set, {name: URI} of several."""
+    """Return {"": URI} for a single set, {name: URI} for several.
+
+    Raises:
+        ConfigError: several sets, and not all have a name.
+    """
     if not given:
         return None
     pairs = [each.partition("=")[::2] if "=" in each else ("", each) for each in given]
     named = dict(pairs)
     if len(named) < len(pairs) or ("" in named and len(pairs) > 1):
-        raise ConfigError("several sets need a name each", where="--data", mend="--data web=URI --data code=URI")
+        raise ConfigError("each of several sets needs a name of its own", where="--data",
+                          mend="give --data web=URI --data code=URI")
     return named
 
 
 @app.command
 def audit(run: Annotated[str, Parameter(help="URI of a run.")]) -> int:
-    """Prove that a run consumed every sequence exactly once, in the planned order. Exit code 2 if not."""
+    """Prove that a run read every sequence exactly once, in the planned order. Exit code 2 if not."""
     from tidewheel.train.audit import audit as check
 
     result = check(run)
     print(result.summary())
     if not result.ok:
-        raise ShardError("the run did not consume the planned batches", where=run,
+        raise ShardError("the run did not read the planned batches", where=run,
                          mend="the steps named above differ: compare batches.jsonl with the shard manifest")
     return 0
 
@@ -197,14 +202,14 @@ def audit(run: Annotated[str, Parameter(help="URI of a run.")]) -> int:
 @app.command
 def doctor(
     *,
-    storage: Annotated[str | None, Parameter(help="Also try this URI: put, list, conditional put, multipart, delete, "
-                                                  "with the speed.")] = None,
-    address: Annotated[str | None, Parameter(help="Examine every node of this Ray cluster: auto, host:port.")] = None,
+    storage: Annotated[str | None, Parameter(help="Also test this URI: put, list, conditional put, multipart, delete, "
+                                                  "and measure the speed.")] = None,
+    address: Annotated[str | None, Parameter(help="Check every node of this Ray cluster: auto or host:port.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Check this machine or every node of a cluster: what is missing or wrong, and how to mend it.
+    """Check this machine, or every node of a cluster, and say how to fix what is wrong.
 
-    Exit code 2 on a failure.
+    Exit code 2 if a check fails.
     """
     from tidewheel.cluster.doctor import diagnose
 
@@ -228,16 +233,16 @@ def doctor(
 
 
 def _show_checks(rows: Sequence[dict[str, str]], *, title: str = "") -> None:
-    """On standard output: they are what the command is for."""
-    said = Output(highlight=False, soft_wrap=True)
+    """Print checks on standard output."""
+    output = Output(highlight=False, soft_wrap=True)
     if title:
-        said.print(f"[bold]{title}[/]")
+        output.print(f"[bold]{title}[/]")
     marks = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "failure": "[red]failure[/]"}
     for row in rows:
-        said.print(f"{marks[row['status']]} {row['name']:<23} ", end="")
-        said.print(row["detail"], markup=False)
+        output.print(f"{marks[row['status']]} {row['name']:<23} ", end="")
+        output.print(row["detail"], markup=False)
         if row["mend"] and row["status"] != "ok":
-            said.print(f"        mend: {row['mend']}", style="dim", markup=False)
+            output.print(f"        mend: {row['mend']}", style="dim", markup=False)
 
 
 @app.command
@@ -246,17 +251,20 @@ def demo(
     output: Annotated[str, Parameter(help="Folder for everything the demo writes.")] = "demo-output",
     storage: Annotated[Literal["folder", "s3"], Parameter(help="folder: plain files. s3: the same through an "
                        "S3-protocol server that the demo starts on loopback.")] = "folder",
-    steps: Annotated[int | None, Parameter(help="Training steps; fewer is quicker and learns less.")] = None,
-    disturb: Annotated[bool, Parameter(help="Kill a node at 40 % and let one join at 70 %.")] = True,
+    steps: Annotated[int | None, Parameter(help="Training steps; default: as the demo's configuration says.")] = None,
+    disturb: Annotated[bool, Parameter(help="Kill a node at 40 % of the steps, and add one later.")] = True,
 ) -> int:
-    """Raw text to a trained model on this machine, with a node killed on the way, and a report. No network, no GPU."""
+    """Train a model from raw text on this machine, with a node killed during the run, and write a report.
+
+    Needs neither network nor GPU.
+    """
     from tidewheel.demo.run import run_demo
 
     return run_demo(output=output, storage=storage, steps=steps, disturb=disturb)
 
 
 def run_command(tokens: Sequence[str]) -> int:
-    """Run one command line and return its exit code; see the module's docstring."""
+    """Run one command line, and return its exit code; see the module."""
     try:
         code = app(list(tokens), exit_on_error=False, print_error=False, result_action="return_value")
         return code if isinstance(code, int) else 0
@@ -264,8 +272,8 @@ def run_command(tokens: Sequence[str]) -> int:
         console.print(f"[red]error:[/] {error}", markup=True)
         console.print("  mend: `tidewheel --help`, or --help behind a command, shows what there is", markup=False)
         return 2
-    except BrokenPipeError:  # the reader of our output, `head` for one, has seen enough
-        sys.stdout = None  # type: ignore[assignment]  # or Python would flush it once more at exit, and complain
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed the pipe
+        sys.stdout = None  # type: ignore[assignment]  # or Python would flush it at exit, and fail
         return 0
     except Stopped as stopped:
         console.print(str(stopped), markup=False)
@@ -283,14 +291,17 @@ def run_command(tokens: Sequence[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process as Python does, up to where C++ is taken down: there Arrow's threads now and then abort a process
-    that has done its work, with "terminate called without an active exception" (apache/arrow#34314)."""
-    for number in SIGNALS:  # there is nothing left to clean up that a signal would have to wait for
+    """End the process as Python does, but without the destructors of C++ libraries.
+
+    There, Arrow's threads sometimes abort a process that has done its work, with "terminate called without an active
+    exception" (apache/arrow#34314).
+    """
+    for number in SIGNALS:  # nothing is left to clean up on a signal
         signal.signal(number, signal.SIG_DFL)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads it any more, or it is closed
+        with contextlib.suppress(BrokenPipeError, ValueError):  # its reader is gone, or it is closed
             if stream is not None:
                 stream.flush()
     os._exit(code)

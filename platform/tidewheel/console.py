@@ -1,7 +1,6 @@
-"""What people see while something runs: progress bars on a terminal, plain lines elsewhere.
+"""Progress for people: bars on a terminal, plain lines elsewhere.
 
-In a job's log (`ray job logs`, CI) a bar that redraws itself is noise, so there the same progress
-becomes one line every few seconds.
+In a job's log (`ray job logs`, CI) a bar that redraws itself is noise, so progress is one line every few seconds.
 """
 
 from __future__ import annotations
@@ -18,17 +17,19 @@ from rich.console import Console
 from tidewheel.printable import printable_lines
 
 WIDTH = 140
-"""Columns of what goes to a file or a pipe."""
+"""Columns of output to a file or a pipe."""
 LOG_SECONDS = 5.0
-"""Between two lines of one bar in a log."""
+"""Seconds between two lines of a bar in a log."""
 FOLDED = 20
-"""Columns of a table that are wider may fold where a terminal is too narrow; the others never do."""
+"""Columns of a table that are wider than this may fold on a narrow terminal."""
 
 
 
 class Output(Console):
-    """What a command prints. When the reader has seen enough, `head` for one, the command ends as it does for `print`:
-    rich by itself would end the process with code 1."""
+    """Output of a command. When its reader closes the pipe, as `head` does, it raises what `print` raises.
+
+    rich alone would end the process with code 1.
+    """
 
     def on_broken_pipe(self) -> None:
         """Raise what `print` raises."""
@@ -40,7 +41,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sy
 
 @dataclass
 class Bar:
-    """One progress bar: `advance` and `update` are safe to call from any thread."""
+    """A progress bar. `advance` and `update` may be called from any thread."""
 
     title: str
     total: float | None = None
@@ -52,22 +53,34 @@ class Bar:
     _shown: float = field(default=0.0, repr=False)
     _began: float = field(default_factory=lambda: time.monotonic(), repr=False)
     _before: float | None = field(default=None, repr=False)
-    """What was done already when the pace began: it says nothing about the pace."""
+    """Work that was done before the pace was measured."""
     _pace_began: float = field(default_factory=lambda: time.monotonic(), repr=False)
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
-        """`amount` more is done."""
+        """Add to the work done.
+
+        Args:
+            amount: work done since the last call.
+            note: text behind the bar.
+        """
         self.update(self.done + amount, note=note)
 
     def begin_pace(self, done: float) -> None:
-        """Measure the pace from now on, with `done` done: what came before was preparation."""
-        self._before, self._pace_began = done, time.monotonic()
+        """Measure the pace from now on; the work done so far was preparation."""
+        self._before = done
+        self._pace_began = time.monotonic()
 
     def update(self, done: float, *, total: float | None = None, note: str | None = None) -> None:
-        """`done` of the total is done; `note` is shown behind the bar."""
+        """Set the work done.
+
+        Args:
+            done: work done so far.
+            total: work to do, if it has changed.
+            note: text behind the bar.
+        """
         if self._before is None:
             self._before = done
-        is_news = note not in (None, self.note) and done == self.done  # another part of the work has begun
+        is_news = note not in (None, self.note) and done == self.done  # another part of the work has started
         self.done = done
         self.total = total if total is not None else self.total
         self.note = note if note is not None else self.note
@@ -84,7 +97,7 @@ class Bar:
         console.print(line.rstrip(), markup=False)
 
     def _left(self) -> str:
-        """How long the rest takes at the pace so far; "" while nothing is known."""
+        """Return the time left at the pace so far; "" while it is unknown."""
         here = self.done - (self._before or 0)
         if not self.total or here <= 0 or self.done >= self.total:
             return ""
@@ -92,7 +105,7 @@ class Bar:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 40 s, 12 min, 3.5 h."""
+    """Format seconds: 40 s, 12 min, 3.5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
@@ -104,14 +117,14 @@ def _number(value: float) -> str:
 
 @contextlib.contextmanager
 def bars() -> Iterator[Bars]:
-    """A group of progress bars, drawn together."""
+    """Yield a group of progress bars that are drawn together."""
     group = Bars(None)
     if console.is_terminal:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.table import Column
 
         def fixed(width: int) -> Column:
-            """What a narrow terminal does not squash: the note is cut first."""
+            """Return a column that a narrow terminal does not shrink: the note is cut first."""
             return Column(no_wrap=True, min_width=width)
 
         elapsed = [TimeElapsedColumn(fixed(7))] if console.width >= 100 else []
@@ -134,7 +147,13 @@ class Bars:
 
     @contextlib.contextmanager
     def bar(self, title: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
-        """A bar that stays on the screen, at its final value, when its block ends."""
+        """Yield a bar, which stays on the screen at its final value.
+
+        Args:
+            title: text before the bar.
+            total: work to do, if it is known.
+            unit: unit of the work.
+        """
         bar = Bar(title, total, unit=unit)
         if self.live is not None:
             bar._live = self.live
@@ -149,10 +168,15 @@ class Bars:
 
 
 def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console | None = None) -> None:
-    """Rows of equal keys as a table; on standard output unless `to` says otherwise. Numbers stand on the right.
+    """Print rows with equal keys as a table. Numbers are aligned right.
 
-    Outside a terminal a row is a line, however long. On a terminal that is too narrow the wide columns of text fold;
-    the others keep their width, and lines may be longer than the screen.
+    Outside a terminal each row is one line. On a narrow terminal wide columns of text fold; the others keep their
+    width, and lines may be longer than the screen.
+
+    Args:
+        rows: cells by title.
+        title: text above the table.
+        to: where to print; default: standard output.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -171,10 +195,10 @@ def print_table(rows: Sequence[dict[str, Any]], *, title: str = "", to: Console 
                          min_width=FOLDED if folds else width)
         least += (FOLDED if folds else width) + _GAP
     for row in cells:
-        table.add_row(*map(Text, row))  # what a document says is no markup
+        table.add_row(*map(Text, row))  # a document's text is no markup
     target = Output(file=stream, highlight=False, force_terminal=is_terminal or None)
     target.width = max(target.width if is_terminal else 0, least)
-    if title:  # a table's own title folds at the width of the table
+    if title:  # rich folds a table's own title at the table's width
         target.print(Text(title, style="table.title"), soft_wrap=True)
     target.print(table)
 

@@ -245,7 +245,7 @@ class Store:
             raise StorageError(f"not valid JSON ({error})", where=self.at(key),
                                mend="the file is damaged: delete it and run again") from None
 
-    def write_json(self, key: str, value: Any) -> Stamp:
+    def write_json(self, key: str, value: object) -> Stamp:
         """Write `value` as indented JSON with sorted keys (equal values give equal bytes)."""
         return self.write(key, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 

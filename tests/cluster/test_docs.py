@@ -31,8 +31,8 @@ SECONDS = 500
 #: `test_demo.py`; `make long` executes them.
 LONG = ("csv_to_model", "pretrain_on_a_cluster", "spot_training", "recover", "add_a_model", "bring_your_data")
 #: Pages that run many pipelines: on one cluster, as where RAY_ADDRESS is set. The others start a Ray for each command.
-ON_ONE_CLUSTER = ("bring_your_data", "clean_text", "csv_to_model", "inputs", "write_a_filter",
-                  "write_a_callback")
+ON_ONE_CLUSTER = ("first_run", "bring_your_data", "clean_text", "csv_to_model", "inputs", "write_a_filter",
+                  "write_an_optimizer", "write_an_objective", "write_a_callback")
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def test_the_commands_of_the_page_for_users(capsys: pytest.CaptureFixture[str], 
     assert run_command([*commands[2], "--output", str(tmp_path / "r.yaml")]) == 0
     for command in commands:
         assert run_command(command) == 0, command
-    assert capsys.readouterr().out.count("objects: nothing is wrong") == 2
+    assert capsys.readouterr().out.count("objects: no problems") == 2
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     assert run_command(["k8s", "render", "gpu-spot", *options, "--output", str(file)]) == 0
     assert len(manifests(file.read_text(), str(file))) > 15
     assert run_command(["k8s", "lint", "gpu-spot", *options]) == 0
-    assert "nothing is wrong" in capsys.readouterr().out
+    assert "no problems" in capsys.readouterr().out
     file.write_text(file.read_text().replace("terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 20"))
     assert run_command(["k8s", "lint", "--file", str(file)]) == 2
     assert "terminationGracePeriodSeconds" in capsys.readouterr().out

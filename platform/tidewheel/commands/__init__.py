@@ -1,1 +1,1 @@
-"""The groups of the command line, a module each. Heavy imports happen inside the commands."""
+"""The groups of commands, one module each. Heavy imports happen inside the commands."""

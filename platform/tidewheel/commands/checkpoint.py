@@ -11,12 +11,12 @@ from cyclopts import Parameter
 from tidewheel.commands.options import AsJson
 from tidewheel.console import print_table
 
-app = cyclopts.App(name="checkpoint", help="List the checkpoints of a run and check them.")
+app = cyclopts.App(name="checkpoint", help="List, verify, compare, export and import checkpoints.")
 
 
 @app.command(name="list")
 def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_json: AsJson = False) -> int:
-    """The checkpoints of a run, oldest first; partial ones are marked."""
+    """List the checkpoints of a run, oldest first, with partial ones marked."""
     from tidewheel.checkpoint.verify import list_checkpoints
     from tidewheel.errors import CheckpointError
     from tidewheel.storage import store
@@ -24,7 +24,7 @@ def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_
     place = store(run)
     saved = list_checkpoints(place.child("checkpoints"))
     if not saved and not place.exists("run.json"):
-        raise CheckpointError("no run here: neither checkpoints nor run.json", where=run,
+        raise CheckpointError("there is no run here: neither checkpoints nor run.json", where=run,
                               mend="give the URI of a run: run.uri and run.id of its configuration, such as runs/demo")
     rows = [{"checkpoint": found.name, "step": found.step, "state": "complete" if found.complete else "partial",
              "MB": round(found.bytes / 1e6, 2), "world size": found.world_size}
@@ -42,9 +42,9 @@ def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_
 def checkpoint_verify(
     run: Annotated[str, Parameter(help="URI of a run.")],
     *,
-    name: Annotated[str | None, Parameter(help="One checkpoint, such as step_00000100; all by default.")] = None,
+    name: Annotated[str | None, Parameter(help="One checkpoint, such as step_00000100; default: all.")] = None,
 ) -> int:
-    """Read every file of the checkpoints and compare hashes. Exit code 2 if one is damaged."""
+    """Read every file of the checkpoints and compare its hash. Exit code 2 if a file is damaged."""
     from tidewheel.checkpoint.verify import list_checkpoints, verify_checkpoint
     from tidewheel.errors import CheckpointError
     from tidewheel.storage import store
@@ -57,7 +57,7 @@ def checkpoint_verify(
     print("\n".join(f"{each}: {'; '.join(found) or 'intact'}" for each, found in problems.items()))
     if damaged := sum(map(bool, problems.values())):
         raise CheckpointError(f"{damaged} of {len(names)} checkpoints are damaged", where=run,
-                              mend="training passes over damaged ones and resumes from the newest intact one")
+                              mend="training skips damaged checkpoints and resumes from the newest intact one")
     return 0
 
 
@@ -68,7 +68,7 @@ def checkpoint_digest(
     *,
     as_json: AsJson = False,
 ) -> int:
-    """SHA-256 of a checkpoint's tensors, the same for the same bits whatever layout and number of workers wrote it."""
+    """Print the SHA-256 of a checkpoint's tensors. Equal bits have equal hashes in any layout."""
     from dataclasses import asdict
 
     from tidewheel.checkpoint.digest import digest
@@ -89,8 +89,8 @@ def checkpoint_export(
                                           "RUN/checkpoints/step_00000100.")],
     out: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write.")],
     *,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(help="Of the weights written.")] = "float32",
-    tokenizer: Annotated[str, Parameter(help="A tokenizer.json; by default that of the run's shard set.")] = "",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Parameter(help="dtype of the weights.")] = "float32",
+    tokenizer: Annotated[str, Parameter(help="A tokenizer.json; default: that of the run's shard set.")] = "",
 ) -> int:
     """Write a checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained loads."""
     from tidewheel.checkpoint.conversion import export
@@ -103,13 +103,13 @@ def checkpoint_export(
 
 @app.command(name="import")
 def checkpoint_import(
-    folder: Annotated[str, Parameter(help="A Llama or Qwen 3 model as save_pretrained writes it, in safetensors.")],
-    uri: Annotated[str, Parameter(help="Where the checkpoint goes, a new folder or s3://bucket/prefix.")],
+    folder: Annotated[str, Parameter(help="Llama or Qwen 3 model in safetensors, as save_pretrained writes it.")],
+    uri: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint.")],
     *,
     vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to so many tokens, that of the shard "
                                                           "set to train on.")] = None,
 ) -> int:
-    """Turn a Hugging Face model into a checkpoint that training can start from, and print the settings for it."""
+    """Convert a Hugging Face model to a checkpoint that training can start from, and print its settings."""
     from tidewheel.checkpoint.conversion import import_
 
     print(import_(folder, uri, vocabulary_size=vocabulary_size).settings(), end="")

@@ -1,4 +1,4 @@
-"""`tidewheel cluster ...`, `tidewheel job ...` and `tidewheel submit`: what people type about clusters and jobs."""
+"""`tidewheel cluster ...`, `tidewheel job ...` and `tidewheel submit`: clusters and jobs."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from tidewheel.placement import PlacementConfig
 cluster_app = cyclopts.App(name="cluster", help="A Ray cluster of several nodes on this machine, in the background.")
 job_app = cyclopts.App(name="job", help="Jobs on a Ray cluster's job server: list, follow, stop.")
 
-Name = Annotated[str, Parameter(help="Name of the cluster; several may be up.")]
+Name = Annotated[str, Parameter(help="Name of the cluster; several may run.")]
 Server = Annotated[str | None, Parameter(
-    name="--address", help="URL of the job server, http://head:8265. Without it RAY_API_SERVER_ADDRESS counts, then "
+    name="--address", help="URL of the job server, http://head:8265. Default: RAY_API_SERVER_ADDRESS, then "
                            "the cluster of `tidewheel cluster up`.")]
 JobId = Annotated[str, Parameter(help="Id of the job, as `tidewheel submit` printed it.")]
 Groups = Annotated[list[str] | None, Parameter(
     name="--group", negative="", consume_multiple=False, help="A node group, NAME[:NODES[:CPUS]][,RESOURCE=AMOUNT]; "
     "may be given again: data:2, gpu-spot:1:1,accelerator=1. A name that ends in `spot` is a spot group.")]
 Labels = Annotated[list[str] | None, Parameter(
-    negative="", consume_multiple=False, help="KEY=VALUE for every node; may be given again.")]
+    negative="", consume_multiple=False, help="Label KEY=VALUE of every node; may be repeated.")]
 
 
 @cluster_app.command
 def up(
     *,
     nodes: Annotated[int, Parameter(help="Nodes of the group `data`, beside those of --group.")] = 0,
-    cpus_per_node: Annotated[float, Parameter(help="CPUs that each node offers; they need not exist.")] = 1,
+    cpus_per_node: Annotated[float, Parameter(help="CPUs that each node offers; the machine may have fewer.")] = 1,
     group: Groups = None,
     labels: Labels = None,
-    head_cpus: Annotated[float, Parameter(help="CPUs of the head; with 0 only drivers run there.")] = 0,
+    head_cpus: Annotated[float, Parameter(help="CPUs of the head; with 0 it runs drivers only.")] = 0,
     object_store_mb: Annotated[int, Parameter(help="Shared memory of each node, MiB; at least 75.")] = 128,
     name: Name = DEFAULT_NAME,
 ) -> int:
-    """Start a head and nodes: real raylets, on loopback, that ask for a token. They stay when this command ends."""
+    """Start a head and nodes in the background: real raylets on loopback that require a token."""
     from tidewheel.cluster.groups import Group, parse_group, parse_labels
 
     extra = parse_labels(labels or ())
@@ -63,7 +63,7 @@ def up(
 
 @cluster_app.command
 def status(*, name: Name = DEFAULT_NAME, as_json: AsJson = False) -> int:
-    """Node groups, nodes, those that are being drained, and jobs. Exit code 2 when no cluster is up."""
+    """Show node groups, nodes and jobs. Exit code 2 if no cluster is up."""
     state = _found(name)
     found = background.ask(state, "status")
     if as_json:
@@ -90,7 +90,7 @@ def add(
     from tidewheel.cluster.groups import parse_group, parse_labels
 
     state = _found(name)
-    wanted = [parse_group(text, labels=parse_labels(labels or ())) for text in group]  # all are right, or none starts
+    wanted = [parse_group(text, labels=parse_labels(labels or ())) for text in group]  # check all before one starts
     for each in wanted:
         for node_id in background.add(state, each):
             print(f"{node_id[:12]} joined, group {each.name}, {each.cpus:g} CPUs")
@@ -99,24 +99,24 @@ def add(
 
 @cluster_app.command
 def drain(
-    node: Annotated[str, Parameter(help="Beginning of a node's id, or a group's name for its newest node.")],
+    node: Annotated[str, Parameter(help="Start of a node's id, or a group's name for its newest node.")],
     *,
-    notice: Annotated[float, Parameter(help="Seconds between the announcement and the end of the node.")] = 30.0,
+    notice: Annotated[float, Parameter(help="Seconds from the notice to the end of the node.")] = 30.0,
     name: Name = DEFAULT_NAME,
 ) -> int:
-    """Take a node away as a spot reclaim does: announced first, ended when the notice is over."""
+    """Drain a node as a spot reclaim does: announce it, and end the node when the notice is over."""
     state = _found(name)
     found = background.node_of(state, node)
     answer = background.ask(state, "drain", node_id=found["node_id"], notice_seconds=notice, reason="tidewheel drain")
     if not answer["accepted"]:
         raise ClusterError("Ray refuses to drain the node", where=found["node_id"][:12], mend="kill it instead")
-    print(f"{found['node_id'][:12]} (group {found['group']}) is being drained and ends in {notice:g} s")
+    print(f"{found['node_id'][:12]} (group {found['group']}) is draining and ends in {notice:g} s")
     return 0
 
 
 @cluster_app.command
 def kill(
-    node: Annotated[str, Parameter(help="Beginning of a node's id, or a group's name for its newest node.")],
+    node: Annotated[str, Parameter(help="Start of a node's id, or a group's name for its newest node.")],
     *,
     name: Name = DEFAULT_NAME,
 ) -> int:
@@ -130,7 +130,7 @@ def kill(
 
 @cluster_app.command
 def down(*, name: Name = DEFAULT_NAME) -> int:
-    """End the cluster and remove what it wrote. No cluster up is no error."""
+    """Stop the cluster and remove its files. It is no error if no cluster is up."""
     state = background.find(name)
     if state is None:
         print(f"no cluster {name!r} is up")
@@ -141,7 +141,7 @@ def down(*, name: Name = DEFAULT_NAME) -> int:
 
 @cluster_app.command
 def env(*, name: Name = DEFAULT_NAME) -> int:
-    """Print what a shell needs so that `ray`, `tidewheel` and Python programs use the cluster: eval "$(...)"."""
+    """Print the environment with which `ray`, `tidewheel` and Python programs use the cluster: eval "$(...)"."""
     import shlex
 
     for key, value in _found(name).environment.items():
@@ -153,7 +153,7 @@ def submit(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True, help="A job (prepare_data, train, evaluate, export, "
                                        "workflow), a YAML file or any command, with its options; best behind --.")],
     address: Server = None,
-    working_dir: Annotated[str, Parameter(help="Folder of the code that is uploaded; '' for none.")] = ".",
+    working_dir: Annotated[str, Parameter(help="Folder of code to upload; '' for none.")] = ".",
     exclude: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Also leave out files "
                        "that match, as in .gitignore; may be given again.")] = None,
     include: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Upload files that match "
@@ -161,14 +161,14 @@ def submit(
     env_var: Annotated[list[str] | None, Parameter(name="--env", negative="", consume_multiple=False, help="KEY=VALUE "
                        "for the job and its workers; may be given again. Not for secrets: whoever may list jobs sees "
                        "it.")] = None,
-    job_id: Annotated[str, Parameter(name="--id", help="Id of the job; made here if left out.")] = "",
+    job_id: Annotated[str, Parameter(name="--id", help="Id of the job; default: a new one.")] = "",
     driver: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="LABEL=CONDITION of the "
                       "node that the driver runs on, ray.io/market-type=!spot for one; may be given again. Left out, "
                       "it is the head, which clusters keep off spot nodes.")] = None,
     wait: Annotated[bool, Parameter(help="Show the job's log until it ends, and exit with its code.")] = True,
     dry_run: Annotated[bool, Parameter(negative="", help="Show what would be uploaded and run, then stop.")] = False,
 ) -> int:
-    """Run a job on a Ray cluster: show and upload the code, start it, show its log, exit with its code.
+    """Run a job on a Ray cluster: upload the code, start the job, show its log and exit with its code.
 
     A lost connection is taken up again. Ctrl-C leaves the job running; `tidewheel job stop` ends it, after training has
     saved. The exit code is the job's own, 143 when it was stopped.
@@ -208,7 +208,7 @@ def _selector(texts: Sequence[str]) -> dict[str, str]:
 
 @job_app.command(name="list")
 def job_list(*, address: Server = None, as_json: AsJson = False) -> int:
-    """Submitted jobs, oldest first."""
+    """List submitted jobs, oldest first."""
     from tidewheel.cluster.jobs import JobServer
 
     rows = [{"id": job.submission_id, "status": str(job.status.value), "entrypoint": job.entrypoint,
@@ -224,7 +224,7 @@ def job_list(*, address: Server = None, as_json: AsJson = False) -> int:
 
 @job_app.command(name="follow")
 def job_follow(job: JobId, *, address: Server = None) -> int:
-    """Show a job's log from its beginning until it ends; exits with its code."""
+    """Show a job's log from its start to its end, and exit with its code."""
     from tidewheel.cluster.jobs import JobServer
 
     return _follow(JobServer(address), job)
@@ -232,13 +232,13 @@ def job_follow(job: JobId, *, address: Server = None) -> int:
 
 @job_app.command(name="stop")
 def job_stop(job: JobId, *, address: Server = None,
-             wait: Annotated[bool, Parameter(help="Until it has ended.")] = True) -> int:
-    """End a job: SIGTERM, upon which training saves and leaves, and SIGKILL if it takes too long."""
+             wait: Annotated[bool, Parameter(help="Wait until the job has ended.")] = True) -> int:
+    """Stop a job: SIGTERM, on which training saves and exits, then SIGKILL if that takes too long."""
     from tidewheel.cluster.jobs import ENDED, JobServer
 
     server = JobServer(address)
     if not server.stop(job):
-        print(f"{job} had ended before: {server.info(job).status.value.lower()}")
+        print(f"{job} had already ended: {server.info(job).status.value.lower()}")
         return 0
     while wait and server.info(job).status not in ENDED:
         time.sleep(0.5)
@@ -254,8 +254,8 @@ def _follow(server: Any, job: str) -> int:
     try:
         code: int = server.follow(job, write)
     except KeyboardInterrupt:
-        console.print(f"the job goes on; `tidewheel job follow {job}` shows it again, `tidewheel job stop {job}` ends "
-                      "it", markup=False)
+        console.print(f"the job continues; `tidewheel job follow {job}` shows it again, `tidewheel job stop {job}` "
+                      "ends it", markup=False)
         return 130
     info = server.info(job)
     console.print(f"job {job}: {info.status.value.lower()}, exit code {code}", markup=False)

@@ -1,4 +1,4 @@
-"""`tidewheel data`: run a pipeline, train a tokenizer or a classifier."""
+"""`tidewheel data`: run pipelines, train tokenizers and classifiers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def data_run(
                                           "the report to. Run again with the same one to resume.")],
     set_: Overrides = None,
     address: Address = None,
-    fail_above: Annotated[float | None, Parameter(help="Fail when a larger share of the documents than this contains "
+    fail_above: Annotated[float | None, Parameter(help="Fail if a larger share of the documents than this contains "
                                                        "evaluation items; instead of the recipe's own.")] = None,
-    verify: Annotated[bool, Parameter(negative="", help="Read what is published already, too, and write anew what is "
+    verify: Annotated[bool, Parameter(negative="", help="Also read what is already published, and rewrite what is "
                                                         "damaged. Without it, what has its length counts as "
                                                         "intact until it is read.")] = False,
-    replace: Annotated[bool, Parameter(negative="", help="Replace what another recipe has made in the output; "
+    replace: Annotated[bool, Parameter(negative="", help="Replace the output of another recipe; "
                                                          "`tidewheel data clean` removes what is left.")] = False,
-    limit: Annotated[int | None, Parameter(help="Try it on a little: at most so many documents, the first of each "
+    limit: Annotated[int | None, Parameter(help="Try it on a few documents: at most this many, the first of each "
                                                 "file, in proportion to its size (read.limit).")] = None,
     sample: Annotated[float | None, Parameter(help="Try it on a share of the documents, 0.01 for 1 %, chosen by the "
                                                    "hash of their id (read.sample).")] = None,
@@ -54,15 +54,16 @@ def data_run(
     from tidewheel.data.config import PipelineConfig
 
     tried = [f"read.{name}={value}" for name, value in (("limit", limit), ("sample", sample)) if value is not None]
-    settings = load(PipelineConfig, config, [*(set_ or ()), *tried])  # tells of wrong keys before the heavy imports
+    settings = load(PipelineConfig, config, [*(set_ or ()), *tried])  # reports wrong keys before the heavy imports
     from tidewheel.data import pipeline, pipeline_plan
     from tidewheel.data.stages.replace import would_be_replaced
 
     if fail_above is not None and not 0 <= fail_above <= 1:
-        raise ConfigError(f"a share is from 0 to 1, got {fail_above:g}", where="--fail-above", mend="0.001 for 0.1 %")
+        raise ConfigError(f"a share must be from 0 to 1, not {fail_above:g}", where="--fail-above",
+                          mend="give 0.001 for 0.1 %")
     if fail_above is not None and settings.step("decontaminate") is None:
         raise ConfigError("the pipeline has no decontaminate step", where="--fail-above",
-                          mend="add the step to the recipe, with the evals to look for")
+                          mend="add the step to the recipe, with its evaluation sets")
     if dry_run:
         plan = pipeline_plan.plan(settings, input=input, output=output)
         print_table([line.row() for line in plan.formats], title="what would be read")
@@ -73,8 +74,8 @@ def data_run(
         if plan.replaces:
             print(f"replaces {plan.replaces}")
         return 0
-    console.print("looking at the input and the output")
-    pipeline.check(settings, input=input, output=output, may_replace=replace)  # before a cluster is started for it
+    console.print("checking the input and the output")
+    pipeline.check(settings, input=input, output=output, may_replace=replace)  # before a cluster starts for it
     from tidewheel.cluster.session import session
     from tidewheel.data.progress import stage_bars
     from tidewheel.report.pipeline import write_pipeline_report
@@ -100,7 +101,7 @@ def data_run(
 
 
 def _print_skipped(skipped: Mapping[str, int]) -> None:
-    """Tell which files of source trees are left out."""
+    """Print which files of source trees are left out."""
     from tidewheel.data.readers.code import REASONS
 
     if skipped:
@@ -112,10 +113,10 @@ def _print_skipped(skipped: Mapping[str, int]) -> None:
 def data_example(
     folder: Annotated[str, Parameter(help="Folder or s3://bucket/prefix to write corpus/ and evals/ to.")],
     *,
-    max_bytes: Annotated[int, Parameter(help="Text at most, in bytes.")] = 8_000_000,
-    seed: Annotated[int, Parameter(help="Another one takes other documents where there are more than fit.")] = 0,
+    max_bytes: Annotated[int, Parameter(help="Bytes of text, at most.")] = 8_000_000,
+    seed: Annotated[int, Parameter(help="Seed that selects the documents, if there are more than fit.")] = 0,
 ) -> int:
-    """Write documents to try things on, from this machine's Python, with a few broken records and an evaluation set.
+    """Write example documents from this machine's Python, with a few broken records and an evaluation set.
 
     The same Python environment gives the same bytes.
     """
@@ -123,7 +124,7 @@ def data_example(
     from tidewheel.storage import store
 
     if max_bytes < 1:
-        raise ConfigError(f"{max_bytes} bytes of text", where="--max-bytes", mend="1 or more, such as 600000")
+        raise ConfigError(f"{max_bytes} bytes of text", where="--max-bytes", mend="give 1 or more, such as 600000")
     made = build_corpus(store(folder), max_bytes=max_bytes, seed=seed)
     print(f"{folder}: {made.documents:,} documents, {made.bytes / 1e6:.1f} MB, in {len(made.files)} files; "
           f"{made.bad_records} broken records; {len(made.evals)} files of evaluation items, of which "
@@ -133,16 +134,16 @@ def data_example(
 
 @app.command(name="train-classifier")
 def data_train_classifier(
-    positive: Annotated[str, Parameter(help="Documents as they are wanted: a file or a quoted pattern.")],
-    negative: Annotated[str, Parameter(help="Documents as they come: a file or a quoted pattern.")],
+    positive: Annotated[str, Parameter(help="Good documents: a file or a quoted pattern.")],
+    negative: Annotated[str, Parameter(help="Ordinary documents: a file or a quoted pattern.")],
     *,
-    output: Annotated[str, Parameter(help="Where the model goes, a .bin file in fastText's format.")],
+    output: Annotated[str, Parameter(help="Path of the model, a .bin file in fastText's format.")],
     text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
-    keep: Annotated[float, Parameter(help="Share of documents like the second set that the threshold lets in.")] = 0.1,
+    keep: Annotated[float, Parameter(help="Share of ordinary documents that the threshold lets pass.")] = 0.1,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> int:
-    """Train a quality classifier from two sets of documents and test it on a part of them that it has not seen.
+    """Train a quality classifier on two sets of documents, and test it on a held-out part.
 
     --set changes how it is trained: epochs, learning_rate, word_ngrams, dimension, buckets, min_count, held_out, seed.
     The same documents give the same bytes, in whatever files and order they come.
@@ -178,13 +179,13 @@ def data_train_classifier(
 def data_train_tokenizer(
     inputs: Annotated[list[str], Parameter(help="Files of documents, or quoted patterns; s3://bucket/... too.")],
     *,
-    vocabulary_size: Annotated[int, Parameter(help="Tokens, the 256 bytes and the special tokens included.")],
-    output: Annotated[str, Parameter(help="Where the tokenizer.json goes.")],
+    vocabulary_size: Annotated[int, Parameter(help="Number of tokens, with the 256 bytes and special tokens.")],
+    output: Annotated[str, Parameter(help="Path of the tokenizer.json.")],
     sample_bytes: Annotated[int, Parameter(help="Text to train on: documents in order of their content's hash, until "
                                                 "so many bytes are there.")] = 100_000_000,
     text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
     special_token: Annotated[list[str] | None, Parameter(
-        negative="", consume_multiple=False, help="A further special token, for chat templates. May be given "
+        negative="", consume_multiple=False, help="A further special token, for chat templates. May be "
                                                   "again.")] = None,
     as_json: AsJson = False,
 ) -> int:

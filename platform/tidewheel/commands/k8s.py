@@ -1,4 +1,4 @@
-"""`tidewheel k8s`: manifests put together and checked."""
+"""`tidewheel k8s`: render and check manifests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.errors import ConfigError
 if TYPE_CHECKING:
     from tidewheel.kubernetes.render import Request
 
-app = cyclopts.App(name="k8s", help="Kubernetes manifests of a cluster or a job: put together and checked.")
+app = cyclopts.App(name="k8s", help="Render and check Kubernetes manifests of a cluster or a job.")
 
 Overlay = Annotated[str, Parameter(help="A folder of k8s/overlays: kind, gpu or gpu-spot.")]
 
@@ -24,7 +24,7 @@ Overlay = Annotated[str, Parameter(help="A folder of k8s/overlays: kind, gpu or 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Rendering:
-    """What an overlay is rendered with; the options of `render` and `lint`."""
+    """Options of `render` and `lint`, with which an overlay is rendered."""
 
     job: Annotated[Literal["train", "pipeline", "workflow"] | None, Parameter(
         help="A job with a cluster of its own; without it, a standing cluster.")] = None
@@ -37,17 +37,17 @@ class Rendering:
     argument: Annotated[list[str] | None, Parameter(
         negative="", consume_multiple=False, help="A further argument of the job: --argument=--output=s3://bucket/"
                                                   "clean. May be given again.")] = None
-    namespace: Annotated[str, Parameter(help="Instead of tidewheel.")] = ""
+    namespace: Annotated[str, Parameter(help="Namespace; default: tidewheel.")] = ""
     image: Annotated[list[str] | None, Parameter(
         negative="", consume_multiple=False, help="An image: tidewheel=registry/tidewheel:1.0, and tidewheel-cuda=... "
                                                   "for the GPU groups.")] = None
     annotate_service_accounts: Annotated[list[str] | None, Parameter(
         negative="", consume_multiple=False, help="KEY=VALUE of the pods' service accounts: the cloud's role for "
                                                   "them.")] = None
-    tree: Annotated[str, Parameter(help="The folder k8s of the repository, or a copy of it.")] = "k8s"
+    tree: Annotated[str, Parameter(help="The repository's folder k8s, or a copy of it.")] = "k8s"
 
     def request(self, overlay: str) -> Request:
-        """What `kubernetes.render` is asked for."""
+        """Return the request for `kubernetes.render`."""
         from tidewheel.kubernetes import commands
 
         return commands.request(
@@ -64,9 +64,9 @@ def k8s_render(
     overlay: Overlay,
     *,
     of: Rendering = AS_IT_IS,
-    output: Annotated[str, Parameter(help="Write into this file rather than to the standard output.")] = "",
+    output: Annotated[str, Parameter(help="File to write; default: standard output.")] = "",
 ) -> int:
-    """Put an overlay, components and a job together through kustomize, with the run's configuration in them.
+    """Render an overlay, components and a job with kustomize, including the run's configuration.
 
     The pods that train are as many as the run may use: `elastic` divided by the workers that fit into one pod.
     """
@@ -93,7 +93,7 @@ def k8s_lint(
     of: Rendering = AS_IT_IS,
     as_json: AsJson = False,
 ) -> int:
-    """Check manifests before they are applied. Exit code 2 if anything is wrong.
+    """Check manifests before you apply them. Exit code 2 if anything is wrong.
 
     Schemas (closed: nothing unknown passes), what the KubeRay operator refuses, restricted Pod Security, network and
     rights, names that lead nowhere, metrics that nobody measures; and with --config the pods against the run's workers,
@@ -102,7 +102,7 @@ def k8s_lint(
     from tidewheel.kubernetes import commands
 
     if (overlay is None) == (file is None):
-        raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", mend="tidewheel k8s lint gpu")
+        raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", mend="run tidewheel k8s lint gpu")
     if file is not None:
         found, checked = commands.lint_file(file, job=of.job, config=of.config, overrides=of.set_)
     else:
@@ -115,5 +115,5 @@ def k8s_lint(
     if found:
         raise ConfigError(f"{len(found)} problem(s), listed above", where=file or str(overlay),
                           mend="correct the fields named there")
-    print(f"{checked} objects: nothing is wrong")
+    print(f"{checked} objects: no problems")
     return 0

@@ -1,4 +1,4 @@
-"""`tidewheel logs`: what the workers of a run said."""
+"""`tidewheel logs`: the logs of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.printable import printable_lines
 
 POLL_SECONDS = 1.0
-"""Between two looks for new lines with --follow."""
+"""Seconds between two checks for new lines with --follow."""
 
 
 def logs(
@@ -25,7 +25,7 @@ def logs(
     level: Annotated[Literal["debug", "info", "warning", "error", "critical"],
                      Parameter(help="Lines of this level and above.")] = "debug",
     generation: Annotated[int | None, Parameter(help="Lines of this generation of workers only.")] = None,
-    follow: Annotated[bool, Parameter(negative="", help="Go on with new lines until the run is over, or Ctrl-C.")] = (
+    follow: Annotated[bool, Parameter(negative="", help="Show new lines until the run is over, or Ctrl-C.")] = (
         False),
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON lines.")] = False,
 ) -> int:
@@ -42,7 +42,7 @@ def logs(
     shown = 0
     over = False
     while not over:
-        over = not follow or place.exists("result.json")  # looked at first: then the last lines are there
+        over = not follow or place.exists("result.json")  # checked first, so that the last lines are not missed
         for line in logs.new(selection):
             print(json.dumps(line.as_json()) if as_json else printable_lines(line.as_text()), flush=follow)
             shown += 1
@@ -57,17 +57,21 @@ def logs(
 
 
 def _explain(run: str, is_run: bool) -> None:
-    """Raise ConfigError that says why there is no log."""
+    """Raise the reason why there is no log.
+
+    Raises:
+        ConfigError: no worker has logged, or this is no run.
+    """
     if is_run:
         raise ConfigError("no worker of this run has logged anything", where=run,
-                          mend="workers write their logs with their first line; a run of an older version has none. "
+                          mend="a worker's log exists from its first line on; a run of an older version has none. "
                                "Its events are in events.jsonl")
     raise ConfigError("this is no run: it has neither run.json nor logs/", where=run,
                       mend="give the folder RUN.URI/RUN.ID that `tidewheel train` wrote to, such as runs/demo")
 
 
 def _listed(numbers: set[int]) -> str:
-    """Return numbers for people, ranges of them as 0-7."""
+    """Return numbers as text, with ranges as 0-7."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

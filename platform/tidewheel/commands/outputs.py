@@ -1,4 +1,4 @@
-"""`tidewheel data clean` and `tidewheel data diff`: what pipelines have written."""
+"""`tidewheel data clean` and `tidewheel data diff`: outputs of pipelines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tidewheel.printable import printable
 
 
 def clean(
-    output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that a pipeline has written to.")],
+    output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix of a pipeline's output.")],
     *,
     unfinished: Annotated[bool, Parameter(negative="", help="Also remove the work of a run that was not finished and "
                                                             "would go on with it.")] = False,
     dry_run: DryRun = False,
 ) -> int:
-    """Remove units and shards that nothing refers to: those of earlier recipes and inputs, and of killed runs."""
+    """Remove unreferenced units and shards: those of earlier recipes and inputs, and of killed runs."""
     from tidewheel.data import clean as cleaning
 
     left = cleaning.find(output, with_unfinished=unfinished) if dry_run else cleaning.clean(
@@ -32,12 +32,12 @@ def clean(
 
 
 def diff(
-    a: Annotated[str, Parameter(help="What a pipeline wrote (its --output).")],
-    b: Annotated[str, Parameter(help="What another one wrote, or the same one later, elsewhere.")],
+    a: Annotated[str, Parameter(help="Output of a pipeline (its --output).")],
+    b: Annotated[str, Parameter(help="Output of another pipeline, or of the same one at another time.")],
     *,
     as_json: AsJson = False,
 ) -> int:
-    """Compare two outputs: settings, versions, inputs, counts, and the documents that one has and the other has not."""
+    """Compare two outputs: settings, versions, inputs, counts, and documents that only one has."""
     from tidewheel.data.diff import compare
 
     found = compare(a, b)

@@ -11,26 +11,26 @@ from cyclopts import Parameter
 from tidewheel.commands.options import AsJson, Overrides
 from tidewheel.console import print_table
 
-app = cyclopts.App(name="plan", help="What a run would cost before it is started.")
+app = cyclopts.App(name="plan", help="Plan a run before it starts: layouts, memory, step time, goodput and cost.")
 
 
 @app.default
 def plan_layouts(
     config: Annotated[str, Parameter(help="Training configuration, a YAML file; jobs/configs/ has examples.")],
     *,
-    gpus: Annotated[int, Parameter(help="GPUs, one worker on each.")],
+    gpus: Annotated[int, Parameter(help="Number of GPUs, with one worker on each.")],
     gpu: Annotated[str, Parameter(help="h100, h200, a100, b200 or l40s.")] = "h100",
-    nodes_of: Annotated[int, Parameter(help="GPUs of a node.")] = 8,
-    sequence_length: Annotated[int | None, Parameter(help="Tokens of a sequence; by default the shard set's.")] = None,
-    vocabulary_size: Annotated[int | None, Parameter(help="By default the configuration's or the shard set's.")] = None,
+    nodes_of: Annotated[int, Parameter(help="GPUs per node.")] = 8,
+    sequence_length: Annotated[int | None, Parameter(help="Tokens of a sequence; default: the shard set's.")] = None,
+    vocabulary_size: Annotated[int | None, Parameter(help="Default: the configuration's or the shard set's.")] = None,
     set_: Overrides = None,
     assume: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Change what is assumed of "
                       "the cluster, such as network_gbytes=25, price_per_gpu_hour=2.5 or failures.rate=llama3; "
                       "docs/planning.md lists them. May be given again.")] = None,
-    top: Annotated[int, Parameter(help="Layouts to show.")] = 16,
+    top: Annotated[int, Parameter(help="Number of layouts to show.")] = 16,
     as_json: AsJson = False,
 ) -> int:
-    """Layouts of a model on a cluster, ranked by the time of a step: memory, MFU, communication; goodput and cost.
+    """Rank the layouts of a model on a cluster by step time, with memory, MFU, communication, goodput and cost.
 
     Nothing is started and no GPU is needed: docs/planning.md has the formulas. Exit code 2 when nothing fits.
     """
@@ -61,12 +61,12 @@ def plan_goodput(
                                                  "without it.")] = None,
     *,
     set_: Overrides = None,
-    plot: Annotated[str, Parameter(help="Also draw it into this SVG file.")] = "",
+    plot: Annotated[str, Parameter(help="Also plot it to this SVG file.")] = "",
     run: Annotated[list[str] | None, Parameter(name="--run", negative="", consume_multiple=False, help="URI of a real "
                    "run with failures; given twice or more, each is predicted with the others' constants.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Share of the time that is not lost to failures, by size of the run, interval of checkpoints, way to recover.
+    """Show the share of time not lost to failures, by size of the run, checkpoint interval and way to recover.
 
     A simulation of the failures and recoveries of long runs; docs/goodput.md says what it assumes. With --run: how
     near its prediction comes to real runs.

@@ -1,4 +1,4 @@
-"""`tidewheel data preview`: a page on which thresholds are moved over a few documents."""
+"""`tidewheel data preview`: a page to try thresholds on a few documents."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def preview(
     *,
     input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
                                          "below.")] = ".",
-    output: Annotated[str, Parameter(help="Where the page goes, an .html file.")] = "preview.html",
-    limit: Annotated[int, Parameter(help="Documents at most: the first of each file, by its size.")] = 200,
+    output: Annotated[str, Parameter(help="Path of the page, an .html file.")] = "preview.html",
+    limit: Annotated[int, Parameter(help="Number of documents, at most: the first of each file, by its size.")] = 200,
     set_: Overrides = None,
 ) -> int:
-    """Write a page that shows what each filter does to a few documents, with a slider for each threshold."""
+    """Write a page that shows the effect of each filter on a few documents, with a slider per threshold."""
     from tidewheel.config import load
     from tidewheel.data.config import PipelineConfig
 
     settings = load(PipelineConfig, config, set_ or ())
     if not 1 <= limit <= 5000:
-        raise ConfigError(f"{limit} documents on a page", where="--limit", mend="1 to 5000")
+        raise ConfigError(f"{limit} documents on a page", where="--limit", mend="give 1 to 5000")
     from tidewheel.data.preview import look
     from tidewheel.report.preview import render
     from tidewheel.storage import split

@@ -1,5 +1,7 @@
-"""Rows of a shard set on a terminal: segments, text, and the loss mask in colour; the same in words where there is no
-colour. Whatever a document says is spelled out before it is shown."""
+"""Rows of a shard set on a terminal: segments, text and the loss mask, in colour or in words.
+
+Control characters of documents are spelled out.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,13 @@ def _legend(masked: bool) -> Text:
 
 
 def row_lines(row: Row, *, whole: bool, width: int | None) -> Iterator[Text]:
-    """The lines of a row, folded to `width` columns if it is given."""
+    """Yield the lines of a row.
+
+    Args:
+        row: the row.
+        whole: show all of its text.
+        width: columns to fold the text to; None: do not fold.
+    """
     filled = "" if row.length == row.room else f" of {row.room:,}"
     learnt = sum(part.tokens for segment in row.segments for part in segment.parts if part.learnt)
     mask = f", {learnt:,} learnt" if row.masked else ""

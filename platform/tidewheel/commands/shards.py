@@ -24,7 +24,7 @@ def inspect(
     source: Annotated[str | None, Parameter(help="Show rows that hold a document of this source.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """What a shard set holds, and rows of it as text: segments, their documents, and what a model learns to predict."""
+    """Show a shard set's contents, and some rows as text: segments, their documents and the loss mask."""
     from itertools import islice
 
     from tidewheel.commands.shard_rows import print_rows, print_summary

@@ -1,4 +1,4 @@
-"""Where the demo's pipeline and training configuration are: in the checkout, or in the installed package."""
+"""Find the demo's pipeline and training configuration, in the checkout or in the installed package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from pathlib import Path
 
 
 def recipe(name: str) -> str:
-    """Path of a recipe such as "pipelines/demo.yaml"."""
+    """Return the path of a recipe such as "pipelines/demo.yaml".
+
+    Raises:
+        FileNotFoundError: it is neither in the checkout nor in the installed package.
+    """
     here = Path(__file__).resolve()
     for root in (here.parents[3], here.parent / "recipes"):
         if (root / name).is_file():

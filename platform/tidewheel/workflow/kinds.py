@@ -90,7 +90,7 @@ class StepKind(Protocol):
         """
 
 
-class PipelineKind:
+class PipelineKind(StepKind):
     """`tw.Pipeline`: a folder with shards/, validation/, verdicts/ ..."""
 
     def recipe(self, entry: Entry) -> Any:
@@ -146,7 +146,7 @@ class PipelineKind:
             return False
 
 
-class TokenizerKind:
+class TokenizerKind(StepKind):
     """`tw.Tokenizer`: a tokenizer.json."""
 
     def recipe(self, entry: Entry) -> Any:
@@ -178,7 +178,7 @@ class TokenizerKind:
         return _same(folder.uri, name, artifact["hash"])
 
 
-class TrainKind:
+class TrainKind(StepKind):
     """`tw.Train`: the folder of a run."""
 
     def recipe(self, entry: Entry) -> Any:
@@ -258,7 +258,7 @@ class TrainKind:
         return storage.store(place).exists("result.json")
 
 
-class EvaluateKind:
+class EvaluateKind(StepKind):
     """`tw.Evaluate`: a JSON file."""
 
     def recipe(self, entry: Entry) -> Any:
@@ -289,7 +289,7 @@ class EvaluateKind:
         return _same(folder.uri, name, artifact["hash"])
 
 
-class ExportKind:
+class ExportKind(StepKind):
     """`tw.Export`: a Hugging Face folder."""
 
     def recipe(self, entry: Entry) -> Any:
@@ -311,7 +311,7 @@ class ExportKind:
         return storage.store(place).exists("config.json")
 
 
-class FunctionKind:
+class FunctionKind(StepKind):
     """`tw.Call`: the files that the function writes."""
 
     def recipe(self, entry: Entry) -> Any:
