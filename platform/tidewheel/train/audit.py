@@ -1,9 +1,9 @@
-"""Did the run read what it was meant to, each sequence exactly once per epoch, through every kill and resize?
+"""Audit a run: prove that it read each sequence once per epoch, in the planned order, despite kills and resizes.
 
-The plan is recomputed from the manifests, the mixture and the seed alone; the record is what the ranks loaded.
+The plan is recomputed from the manifests, the mixture and the seed alone. The record holds what the ranks loaded.
 
-A run has one owner at a time (`commit_log`). Its records must show that, too: no worker group recorded a step twice,
-a step that was done again came to the same loss, and the steps of a later driver have no gap that an older one fills.
+A run has one owner at a time (`commit_log`), and its records must show it: no group of workers recorded a step twice, a
+step that was done again has the same loss, and the steps of a later driver have no gap that an older one fills.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from tidewheel.train.record import positions, read_rollbacks, recorded_source
 SHOWN = 20
 """Mismatches listed one by one; the rest are counted."""
 SAME_LOSS = 0.01
-"""Relative difference that two losses of one step may have outside reproducible mode: another number of workers adds
-in another order. The equivalence table finds 2e-4 at most in fp32; bf16 has 8 bits."""
+"""Allowed relative difference of two losses of one step outside reproducible mode, where the order of sums depends on
+the number of workers. The equivalence table finds at most 2e-4 in fp32; bf16 has 8 bits."""
 
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What the audit found; `ok` when every step was read as planned."""
+    """Result of an audit; `ok` if every step was read as planned."""
 
     run_uri: str
     steps: int
     """Last step recorded."""
     planned_steps: int
-    """Steps the run was configured for when it started, or more when it was prolonged."""
+    """Steps that the run was configured for, or more if it was extended."""
     records: int
-    """Lines of batches.jsonl, steps done again included."""
+    """Lines of batches.jsonl, including steps done again."""
     redone: int
     """Records of steps that already had one."""
     sequences: int
-    """Distinct positions read, steps done again not counted twice."""
+    """Distinct positions read; steps done again count once."""
     passed_over: int
     """Positions that a guard passed over on purpose, up to the last step."""
     epochs: float
-    """Passes over the shard set, of a mixture over all its sets together."""
+    """Passes over the shard set, or over all sets of a mixture together."""
     generations: int
-    """Starts of the trainers that recorded steps."""
+    """Generations of workers that recorded steps."""
     world_sizes: tuple[int, ...]
     """Numbers of workers, in order of appearance."""
     domains: tuple[dict[str, Any], ...] = field(default=())
-    """Of a mixture: what each domain gave up to the last step, as in `Source.proportions`."""
+    """For a mixture, the share of each domain up to the last step, as in `Source.proportions`."""
     mismatches: tuple[str, ...] = field(default=())
 
     @property
     def ok(self) -> bool:
-        """No mismatch."""
+        """Whether there is no mismatch."""
         return not self.mismatches
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a summary of a few lines."""
         sizes = " -> ".join(str(size) for size in self.world_sizes) or "none"
         head = (f"{self.steps} of {self.planned_steps} steps, {self.sequences} sequences ({self.epochs:.2f} epochs), "
                 f"workers {sizes}, {self.redone} steps done again")
@@ -112,7 +112,7 @@ def audit(run_uri: str) -> AuditResult:
 
 
 def _two_writers(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Steps that one worker group recorded more than once, though it was not rolled back between."""
+    """Yield the steps that one group of workers recorded more than once without a rollback in between."""
     seen: dict[tuple[int, int, int], dict[str, Any]] = {}
     for record in records:
         key = (int(record["step"]), int(record["generation"]), int(record.get("passed_over", 0)))
@@ -122,7 +122,7 @@ def _two_writers(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _mixed_epochs(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Steps of an older driver amid those of a later one."""
+    """Yield the steps of an older driver between those of a later one."""
     newest: dict[int, int] = {}
     last: dict[int, int] = {}
     for record in records:
@@ -137,7 +137,7 @@ def _mixed_epochs(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _two_losses(metrics: Sequence[dict[str, Any]], run: dict[str, Any]) -> Iterator[str]:
-    """Steps that were done more than once, with the same settings, and came to another loss."""
+    """Yield the steps that were done more than once, with the same settings, and have different losses."""
     changed = {int(start["epoch"]) for start in run.get("starts", ()) if start.get("changed")}
     exact = bool(run["config"].get("reproducible"))
     first: dict[int, dict[str, Any]] = {}
@@ -157,12 +157,12 @@ def _two_losses(metrics: Sequence[dict[str, Any]], run: dict[str, Any]) -> Itera
 
 
 def _undone(record: dict[str, Any], rollbacks: Sequence[dict[str, int]]) -> bool:
-    """Whether the run went back behind this record's step later."""
+    """Return whether the run later went back to before this record's step."""
     return any(rollback["back_to"] < record["step"] for rollback in rollbacks[record.get("passed_over", 0):])
 
 
 def _differences(records: list[dict], source: Source, plan: Positions) -> Iterator[str]:
-    """Records that are not what the plan, with the windows known at their time, says for their step."""
+    """Yield the records that differ from the plan of their step, with the windows known at their time."""
     planned: dict[tuple[int, int], str] = {}
     plans: dict[int, Positions] = {}
     for record in records:
@@ -180,8 +180,10 @@ def _differences(records: list[dict], source: Source, plan: Positions) -> Iterat
 
 
 def _repeats(source: Source, steps: list[int], plan: Positions) -> Iterator[str]:
-    """Sequences that the recorded steps read twice in an epoch of their domain, or not at all in a whole one, unless
-    a guard passed over them."""
+    """Yield the sequences that the steps read twice in an epoch of their domain, or not at all in a complete epoch.
+
+    Sequences that a guard passed over count as read.
+    """
     if not steps:
         return
     end = plan.end(steps[-1])

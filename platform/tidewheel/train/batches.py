@@ -1,7 +1,7 @@
-"""Which rows a rank reads for a step, and the record of what it read.
+"""Read a rank's rows of each step, and compute the digest of what all ranks read.
 
-The global batch of a step is what `positions` says. It is cut into V slices for V virtual ranks, and these into
-micro-batches of the same shape, of which each data rank computes its `MicroBatchShare`: usually the virtual ranks
+`Positions` gives the global batch of a step. It is cut into V slices for V virtual ranks, and these into
+micro-batches of one shape. Each data rank computes its `MicroBatchShare` of them: usually the virtual ranks
 [r V/N, (r+1) V/N). Ranks that share a copy of the model (tensor, context, pipeline) have one data rank and read the
 same rows.
 """
@@ -44,7 +44,14 @@ class BatchReader:
     """This rank's part of each global batch, read ahead by a thread.
 
     Args:
-        limit: of the generation; when it ends, nobody waits for a batch any more.
+        loader: reads rows by position.
+        config: the global batch.
+        positions: the positions of each step.
+        share: this rank's micro-batches.
+        device: the training device.
+        steps: of the whole run.
+        ahead: batches to read ahead.
+        limit: time limit of the generation; when it ends, `read` stops waiting.
     """
 
     def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: MicroBatchShare, *,
@@ -55,28 +62,32 @@ class BatchReader:
         self._thread, self._limit = DaemonThread("batches"), limit or TimeLimit()
 
     def read(self, step: int) -> RankBatch:
-        """The batch of `step`, waiting for it if need be; begins to read the next ones."""
+        """Return the batch of `step`, waiting for it if necessary, and start to read the next ones."""
         reach = self._loader.reach
-        for wanted in range(step, min(step + self._ahead, self._steps) + 1):
-            if wanted > step and reach is not None and self._positions.end(wanted) > reach:
-                break  # not there yet
-            if wanted not in self._pending:
-                self._pending[wanted] = self._thread.submit(self._load, wanted)
+        for next_step in range(step, min(step + self._ahead, self._steps) + 1):
+            if next_step > step and reach is not None and self._positions.end(next_step) > reach:
+                break  # the shard set has not grown that far
+            if next_step not in self._pending:
+                self._pending[next_step] = self._thread.submit(self._load, next_step)
         return result(self._pending.pop(step), self._limit)
 
     def start_over(self, positions: Positions) -> None:
-        """Forget what was read ahead: steps take other positions from now on."""
+        """Drop what was read ahead, and take other positions from now on."""
         self._positions = positions
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
 
     def settle(self) -> None:
-        """Return once all shards that were read are known to be intact; ShardError when one is not."""
+        """Wait until all shards that were read are known to be intact.
+
+        Raises:
+            ShardError: one is damaged.
+        """
         self._loader.settle()
 
     def close(self) -> None:
-        """Stop reading ahead. A read that is under way is left to end by itself: it may hang in storage."""
+        """Stop reading ahead. A read in progress is not waited for, as it may hang in storage."""
         self._thread.stop(wait=False)
         self._loader.close()
 
@@ -87,28 +98,44 @@ class BatchReader:
     def _read(self, step: int) -> RankBatch:
         positions, size = self._positions.of(step), self._config.micro_sequences
         per_virtual = len(positions) // self._config.virtual_ranks
-        mine = places(self._share, len(positions), size)
+        mine = sequence_indices(self._share, len(positions), size)
         rows = self._loader.batch(positions[mine])
         micros = [micro_batch(rows, slice(start, start + size), int(mine[start]) // per_virtual, self._device)
                   for start in range(0, len(mine), size)]
         return RankBatch(micros, list(rows.ids))
 
 
-def places(share: MicroBatchShare, sequences: int, micro_sequences: int) -> np.ndarray:
-    """Which sequences of a global batch of so many are a data rank's, in the order in which it reads them: int64."""
-    numbers = np.array(share.of(sequences // micro_sequences), dtype=np.int64)
-    return (numbers[:, None] * micro_sequences + np.arange(micro_sequences)).ravel()
+def sequence_indices(share: MicroBatchShare, sequences: int, micro_sequences: int) -> np.ndarray:
+    """Return the indices of a data rank's sequences in the global batch, in the order in which it reads them.
+
+    Args:
+        share: the rank's micro-batches.
+        sequences: of the global batch.
+        micro_sequences: of a micro-batch.
+
+    Returns:
+        [sequences / ranks] int64.
+    """
+    micro_batches = np.array(share.of(sequences // micro_sequences), dtype=np.int64)
+    return (micro_batches[:, None] * micro_sequences + np.arange(micro_sequences)).ravel()
 
 
 def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device) -> MicroBatch:
-    """Rows `part` as tensors on `device`, with the targets."""
+    """Return rows as tensors on a device, with their targets.
+
+    Args:
+        rows: rows of the shard set.
+        part: which of them.
+        virtual_rank: that they belong to.
+        device: the training device.
+    """
     tokens = torch.from_numpy(rows.tokens[part].astype(np.int64))
     segments = torch.from_numpy(rows.segment_ids[part].astype(np.int64))
     positions = torch.from_numpy(rows.positions[part].astype(np.int64))
     targets = next_tokens(tokens, segments)
     if rows.loss_mask is not None:  # a target counts when the token to predict is marked
-        wanted = torch.from_numpy(rows.loss_mask[part].astype(bool))
-        targets[:, :-1] = torch.where(wanted[:, 1:], targets[:, :-1], IGNORED)
+        marked = torch.from_numpy(rows.loss_mask[part].astype(bool))
+        targets[:, :-1] = torch.where(marked[:, 1:], targets[:, :-1], IGNORED)
     return MicroBatch(
         tokens=tokens.to(device), positions=positions.to(device), segment_ids=segments.to(device),
         targets=targets.to(device), virtual_rank=virtual_rank, num_tokens=int(rows.lengths[part].sum()),
@@ -116,34 +143,41 @@ def micro_batch(rows: Rows, part: slice, virtual_rank: int, device: torch.device
 
 
 class BatchDigest:
-    """Digest of the ids all data ranks loaded for a step, in order of position.
+    """Digest of the sequence ids that all data ranks loaded for a step, in order of position.
 
-    Ids travel as one int64 each, shard index << 32 | row, and are spelled out again on rank 0. Shards are numbered
+    Ranks send each id as one int64, shard index << 32 | row, and rank 0 restores the text. The shard index counts
     through all domains.
+
+    Args:
+        source: the training data.
+        collectives: over all ranks.
+        mesh: this rank's place.
+        share: this rank's micro-batches.
+        micro_sequences: sequences of a micro-batch.
     """
 
     def __init__(self, source: Source, collectives: Collectives, mesh: Mesh, share: MicroBatchShare,
                  micro_sequences: int) -> None:
-        # of the ranks that read the same rows only the first sends them
+        # only the first of the ranks that read the same rows sends them
         self._sends, self._group = mesh.leads, mesh.group(*DATA)
         self._share, self._micro_sequences = share, micro_sequences
         self._source, self._collectives = source, collectives
         self._manifest: Manifest | None = None
 
     def of(self, ids: Sequence[str]) -> str | None:
-        """Called by all ranks with what each loaded; the digest on rank 0, None elsewhere."""
+        """Return the digest on rank 0, None elsewhere. All ranks call it with the ids that they loaded."""
         self._number()
         packed = torch.tensor([self._pack(sequence) for sequence in ids], dtype=torch.int64)
         gathered = self._collectives.gather(packed, self._group) if self._sends else None
         if gathered is None:
             return None
-        read = np.concatenate([places(replace(self._share, rank=rank), len(gathered), self._micro_sequences)
+        read = np.concatenate([sequence_indices(replace(self._share, rank=rank), len(gathered), self._micro_sequences)
                                for rank in range(self._share.size)])
         in_order = gathered.numpy()[np.argsort(read)].tolist()
         return sequence_digest([f"{self._names[code >> 32]}:{code & 0xFFFFFFFF}" for code in in_order])
 
     def _number(self) -> None:
-        """Number the shards that there are; of a set that grows, the new ones follow."""
+        """Number the shards; those that a growing set has added come last."""
         if self._manifest is not self._source.manifest:
             self._manifest = self._source.manifest
             self._names = [domain.prefix + shard.name for domain in self._source.domains

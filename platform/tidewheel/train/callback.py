@@ -1,4 +1,4 @@
-"""What a callback is: a part that hears what the training loop does.
+"""The base class of callbacks: parts that the training loop calls.
 
     class Milestones(tw.Callback):
         "Say when the loss falls below a bound."
@@ -37,9 +37,9 @@ class Worker:
     run: str
     """Id of the run."""
     uri: str
-    """Its folder."""
+    """URI of the run's folder."""
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     rank: int
     world_size: int
     generation: int
@@ -50,69 +50,69 @@ class Worker:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is done; the same on every rank, times apart."""
+    """A step that is done; the same on every rank except for times."""
 
     step: int
     """Counts from 1."""
     tokens: int
     """Real tokens trained on since the run began."""
     loss: float | None
-    """Nats per token over the global batch; None: not finite."""
+    """Loss in nats per token over the global batch; None if it is not finite."""
     gradient_norm: float | None
-    """Before clipping; None: not finite."""
+    """Norm before clipping; None if it is not finite."""
     learning_rate: float
     seconds: float
-    """This rank's step took, with the wait for data."""
+    """Duration of the step on this rank, with the wait for data."""
     data_wait_seconds: float
     redone: bool
-    """It was done before: a failure or rollback took the run back. Its figures may have been told before."""
+    """Whether the step was done before a failure or rollback. Callbacks may have seen it then."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the objective measures beside the loss."""
+    """The objective's metrics beside the loss."""
 
 
 class Callback(Part):
     """Base of every callback; its fields are its settings.
 
-    It is called in the training thread, which waits for it, of rank 0 alone unless `EVERY_RANK`. Each generation of
-    workers begins with a fresh copy: what must outlive a failure belongs in a file or a service.
+    The training thread of rank 0 calls it and waits for it; with `EVERY_RANK`, that of each rank. Each generation of
+    workers starts with a fresh copy, so state that must survive a failure belongs in a file or a service.
 
-    Steps are told at least once. After a failure the run goes on from its newest checkpoint, and the steps behind it
-    are told again (`Step.redone`), with the same figures in reproducible mode. So a callback must be safe to repeat:
-    write under the step's number, do not add up.
+    It sees each step at least once. After a failure the run resumes from its newest checkpoint and repeats the steps
+    behind it (`Step.redone`), with the same figures in reproducible mode. So a callback must be idempotent: store
+    figures under the step's number instead of adding them up.
 
     A mistake in its code ends the run. An error that may pass (a refused connection, a timeout, a full disk; see
     `train.failures`) is logged and counted, and the run goes on.
     """
 
     EVERY_RANK: ClassVar[bool] = False
-    """Also call it on the ranks beside the first."""
+    """Whether to call it on all ranks instead of rank 0 alone."""
 
     def on_start(self, worker: Worker, step: int) -> None:
-        """A generation of workers begins; the run goes on after `step`, 0 at its beginning."""
+        """Called when a generation of workers starts; the run continues after `step`, 0 at its beginning."""
 
     def on_step_end(self, worker: Worker, step: Step) -> None:
-        """A step is done, before what it brings about: a save, an evaluation."""
+        """Called after each step, before its save or evaluation."""
 
     def on_evaluate(self, worker: Worker, step: int, scores: Mapping[str, Score]) -> None:
-        """The model of `step` was evaluated by the training itself; scores by name of the validation set."""
+        """Called after the training has evaluated the model of `step`; scores are by name of the validation set."""
 
     def on_sample(self, worker: Worker, step: int, text: str) -> None:
-        """The model of `step` wrote a text."""
+        """Called with a text that the model of `step` wrote."""
 
     def on_checkpoint(self, worker: Worker, step: int) -> None:
-        """The checkpoint of `step` is committed; told on rank 0, at the first step boundary after it.
+        """Called on rank 0 at the first step boundary after the checkpoint of `step` is committed.
 
-        One that is committed as its generation ends may not be told.
+        It may not be called for a checkpoint that is committed while its generation ends.
         """
 
     def on_rollback(self, worker: Worker, step: int, back_to: int) -> None:
-        """A guard took the run from `step` back to the checkpoint of `back_to`."""
+        """Called after a guard has taken the run from `step` back to the checkpoint of `back_to`."""
 
     def on_finish(self, worker: Worker, result: TrainResult) -> None:
-        """The run is over; its last checkpoint is committed."""
+        """Called when the run is over and its last checkpoint is committed."""
 
     def on_close(self) -> None:
-        """The last call of a generation, however it ends; not after a kill."""
+        """Called last, however the generation ends, unless the process is killed."""
 
 
 class Callbacks:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before the first step."""
+"""Check a run's settings and data before the first step."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def parts(config: TrainConfig) -> None:
 
 
 def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
-    """The training data and the validation sets' manifests by domain, checked against the configuration and each other.
+    """Return the training data and the validation sets' manifests by domain, checked against the settings.
 
     Raises:
-        ConfigError: no data, too little of it, or a model too small for it.
-        ShardError: a set is missing, damaged or empty, or the two do not belong together.
+        ConfigError: there is no data or too little, or the model is too small for it.
+        ShardError: a set is missing, damaged or empty, or the sets do not belong together.
     """
     if not config.data.uri and config.data.mixture is None:
         raise ConfigError("no training data given", where="data.uri",
@@ -43,7 +43,7 @@ def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
 
 
 def _validation(uri: str, manifest: Manifest) -> Manifest:
-    """The manifest of a validation set, which must belong to the training set's."""
+    """Return the manifest of a validation set, if it belongs to the training set's."""
     validation = read_manifest(store(uri))
     for name in ("sequence_length", "vocabulary_size"):
         ours, theirs = getattr(manifest, name), getattr(validation, name)
@@ -63,6 +63,7 @@ def files(config: TrainConfig, source: Source, validation: Mapping[str, Manifest
     """Check every file of the training and validation sets; see `shards.integrity.check_files`.
 
     Args:
+        config: the run's settings.
         source: the training data.
         validation: manifests of the validation sets by domain.
 
@@ -93,27 +94,27 @@ def _fits(config: TrainConfig, manifest: Manifest) -> None:
 
 
 def _lasts(config: TrainConfig, source: Source) -> None:
-    """The domains must be enough for all steps, read as often as they may be."""
+    """Raise ConfigError unless the domains suffice for all steps, within `max_repetitions`."""
     length = source.manifest.sequence_length
     sizes = BatchSizes.of(config.batch, length)
-    wanted = sizes.total(config.steps)
-    if source.end is None or wanted <= source.end:
+    needed = sizes.total(config.steps)
+    if source.end is None or needed <= source.end:
         return
-    most = config.data.mixture.max_repetitions if config.data.mixture else 0
+    limit = config.data.mixture.max_repetitions if config.data.mixture else 0
     raise ConfigError(
         f"the mixture ends after {source.end:,} sequences ({source.end * length:,} tokens): its domains are read "
-        f"{most:g} times at most; {config.steps:,} steps need {wanted:,} ({wanted * length:,} tokens)",
+        f"{limit:g} times at most; {config.steps:,} steps need {needed:,} ({needed * length:,} tokens)",
         where="data.mixture", mend=f"raise max_repetitions, add data, or train "
         f"{sizes.steps(source.end):,} steps")
 
 
 IDENTITY = ("model", "global_sequences", "ramp", "virtual_ranks", "data_seed", "shards", "code")
 KIND = ("sequence_length", "vocabulary_size", "tokenizer")
-"""What the shards have in common with any others that would do; named when the shards are not the same."""
+"""Properties of the shards that an error names when another shard set is given."""
 
 
 def identity(config: TrainConfig, source: Source) -> dict[str, object]:
-    """What a checkpoint must share with the run that continues from it, lest order or shapes change midway."""
+    """Return what a checkpoint and the run that resumes from it must have in common: the data order and all shapes."""
     return {"model": config.model.shape(), "global_sequences": config.batch.global_sequences,
             "ramp": config.batch.canonical()["ramp"] or None, "virtual_ranks": config.batch.virtual_ranks,
             "data_seed": config.data.seed, "shards": source.hash,
@@ -123,7 +124,16 @@ def identity(config: TrainConfig, source: Source) -> dict[str, object]:
 
 
 def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> None:
-    """Raise ConfigError unless `config` may continue a run whose `identity` was `saved`."""
+    """Check that a run may resume from a checkpoint with other settings.
+
+    Args:
+        saved: `identity` of the checkpoint's run.
+        config: the settings now.
+        source: the training data now.
+
+    Raises:
+        ConfigError: the two differ.
+    """
     now = identity(config, source)
     changed = [name for name in IDENTITY if name != "model" and saved.get(name) != now[name]]
     if not _same_model(saved.get("model"), config):
@@ -136,9 +146,9 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
 
 
 def _same_model(saved: Any, config: TrainConfig) -> bool:
-    """Return whether `saved`, the model's settings in a checkpoint or in run.json, are of the model of `config`.
+    """Return whether a model's settings, from a checkpoint or run.json, describe the model of `config`.
 
-    A setting that a later version has added is not among them, and had its default.
+    A setting that a later version has added is missing there, and had its default.
     """
     try:
         model = families.of_shape(saved)
@@ -155,18 +165,38 @@ def same_model(config: TrainConfig, run: Store) -> None:
 
 
 def still_reaches(config: TrainConfig, source: Source, positions: Positions) -> None:
-    """Raise ConfigError if the mixture ends before the last step since guards passed over parts of it."""
+    """Check that the mixture still suffices for all steps after rollbacks have passed over parts of it.
+
+    Args:
+        config: the run's settings.
+        source: the training data.
+        positions: the positions with all windows.
+
+    Raises:
+        ConfigError: the mixture ends before the last step.
+    """
     end = source.end
     if end is not None and positions.windows and positions.end(config.steps) > end:
-        raise ConfigError(f"the mixture ends after {end:,} sequences, too early by what guards passed over",
+        raise ConfigError(f"the mixture ends after {end:,} sequences, because guards passed over a part of it",
                           where="data.mixture", mend="raise max_repetitions, add data, or train fewer steps")
 
 
 def same_history(extra: dict[str, Any], positions: Positions, config: TrainConfig) -> None:
-    """Raise CheckpointError unless the run's rollbacks are those that the checkpoint with this `extra` knows, and
-    others that changed nothing before it. A damaged checkpoint that a rollback could not read may come back."""
+    """Check that a checkpoint belongs to the run's present history.
+
+    Its rollbacks must be the run's first ones, and later ones must have changed nothing before it. This refuses a
+    checkpoint that a rollback could not read, and that is readable again.
+
+    Args:
+        extra: the checkpoint's JSON values.
+        positions: the run's positions with all windows.
+        config: the run's settings.
+
+    Raises:
+        CheckpointError: the run has undone the steps of this checkpoint.
+    """
     saved = [tuple(window) for window in extra.get("passed_over", [])]
     later = positions.windows[len(saved):]
     if list(positions.windows[:len(saved)]) != saved or any(start < extra["position"] for start, _ in later):
-        raise CheckpointError(f"the checkpoint of step {extra['step']} is from a history that the run has given up",
+        raise CheckpointError(f"the checkpoint of step {extra['step']} is of steps that the run has undone",
                               where=config.run_uri, mend="delete this checkpoint: an older one will do")

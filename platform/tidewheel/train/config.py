@@ -27,7 +27,7 @@ from tidewheel.train.parallel.config import ParallelConfig
 
 
 class RunConfig(Config):
-    """Where the run writes. Starting again with the same id continues it."""
+    """Where the run writes. A start with the same id resumes it."""
 
     id: str = Field(default="train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """Name of the run, one folder."""
@@ -36,12 +36,12 @@ class RunConfig(Config):
 
 
 class DataConfig(Config):
-    """What is read, and in which order."""
+    """The data to train on, and their order."""
 
     uri: str = ""
     """URI of the training shard set (the folder with manifest.json)."""
     mixture: MixtureConfig | None = None
-    """Several shard sets in stated shares, in the place of `uri`."""
+    """Several shard sets with given shares, instead of `uri`."""
     validation: str | dict[str, str] = ""
     """URI of the validation shard set, or several by domain, {web: URI, code: URI}; empty: no validation."""
     seed: int = Field(default=0, ge=0)
@@ -51,10 +51,10 @@ class DataConfig(Config):
     prefetch: int = Field(default=2, ge=0, le=64)
     """Batches read ahead."""
     wait_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """`uri` may be a set that a pipeline with `pack.waves` is still writing: training begins with the waves there are,
-    and ends with an error when the next one has not come after so long. 0: only a finished set is read."""
+    """Train on a set that a pipeline with `pack.waves` is still writing: start with the waves that exist, and fail when
+    the next one has not come after this many seconds. 0: read finished sets only."""
     verify: bool = True
-    """Hash each shard in the background when it is first read; no checkpoint is saved before the answer is there."""
+    """Hash each shard in the background when it is first read. No checkpoint is saved until the hashes are verified."""
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -84,7 +84,7 @@ class DataConfig(Config):
 
     @property
     def place(self) -> str:
-        """What messages about the data name: the URI, or that it is a mixture."""
+        """Location of the data for messages: the URI, or the setting of the mixture."""
         return self.uri or ("data.mixture" if self.mixture else "data.uri")
 
 
@@ -92,26 +92,26 @@ class EvaluationConfig(Config):
     """Validation loss and the text sample."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Validation loss every so many steps and at the end; 0: at the end only."""
+    """Compute the validation loss at multiples of this many steps and at the end; 0: at the end only."""
     sequences: int = Field(default=0, ge=0)
-    """Use the first so many validation sequences; 0: all."""
+    """Number of validation sequences to use, from the first; 0: all."""
     separate: bool = False
-    """On a cluster: in a process of its own on the driver's node, from the checkpoints as they are committed, so that
-    training never waits. A checkpoint is evaluated if it is the newest and `every_steps` have passed."""
+    """On a cluster, evaluate committed checkpoints in a process of its own on the driver's node, so that training never
+    waits. It evaluates the newest checkpoint once `every_steps` have passed."""
     gpus: float = Field(default=0.0, ge=0)
-    """GPUs of that process, beside the workers'; 0: it computes on the CPU."""
+    """GPUs of the separate process, beside the workers'; 0: use the CPU."""
     prompt: str = "def "
     """Beginning of the text sample."""
     sample_tokens: int = Field(default=60, ge=0, le=4096)
     """Length of the text sample; 0: none."""
     sample_every_steps: int = Field(default=0, ge=0)
-    """A text sample every so many steps and at the end; 0: at the end only."""
+    """Write a text sample at multiples of this many steps and at the end; 0: at the end only."""
     temperature: float = Field(default=0.8, ge=0)
-    """Sampling temperature; 0: the likeliest token."""
+    """Sampling temperature; 0: take the most likely token."""
     top_k: int = Field(default=50, ge=0)
-    """Sample among the so many likeliest tokens; 0: all."""
+    """Sample from the `top_k` most likely tokens; 0: from all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample among the fewest tokens whose probabilities reach this sum."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to this."""
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> EvaluationConfig:
@@ -124,12 +124,12 @@ class EvaluationConfig(Config):
 
 
 class ElasticConfig(Config):
-    """How many workers, and what each gets."""
+    """Number of workers, their resources, and how the run recovers."""
 
     min_workers: int = Field(default=1, ge=1)
-    """Wait rather than train with fewer."""
+    """Least number of workers; with fewer the run waits."""
     max_workers: int = Field(default=1, ge=1)
-    """Never use more."""
+    """Largest number of workers."""
     cpus_per_worker: float = Field(default=1.0, gt=0)
     """CPUs reserved, and threads used, per worker."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
@@ -137,49 +137,51 @@ class ElasticConfig(Config):
     resources_per_worker: dict[str, float] = Field(default_factory=dict)
     """Further resources reserved per worker, by the names that nodes offer them under: {accelerator: 1}."""
     max_failures: int = Field(default=-1, ge=-1)
-    """Give up after so many failures of any cause, losses of nodes included; -1: any number, because a long run on
-    spot nodes loses thousands."""
+    """Give up after this many failures of any cause, including lost nodes; -1: never, because a long run on spot nodes
+    loses thousands."""
     max_failures_without_progress: int = Field(default=3, ge=-1)
-    """Give up after so many failures in a row without a step further than ever, if they are the run's own: errors that
-    workers of several nodes raise, or the only worker there is. Losses of workers and nodes do not count. -1: never;
-    the pauses between the tries grow. The default tries each way to recover once."""
+    """Give up after this many failures in a row without a new furthest step, if the run itself causes them: errors that
+    workers on several nodes raise, or a run's only worker. Lost workers and nodes do not count. -1: never; the pauses
+    between tries grow. The default tries each way to recover once."""
     backoff_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Pause before the third try in a row without progress; it doubles with each further one. The first two tries
-    come at once, because most failures are over by then."""
+    """Pause before the third try in a row without progress; it doubles with each further try. The first two tries are
+    immediate, because most failures are over by then."""
     max_backoff_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-    """The longest pause between two tries."""
+    """Longest pause between two tries."""
     readmit_after_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """A device or node whose errors ended a generation for the second time is left alone for so long; then a worker
-    there probes itself and is let in again. It doubles each time: a broken GPU costs a pause for each attempt."""
+    """How long to leave out a device or node whose errors have ended a generation twice. Then a worker there probes
+    itself and is readmitted. The time doubles with each further failure, so that a broken GPU costs few attempts."""
     readmit_at_most_seconds: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
-    """The longest time for which a device or node is left alone. After twice as long its failures are forgotten."""
+    """Longest time to leave out a device or node. Its failures are forgotten after twice this time."""
     join_wait_seconds: float = Field(default=5.0, ge=0)
-    """Wait so long after a node joined for more of them, so that joins are one resize."""
+    """Wait this long after a node joins for further nodes, so that they join in one resize."""
     resize_interval_seconds: float = Field(default=10.0, gt=0)
-    """Ask at most this often whether to grow."""
+    """Least time between two decisions whether to grow."""
     hold_seconds: float = Field(default=60.0, gt=0)
-    """A planned change is called off when the workers have not saved and made way after so long."""
+    """Call off a planned change when the workers have not saved and stopped after this long."""
     slow_worker: Literal["ignore", "report", "replace"] = "report"
-    """What is done about a worker that is `slow_factor` times slower than the median of all workers for
-    `metrics.straggler.window` readings in a row. report: an event with its rank, node and factor. replace: its node is
-    also left, as if it were drained, if without it the run is faster: another worker stands by, or a legal number of
-    workers remains that makes up for it. It is not used again as long as there are others."""
+    """What to do about a worker that is `slow_factor` times slower than the median of all workers for
+    `metrics.straggler.window` readings in a row. report: record an event with its rank, node and factor. replace: also
+    drain its node if the run is faster without it, because a standby worker takes over or the remaining workers make
+    up for it. The node is used again only when there is no other."""
     slow_factor: float = Field(default=1.5, gt=1)
     """See `slow_worker`."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
-    """Fail when so few workers can be placed for this long; a process that takes longer to come up is given up."""
+    """Fail when fewer than the least number of workers can be placed for this long. Also the time limit for the start
+    of a process."""
     recovery: Literal["in_place", "kept", "plain"] = "in_place"
-    """What is tried first after a failure; if that does not help, the next: the processes that are left go on by
-    themselves; Ray Train restarts its workers in the processes that still answer; it restarts them in new ones."""
+    """What to try first after a failure; if it does not help, the next is tried. in_place: the remaining processes
+    continue on their own. kept: Ray Train restarts its workers in the processes that still answer. plain: Ray Train
+    restarts them in new processes."""
     standby_workers: int = Field(default=0, ge=0)
-    """Workers beyond max_workers that are kept warm, where there is room, to take the place of a lost one at once."""
+    """Warm workers beyond max_workers, where there is room, that replace a lost worker at once."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
-    """A worker that gives no sign of life for this long, while the others wait for it, is cut off."""
+    """Cut off a worker that gives no sign of life for this long while others wait for it."""
     leave_seconds: float = Field(default=5.0, gt=0)
-    """A worker that does not let go of a broken generation for this long is cut off; while its training thread uses the
-    CPU, six times as long. An idle machine takes far less, and a hung worker holds up the others."""
+    """Cut off a worker that does not leave a broken generation within this time, or within six times this time while
+    its training thread uses the CPU. An idle machine takes far less, and a hung worker delays the others."""
     placement: PlacementConfig = PlacementConfig()
-    """Nodes that workers run on; others are not counted, and not asked for where an autoscaler brings nodes."""
+    """Nodes that workers run on. Others are not counted, and an autoscaler is not asked for them."""
 
     @pydantic.field_validator("resources_per_worker")
     @classmethod
@@ -193,7 +195,7 @@ class ElasticConfig(Config):
 
     @property
     def needs(self) -> dict[str, float]:
-        """What is reserved per worker, by Ray's names."""
+        """Resources reserved per worker, by Ray's names."""
         gpus = {"GPU": self.gpus_per_worker} if self.gpus_per_worker else {}
         return {"CPU": self.cpus_per_worker, **gpus, **self.resources_per_worker}
 
@@ -208,21 +210,21 @@ class TrainConfig(Config):
     """One training run."""
 
     run: RunConfig = RunConfig()
-    """Where it writes."""
+    """Where the run writes."""
     data: DataConfig = DataConfig()
-    """What it reads."""
+    """The data to train on."""
     model: families.ChosenModel = families.KIND.build(families.DEFAULT)
-    """What it trains: settings of the model family whose name is in `kind`."""
+    """The model: settings of the family whose name is in `kind`."""
     objective: objectives.ChosenObjective = objectives.KIND.build(objectives.DEFAULT)
-    """What it minimises: settings of the objective whose name is in `kind`. Files may say `loss`, its former name."""
+    """What to minimise: settings of the objective whose name is in `kind`. `loss` is its former name."""
     optimizer: optimizers.ChosenOptimizer = optimizers.KIND.build(optimizers.DEFAULT)
-    """How it learns: settings of the optimizer whose name is in `kind`."""
+    """Settings of the optimizer whose name is in `kind`."""
     schedule: schedules.ChosenSchedule = schedules.KIND.build(schedules.DEFAULT)
     """Learning rate over time: settings of the schedule whose name is in `kind`."""
     batch: BatchConfig = BatchConfig()
-    """How much each step sees."""
+    """The global batch of each step."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the model is spread over the workers."""
+    """How the model is distributed over the workers."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=0, ge=0)
@@ -231,31 +233,31 @@ class TrainConfig(Config):
     """Matrix products in this type; weights, moments, norms, loss and reductions stay fp32. fp16 scales the loss
     dynamically; fp8 (blocks' linear layers, the rest bf16) needs an NVIDIA GPU, Ada, Hopper or later."""
     parameters: Literal["fp32", "bf16"] = "fp32"
-    """Type in which the model's weights and their gradients are kept; with bf16 the optimizer has fp32 master weights:
-    2 + 2 + 12 bytes a parameter with AdamW, not 4 + 4 + 8."""
+    """Type of the model's weights and gradients in memory. With bf16 the optimizer has fp32 master weights: with AdamW
+    2 + 2 + 12 bytes a parameter instead of 4 + 4 + 8."""
     reproducible: bool = False
     """Parameters and losses are bit for bit the same for every number of data-parallel workers and every history of
     losses and resizes: sums over workers have one order, see docs/reproducible.md. A few percent slower."""
     compile: bool = False
     """torch.compile each block."""
     compile_cache: str = ""
-    """Local folder for compiled code, so that the next start on this machine is quick; default: torch's own."""
+    """Local folder for compiled code, for a quick next start on this machine; default: torch's own."""
     memory: MemoryConfig = MemoryConfig()
-    """What is kept for the backward pass."""
+    """Activation checkpointing: what to keep for the backward pass."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Validation loss and text sample."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save."""
     guards: GuardsConfig = GuardsConfig()
-    """What is done about bad steps, and about ranks that stand still."""
+    """Policies for bad steps and for ranks that hang."""
     metrics: MetricsConfig = MetricsConfig()
-    """Where its figures go."""
+    """Where the figures of each step go."""
     profile: ProfileConfig = ProfileConfig()
-    """Which steps are traced."""
+    """Which steps to trace."""
     logs: LogsConfig = LogsConfig()
     """What workers log."""
     callbacks: tuple[ChosenCallback, ...] = CALLBACKS
-    """What hears of each step: names of callbacks, or their settings with the name in `kind`."""
+    """Callbacks of the loop: their names, or their settings with the name in `kind`."""
     elastic: ElasticConfig = ElasticConfig()
     """Number of workers."""
 

@@ -1,8 +1,8 @@
-"""A training on a shard set in waves: all ranks take in the same waves, and wait together for those still to come.
+"""Train on a growing shard set: all ranks read the same waves, and wait together for the next.
 
-Rank 0 looks for the next wave and sends its record to the others, so that no rank knows of more than another and only
-one asks the store. While the ranks wait they meet every few seconds: no collective's time limit passes, and what the
-cluster asks of rank 0 is heard. A finished set is the same with all of its waves there.
+Rank 0 looks for the next wave and sends its record to the other ranks. So all ranks know the same waves, and only one
+polls the store. While they wait, the ranks meet every few seconds: no collective times out, and rank 0 hears the
+cluster's requests. A finished set is a growing set with all its waves.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ from tidewheel.train.retry import StorageWait
 from tidewheel.train.runtime import Control
 
 POLL_SECONDS = 2.0
-"""Between two looks for the next wave; less where collectives have a shorter time limit than most."""
+"""Between two looks for the next wave; less if collectives have a short time limit."""
 
 
 class Growth:
-    """What the run knows of its set.
+    """The waves that all ranks of a run know.
 
     Args:
-        source: as this rank has opened it; from the first `wait` on it holds what all ranks know, at first nothing.
+        config: the run's settings.
+        source: the training data as this rank has opened it. From the first `wait` on, it holds the waves that all
+            ranks know: none at first.
+        collectives: over all ranks.
+        record: takes the waves that the run reads.
+        control: hears the cluster's requests.
+        retry: waits for storage.
     """
 
     def __init__(self, config: TrainConfig, source: Source, collectives: Collectives, record: RunRecord,
@@ -37,32 +43,33 @@ class Growth:
         self._config, self._source, self._collectives = config, source, collectives
         self._record, self._control, self._retry = record, control, retry
         self._poll = min(POLL_SECONDS, config.guards.collective_timeout_seconds / 4)
-        self._since: float | None = None  # the last look that found nothing new began a wait then
+        self._since: float | None = None  # start of the present wait
         self._began = 0.0
         self._in_waves = bool(source.manifest.waves or source.manifest.to_come)
         if self._in_waves:
-            self._seen = Growing.of(source.manifest)  # rank 0: in the store
+            self._seen = Growing.of(source.manifest)  # in the store; on rank 0
             self._known = self._seen.head()  # on all ranks
 
     def reaches(self, end: int) -> bool:
-        """Whether all positions below `end` can be read."""
+        """Return whether all positions below `end` can be read."""
         if not self._in_waves:
             return True
         reach, same = self._source.reach, self._source.manifest is self._known.manifest
         return same and (reach is None or end <= reach)
 
     def wait(self, step: int, end: int, ask: Callable[[], int]) -> int:
-        """Take in what has come until it `reaches(end)`. All ranks call it together.
+        """Wait for waves until all positions below `end` can be read. All ranks call it together.
 
         Args:
-            step: for which the data are wanted.
-            ask: gives what is asked of rank 0 meanwhile (`STOP`, `SAVE`), 0 for nothing.
+            step: the step that needs the data.
+            end: position behind its last sequence.
+            ask: returns the cluster's requests to rank 0 (`STOP`, `SAVE`), 0 for none.
 
         Returns:
-            What was asked, on all ranks, for which the wait was broken off; 0: it reaches.
+            The requests that interrupted the wait, on all ranks; 0 if the data are there.
 
         Raises:
-            ShardError: nothing came for `data.wait_seconds`, or it is not the set that the run read.
+            ShardError: nothing came for `data.wait_seconds`, or it is not the set that the run has read.
         """
         if self._source.manifest is not self._known.manifest:
             self._source.grow(self._known.manifest)
@@ -83,7 +90,7 @@ class Growth:
                 time.sleep(self._poll)
             try:
                 self._seen = take_in(store(self._source.domains[0].uri), self._seen)
-            except StorageAwayError:  # looked for again like a wave that is not there
+            except StorageAwayError:  # try again, as for a wave that is not there yet
                 if self._waited() > self._config.data.wait_seconds:
                     raise
             records = self._seen.records(len(self._known.manifest.waves))

@@ -1,9 +1,9 @@
-"""One writer a node for a log that every rank has lines for: the ledger on an object store.
+"""One writer per node for a log that every rank adds lines to: the ledger on an object store.
 
-Ranks hand their lines over through a folder of the node, as small files that appear whole. The first rank to lock the
-folder uploads what all of them left there, once in `SECONDS`, and deletes it then; when its process ends the kernel
-gives the lock to another. What dead ranks left is uploaded by whoever comes next, at worst twice, and read once. On a
-machine whose folder cannot be used each rank writes for itself.
+Ranks hand their lines over as small, atomically written files in a folder of the node. The first rank to lock the
+folder uploads all files once in `SECONDS` and then deletes them. When its process ends, the lock is free for another
+rank. The next uploader also takes the files of dead ranks; a line that is uploaded twice is read once. If the folder
+cannot be used, each rank writes for itself.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from tidewheel.storage import Store
 SECONDS = 60.0
 """Between two uploads of a node."""
 LOCK_SECONDS = 10.0
-"""A last upload waits this long for the one that another rank is making."""
+"""The last upload waits this long for another rank's upload."""
 OLD_SECONDS = 3600.0
-"""What was left so long before the run began is of another run, which had its name and is gone."""
+"""Files left this long before the run started belong to a deleted run of the same name."""
 _LOCK = "uploader"
 _ENDPOINT = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 class NodeLog:
-    """One rank's end of it; of one thread, as the uploads are of another.
+    """One rank's writer. One thread appends; another uploads.
 
     Args:
         store: the run's store.
         key: name of the log.
-        generation: of this rank's worker.
-        folder: where the ranks of this node meet; default: one of this user and run in the temporary folder.
+        generation: number of the group of workers.
+        rank: of this worker.
+        folder: shared by the ranks of this node; default: one of this user and run in the temporary folder.
     """
 
     def __init__(self, store: Store, key: str, *, generation: int, rank: int, folder: Path | None = None) -> None:
@@ -69,13 +70,13 @@ class NodeLog:
         self._waiting.append(json.dumps(record, separators=(",", ":")) + "\n")
 
     def flush_soon(self) -> None:
-        """Hand over what has been collected; begin an upload if it is time and this rank's turn. Waits for no store."""
+        """Hand over collected lines, and start an upload if one is due and this rank uploads; does not wait for it."""
         self._hand_over()
         if time.monotonic() - self._uploaded >= SECONDS and self._is_first():
             self._begin_upload()
 
     def flush(self) -> None:
-        """Hand over what has been collected, and upload what the node has if that is this rank's task.
+        """Hand over collected lines, and upload the node's files if this rank uploads.
 
         Raises:
             StorageError: the store fails; the lines are kept.
@@ -85,7 +86,7 @@ class NodeLog:
             self._upload()
 
     def finish(self) -> None:
-        """Hand over what has been collected and return once it is uploaded, by this rank or another: the run is over.
+        """Hand over collected lines at the end of the run, and wait until this rank or another has uploaded them.
 
         Raises:
             StorageError: the store fails.
@@ -97,10 +98,7 @@ class NodeLog:
         self._upload()
 
     def close(self) -> None:
-        """The last call: leave what has been collected to the next upload, and the uploads to another rank.
-
-        A store that fails or is slow is not waited for.
-        """
+        """Hand over collected lines and leave uploads to another rank, without waiting for a slow store."""
         self._hand_over()
         if self._is_first():
             self._begin_upload().join(CLOSE_SECONDS)
@@ -121,7 +119,7 @@ class NodeLog:
             self._log.restore(lines)
 
     def _leave(self, folder: Path, lines: list[str]) -> bool:
-        """Leave these lines in the folder; False: that does not work."""
+        """Write lines to a file in the folder; return False if that fails."""
         name = f"{self._name}-{next(self._numbers):08d}.jsonl"
         data = "".join(lines).encode()
         try:
@@ -138,7 +136,7 @@ class NodeLog:
         return True
 
     def _forget_oldest(self) -> None:
-        """Nobody could upload it for long, or it was uploaded long ago."""
+        """Drop the oldest file. It was uploaded long ago, or could not be for long."""
         path, size, lines = self._handed.popleft()
         self._handed_bytes -= size
         with contextlib.suppress(FileNotFoundError):
@@ -147,7 +145,7 @@ class NodeLog:
 
     # -- uploading -------------------------------------------------------------------------------------
     def _is_first(self) -> bool:
-        """Whether this rank uploads for the node: it has the lock, or got it now."""
+        """Return whether this rank uploads for the node: it has the lock, or gets it now."""
         if self._folder is None or self._lock is not None:
             return True
         lock: BinaryIO | None = None
@@ -174,7 +172,7 @@ class NodeLog:
     def _upload(self) -> None:
         with self._uploading:
             self._uploaded = time.monotonic()
-            self._send()  # what is this rank's alone, and what could not be sent before
+            self._send()  # this rank's own lines, and those of a failed upload
             if self._folder is None or self._lock is None:
                 return
             files = sorted(path for path in self._folder.iterdir() if path.suffix == ".jsonl" and path.name[0] != ".")
@@ -192,7 +190,7 @@ class NodeLog:
         self._taken = []
 
     def _is_of_this_run(self, path: Path) -> bool:
-        """Whether what is left in the folder is not of a run that had this one's name and was deleted."""
+        """Return whether a file belongs to this run, and not to a deleted run of the same name."""
         with contextlib.suppress(FileNotFoundError):
             written = path.stat().st_mtime
             if written > self._began - OLD_SECONDS:
@@ -202,20 +200,20 @@ class NodeLog:
 
 
 def node_folder(store: Store, key: str) -> Path:
-    """Where the ranks of this node meet to write a log of this user's run."""
+    """Return the folder that the ranks of this node share for a log of this user's run."""
     endpoint = next((os.environ[name] for name in _ENDPOINT if os.environ.get(name)), "")
     run = hashlib.sha256("\0".join((endpoint, store.uri, key)).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir(), f"tidewheel-logs-{os.getuid()}", run)
 
 
 def _usable(folder: Path) -> Path | None:
-    """The folder, if it and the one above are this user's alone, made now or before."""
+    """Return the folder if it and its parent belong to this user alone; create them if necessary."""
     usable = make_private(folder.parent, secret=True) and make_private(folder, secret=True)
     return folder if usable else None
 
 
 def _groups(files: list[Path]) -> Iterator[list[Path]]:
-    """The files in groups of about a segment."""
+    """Yield the files in groups of about a segment."""
     group: list[Path] = []
     size = 0
     for path in files:
@@ -230,7 +228,7 @@ def _groups(files: list[Path]) -> Iterator[list[Path]]:
 
 
 def _content(path: Path) -> str:
-    """What the file holds; nothing if another rank has uploaded it meanwhile."""
+    """Return the content of a file, "" if another rank has uploaded it meanwhile."""
     try:
         return path.read_text()
     except FileNotFoundError:

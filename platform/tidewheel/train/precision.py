@@ -1,8 +1,8 @@
-"""The number types of a step: matrix products in less than fp32, everything that sums over much in fp32.
+"""Number types of a step: matrix products in at most fp32, all long sums in fp32.
 
-Weights, moments, norms, softmax, loss and reductions over ranks are fp32 in all of them; `autocast` lowers the matrix
-products. fp16 has few exponents, so its gradients are scaled (`LossScale`); fp8 quantises the operands of the blocks'
-matrix products just before them (torchao), the rest of it is bf16.
+Weights, moments, norms, softmax, loss and reductions over ranks are always fp32; `autocast` lowers the precision of
+matrix products. fp16 has a small range of exponents, so its gradients are scaled (`LossScale`). fp8 quantises the
+operands of the blocks' matrix products just before them (torchao), and everything else is bf16.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FP8_MULTIPLE = 16
 
 
 def native_fp8(device: torch.device) -> bool:
-    """Whether there are fp8 matrix products: NVIDIA compute capability 8.9 (Ada, Hopper) and later."""
+    """Return whether a device has fp8 matrix products: NVIDIA compute capability 8.9 (Ada, Hopper) or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def precision_context(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
-    """What each forward pass runs in; may be entered again and again."""
+    """Return the context of each forward pass; it may be entered many times."""
     if precision == "fp32":
         return torch.autocast(device.type, torch.bfloat16, enabled=False)
     return torch.autocast(device.type, AUTOCAST[precision])
@@ -47,7 +47,7 @@ def check_precision(device: torch.device, precision: Precision) -> None:
 
 
 def convert_linears(model: nn.Module, precision: Precision) -> None:
-    """Make the blocks' linear layers compute in fp8, in place, before anything is sharded; other precisions: nothing.
+    """Make the blocks' linear layers compute in fp8, in place, before sharding; do nothing for other precisions.
 
     Rowwise scales, as torchtitan recommends: each row of an operand has its own, rounded to a power of two. The
     output projection stays bf16: its products feed the loss.
@@ -61,10 +61,10 @@ def convert_linears(model: nn.Module, precision: Precision) -> None:
 
 
 def sharded_precision(precision: Precision, device: torch.device) -> MixedPrecisionPolicy:
-    """How FSDP2 gathers a block's weights and reduces their gradients.
+    """Return how FSDP2 gathers a block's weights and reduces their gradients.
 
-    On CUDA weights travel in the type of the matrix products, half the bytes of fp32; that rounds the norms' weights
-    too, the one thing by which such a run differs from autocast alone. Gradients are summed in fp32.
+    On CUDA, weights are gathered in the type of the matrix products: half the bytes of fp32. That also rounds the
+    norms' weights, the only difference from autocast alone. Gradients are summed in fp32.
     """
     low = AUTOCAST.get(precision) if device.type == "cuda" else None
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -85,17 +85,17 @@ class LossScale:
     """
 
     scale: float = 2.0**16
-    """Of the gradient of the mean loss."""
+    """Scale of the gradient of the mean loss."""
     good: int = 0
     """Updates since the scale last changed."""
     growth_interval: int = 2000
 
     def of_sums(self, tokens: int) -> float:
-        """The scale for a SUM of token losses over about so many tokens; a power of two, so that it divides out."""
+        """Return the scale for a SUM of about `tokens` token losses: a power of two, so that it divides out exactly."""
         return self.scale / 2.0 ** max(0, tokens - 1).bit_length()
 
     def update(self, finite: bool) -> None:
-        """After each update: whether its gradients were finite."""
+        """Adjust the scale after an update, given whether its gradients were finite."""
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale = max(self.scale / 2, 2.0**-14)
@@ -103,7 +103,7 @@ class LossScale:
             self.scale, self.good = self.scale * 2, 0
 
     def state(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values for a checkpoint."""
         return {"scale": self.scale, "good": self.good}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes about itself: run.json once, metrics and batch digests as it goes, result.json at the end."""
+"""The files of a run: run.json at its start, metrics and batch digests meanwhile, result.json at its end."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from tidewheel.train.positions import Positions, Window
 PASSED_OVER = "passed_over.jsonl"
 """Log of rollbacks, see `RunRecord.pass_over`."""
 WAVES = "waves.jsonl"
-"""Log of the waves that a run took in, see `RunRecord.take_in`."""
+"""Log of the waves that a run has read from a growing shard set, see `RunRecord.take_in`."""
 PACKAGES = ("tidewheel", "torch", "ray", "numpy", "pyarrow", "tokenizers", "safetensors", "pydantic")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended; the same in result.json."""
+    """Result of a finished run; result.json holds the same."""
 
     steps: int
     tokens: int
     """Real tokens trained on."""
     loss: float | None
-    """Of the last step, nats per token; None when this process had no step left to run."""
+    """Loss of the last step in nats per token; None when this process had no step left to do."""
     validation_loss: float | None
     """Nats per token; None without a validation set."""
     sample: str
     seconds: float
-    """From the run's first start to its end."""
+    """Seconds from the run's first start to its end."""
     run_uri: str
 
 
@@ -49,7 +49,8 @@ class RunRecord:
     """The files of a run, written by rank 0.
 
     Args:
-        generation: of the workers; what a later one writes is read behind it.
+        store: the run's folder.
+        generation: number of the group of workers. Readers put its lines behind those of earlier groups.
         history: the run's history before that generation; None: read it from the folder.
     """
 
@@ -59,39 +60,47 @@ class RunRecord:
         self.batches = JsonLog(store, "batches.jsonl", order=generation)
 
     def flush(self) -> None:
-        """Write out what the logs still hold."""
+        """Write out the buffered lines of all logs."""
         self.metrics.flush()
         self.batches.flush()
 
     def close(self) -> None:
-        """The last call, which waits for no store."""
+        """Hand over the last lines and let go of the logs, without waiting for the store."""
         self.metrics.close()
         self.batches.close()
 
     def unwritten(self) -> dict[str, list[str]]:
-        """What only this process knows, by log; a checkpoint takes it along, for `restore`."""
+        """Return the lines that only this process holds, by log. A checkpoint carries them, for `restore`."""
         logs = {"metrics": self.metrics.unwritten(), "batches": self.batches.unwritten()}
         return {name: lines for name, lines in logs.items() if lines}
 
     def restore(self, unwritten: Mapping[str, Sequence[str]]) -> None:
-        """Write what the process that took the checkpoint may not have come to write."""
+        """Write the lines that the process that saved the checkpoint may not have written."""
         self.metrics.restore(unwritten.get("metrics", ()))
         self.batches.restore(unwritten.get("batches", ()))
         self.metrics.flush_soon()
         self.batches.flush_soon()
 
     def evaluated(self, step: int) -> bool:
-        """Whether the model of this step has been evaluated, since it was last trained."""
+        """Return whether the model of this step has been evaluated since it was last trained."""
         for line in jsonlog.newest_first(self.store, "metrics.jsonl"):
             if line.get("step") == step and "validation_loss" in line:
                 return True
-            if "loss" in line and int(line["step"]) <= step:  # not an evaluation, which may come late
+            if "loss" in line and int(line["step"]) <= step:  # a step's line; evaluations may come late
                 return False
         return False
 
     def write_run(self, config: TrainConfig, source: Source, validation: Mapping[str, Manifest], *, parameters: int,
                   vocabulary_size: int) -> None:
-        """Write run.json unless it is there."""
+        """Write run.json unless it exists.
+
+        Args:
+            config: the run's settings.
+            source: the training data.
+            validation: manifests of the validation sets by domain.
+            parameters: number of the model's parameters.
+            vocabulary_size: rows of the embedding.
+        """
         if self.store.exists("run.json"):
             return
         sequences = BatchSizes.of(config.batch, source.manifest.sequence_length).total(config.steps)
@@ -107,15 +116,15 @@ class RunRecord:
             "commit": git_commit()})
 
     def started(self) -> float:
-        """Unix time of the run's first start."""
+        """Return the Unix time of the run's first start."""
         return float(self.store.read_json("run.json")["started"])
 
     def failures(self) -> int:
-        """How often a worker or node failed before."""
+        """Return the number of failures of workers and nodes before this generation."""
         return self._known_history().failures
 
     def last_step(self) -> int:
-        """The furthest step that was done before, 0 when none was."""
+        """Return the furthest step that was done before this generation, 0 if none."""
         return last_step(self.store, known=self._known_history().step)
 
     def _known_history(self) -> RunHistory:
@@ -124,19 +133,25 @@ class RunRecord:
         return self._history
 
     def pass_over(self, step: int, back_to: int, window: Window) -> None:
-        """Record for good that the run goes back from `step` to the checkpoint of `back_to` and passes over `window`.
+        """Record a rollback, durably, before it takes effect: after a crash the steps must take the same positions.
 
-        Written out before anything else happens: after a crash the steps must take the same positions.
+        Args:
+            step: the step that caused it.
+            back_to: step of the checkpoint that the run goes back to.
+            window: positions that the run passes over.
+
+        Raises:
+            StorageError: the record cannot be written.
         """
         log = JsonLog(self.store, PASSED_OVER, order=self._generation)
         log.append({"time": time.time(), "step": step, "back_to": back_to, "start": window[0], "end": window[1]})
         log.flush()
 
     def take_in(self, waves: Sequence[Mapping[str, Any]]) -> None:
-        """Record for good that the run reads these waves of its shard set (`shards.growing`), before it does.
+        """Record, durably, that the run reads these waves of its shard set (`shards.growing`), before it does.
 
         Raises:
-            ShardError: it has read another one in the place of one of them.
+            ShardError: the run has read a wave of this number with other content.
         """
         known = {int(line["wave"]): line["hash"] for line in jsonlog.read(self.store, WAVES)}
         _same_waves(known, {wave["number"]: wave["hash"] for wave in waves}, self.store.uri)
@@ -147,36 +162,42 @@ class RunRecord:
         log.flush()
 
     def write_result(self, result: TrainResult) -> None:
-        """Write result.json, the sign that the run is over."""
+        """Write result.json, which marks the run as finished."""
         self.store.write_json("result.json", asdict(result))
 
 
 def read_rollbacks(store: Store) -> list[dict[str, int]]:
-    """Rollbacks of a run, oldest first: "step" that made it, "back_to", "start" and "end" of what is passed over."""
+    """Return the rollbacks of a run, oldest first: "step", "back_to", and "start" and "end" of the window."""
     return jsonlog.read(store, PASSED_OVER)
 
 
 def positions(run: dict[str, Any], source: Source, rollbacks: Sequence[dict[str, int]] = ()) -> Positions:
-    """The positions of the steps of the run of this run.json, which reads `source`, as they are after `rollbacks`."""
+    """Return the positions of a run's steps.
+
+    Args:
+        run: content of run.json.
+        source: the data that the run reads.
+        rollbacks: the run's rollbacks so far.
+    """
     windows = [(line["start"], line["end"]) for line in rollbacks]
     return Positions(BatchSizes(run["config"]["batch"], source.manifest.sequence_length), windows)
 
 
 def read_result(store: Store) -> TrainResult | None:
-    """The result of a finished run, or None."""
+    """Return the result of a finished run, or None."""
     return TrainResult(**store.read_json("result.json")) if store.exists("result.json") else None
 
 
 def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | None = None) -> Source:
-    """What the run of this run.json read; of a set that is still being written, as far as it is there.
+    """Open the data that a run has read. A set that is still being written is opened as far as it exists.
 
     Args:
         run: content of run.json.
-        uri: where its shard set is now; of a mixture, the sets must be where they were.
-        store: the run's folder, to compare the waves of a set in waves with those that it took in.
+        uri: where the shard set is now, if it was moved. The sets of a mixture must be where they were.
+        store: the run's folder, to compare a growing set's waves with those that the run has read.
 
     Raises:
-        ShardError: a set is gone, or is not the one the run was started with.
+        ShardError: a set is gone, or is not the one that the run was started with.
     """
     data, seed = run["config"]["data"], run["config"]["data"]["seed"]
     recorded = run["data"].get("shards") or run["data"]["mixture"]
@@ -202,7 +223,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
 
 
 def _same_waves(taken_in: Mapping[int, str], now: Mapping[int, str], where: str) -> None:
-    other = [number for number, found in sorted(now.items()) if taken_in.get(number, found) != found]
+    other = [number for number, wave_hash in sorted(now.items()) if taken_in.get(number, wave_hash) != wave_hash]
     if other:
         raise ShardError(f"wave {other[0]} of the shard set is not what the run read: the set was made anew with other "
                          "content", where=where, mend="give the original set, or start a new run with another run.id")

@@ -1,7 +1,7 @@
-"""What may change when a run is started again, and what run.json keeps of each start.
+"""Decide which settings may change when a run is started again, and record each start in run.json.
 
-A run is one training. Whoever starts it again may change how it goes on, not what it is: `REFUSED` has the rule. Each
-start is kept in run.json, so that a page or an audit can tell with which settings a step was done.
+A restart may change how a run continues, but not what it is; `REFUSED` has the rule. run.json holds every start, so
+that a report or an audit knows the settings of each step.
 """
 
 from __future__ import annotations
@@ -33,60 +33,61 @@ REFUSED: dict[str, str] = {
     "data.seed": "the tokens would come in another order",
     "data.mixture": "the tokens would come in another order",
 }
-"""Settings that make a run what it is, and why each cannot change. Everything else may."""
+"""Settings that define a run, and why each must not change. All others may."""
 FREE_PARTS_OF_MODEL = ("model.attention", "model.init_from")
-"""How attention is computed, and where the first weights came from."""
+"""Settings of the model that may change: how attention is computed, and where the first weights came from."""
 REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
     "precision": "the bits of every later step would be others",
     "batch.micro_sequences": "sums over micro-batches would have another order",
     "reproducible": "the bits of every later step would be others",
     "version": "the bits of every later step would be others",
 }
-"""Settings that a run in reproducible mode may not change besides."""
+"""Further settings that a run in reproducible mode must not change."""
 SILENT = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics", "profile",
           "logs", "callbacks", "data.uri", "data.cache", "data.prefetch", "data.validation", "data.wait_seconds")
-"""Groups and settings that do not change what a step computes: kept in run.json, and not told."""
+"""Settings that do not change what a step computes. A change of them is recorded and not reported."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs from the start before."""
+    """A setting that differs from the previous start."""
 
     key: str
-    """With dots, such as "optimizer.learning_rate"."""
+    """Dotted name, such as "optimizer.learning_rate"."""
     before: Any
     now: Any
     refused: str = ""
-    """Why the run cannot go on with it; "" when it can."""
+    """Why the run cannot continue with the change; "" if it can."""
 
     @property
     def of_code(self) -> bool:
-        """Whether it is the source of a user's own part."""
+        """Whether the source of a user's own part has changed."""
         return self.key.endswith(CODE)
 
     @property
     def of_version(self) -> bool:
-        """Whether it is the version of a part of this package."""
+        """Whether the version of a built-in part has changed."""
         return self.key.startswith(VERSION)
 
     @property
     def told(self) -> bool:
-        """Whether people should hear of it."""
+        """Whether to report the change to the user."""
         return not _below(self.key, SILENT)
 
 
 def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
-    """Compare `config` with the run's last start, add this start to run.json, and return what has changed.
+    """Compare the settings with those of the run's last start, add this start to run.json, and return the changes.
 
-    A run without run.json, which its first worker group writes, has no start before: [].
+    A run without run.json has no earlier start and no changes: its first group of workers writes that file. The source
+    of a user's own part may change until the first step is done, so that a first mistake does not cost a run.
 
     Args:
-        store: the run's folder; its caller owns the run.
-        epoch: in which the caller owns it.
+        store: the run's folder. The caller owns the run.
+        config: the settings of this start.
+        epoch: in which the caller owns the run.
 
     Raises:
-        ConfigError: a setting has changed that makes the run what it is; nothing was written. The source of a user's
-            own part may change as long as no step was done: its first mistake should not cost a run.
+        ConfigError: a setting that defines the run has changed; nothing was written.
     """
     if not store.exists(RUN):
         return []
@@ -113,15 +114,20 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """Return all settings by their dotted names, without the user and password of any URI.
 
-    The hash of the source of a user's own part is beside the part's settings: "optimizer.code". The version of each
-    part of this package is there as well: "version.optimizer_adamw".
+    They include the hash of the source of each of the user's own parts, such as "optimizer.code", and the version of
+    each built-in part, such as "version.optimizer_adamw".
     """
     hashes = {name: code.hash for name, code in config.own_parts().items()}
     return {**_flat(without_secrets(config.canonical())), **_sources(hashes), **_versions(config.versions())}
 
 
 def last_settings(run: Mapping[str, Any], epoch: int | None = None) -> dict[str, Any]:
-    """Return the settings of the newest start in the content of run.json, or of the start of `epoch`."""
+    """Return the settings of a start.
+
+    Args:
+        run: content of run.json.
+        epoch: of the start; None for the newest.
+    """
     groups = {"objective" if name == "loss" else name: value for name, value in run["config"].items()}  # former name
     settings = {**_flat(groups), **_sources(run.get("code", {}))}
     parts = run.get("part_versions", {})
@@ -134,10 +140,15 @@ def last_settings(run: Mapping[str, Any], epoch: int | None = None) -> dict[str,
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any], *, reproducible: bool) -> list[Change]:
-    """Return the settings that differ, with the reason where the run cannot go on with a change.
+    """Return the settings that differ, each with the reason if the run cannot continue with the change.
 
     A setting that a newer version has added had its default before, so it has not changed. Neither has the version of
-    a part that the start before did not use. Runs from before part versions were recorded have used version 1.
+    a part that the previous start did not use. Runs from before part versions were recorded have used version 1.
+
+    Args:
+        before: settings of the previous start.
+        now: settings of this start.
+        reproducible: whether the run is in reproducible mode.
     """
     recorded = any(key.startswith(VERSION) for key in before)
     if not recorded:

@@ -1,4 +1,4 @@
-"""Lineage of a run: which documents a step read, and which of the recorded steps read a document."""
+"""Trace the lineage of a run: the documents that a step read, and the recorded steps that read a document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POSITIONS = 1 << 20
 
 
 class _Run:
-    """A run's record, opened with the sets it read."""
+    """A run's record, with the open sets that it read."""
 
     def __init__(self, run_uri: str, uri: str | None) -> None:
         place = store(run_uri)
@@ -35,11 +35,11 @@ class _Run:
         self.guards = [event["detail"] for event in jsonlog.read(place, "events.jsonl") if event.get("kind") == "guard"]
 
     def attempts(self, step: int) -> list[dict[str, Any]]:
-        """A record of each time that `step` took other positions, oldest first; more than one after a rollback."""
+        """Return a record for each set of positions that `step` took, oldest first: more than one after a rollback."""
         return list({line.get("passed_over", 0): line for line in self.lines if int(line["step"]) == step}.values())
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(domain, row of its set counted through all shards) at `positions`."""
+        """Return (domain, row) at `positions`; rows count through all shards of the domain's set."""
         domains, shards, rows = self.source.locate(positions)
         for number, starts in enumerate(self.starts):
             here = domains == number
@@ -49,14 +49,14 @@ class _Run:
 
 def trace_step(run_uri: str, step: int, *, batch_row: int | None = None, token: int | None = None,
                uri: str | None = None) -> dict[str, Any]:
-    """The sequences of a step's global batch and their documents; with `token`, where that token came from.
+    """Return the sequences of a step's global batch and their documents; with `token`, the origin of that token.
 
     Args:
         run_uri: the run.
         step: from 1.
-        batch_row: only this sequence of the batch, from 0.
-        token: of this sequence; needs `batch_row`.
-        uri: where the run's shard set is now, if not where run.json says.
+        batch_row: only this sequence of the batch, counted from 0.
+        token: index of a token in this sequence; needs `batch_row`.
+        uri: where the run's shard set is now, if it was moved.
 
     Returns:
         {"run", "step", "digest", "as_recorded": the planned sequences give the recorded digest, "sequences":
@@ -86,7 +86,7 @@ def trace_step(run_uri: str, step: int, *, batch_row: int | None = None, token: 
 
 
 def _reading(run: _Run, record: dict[str, Any], batch_row: int | None) -> dict[str, Any]:
-    """What a recorded step read: "digest", "as_recorded" and "sequences" of `trace_step`."""
+    """Return what a recorded step read: "digest", "as_recorded" and "sequences" of `trace_step`."""
     taken = run.plan.known(record.get("passed_over", 0)).of(int(record["step"]))
     ids = run.source.ids_at(taken)
     places = [part.tolist() for part in run.rows(taken)]
@@ -101,8 +101,15 @@ def _reading(run: _Run, record: dict[str, Any], batch_row: int | None) -> dict[s
 
 
 def trace_document_steps(run_uri: str, document: str, *, uri: str | None = None) -> dict[str, Any]:
-    """`trace_document` in the run's set, and "steps": [{"step", "batch_row", "epoch", "row"}], the uses recorded.
-    Of a mixture, it is the domain that holds the document, named in "domain"; the first by name when several do.
+    """Return `trace_document` of the run's set, and the recorded uses of the document.
+
+    The uses are in "steps": [{"step", "batch_row", "epoch", "row"}]. For a mixture, "domain" names the domain that
+    holds the document, the first by name if several do.
+
+    Args:
+        run_uri: the run.
+        document: id of the document.
+        uri: where the run's shard set is now, if it was moved.
 
     Raises:
         StorageError: there is no such run.
@@ -129,7 +136,7 @@ def trace_document_steps(run_uri: str, document: str, *, uri: str | None = None)
 
 
 def _holder(run: _Run, document: str) -> tuple[int, dict[str, Any]]:
-    """The domain that holds the document, else the first that knows what became of it, and what its set says."""
+    """Return the domain that holds the document, or else the first that has a verdict on it, with its set's answer."""
     known, refused = [], None
     for number, domain in enumerate(run.source.domains):
         try:
@@ -151,7 +158,7 @@ def _steps_known(records: dict[int, Any]) -> str:
 
 
 def step_lines(found: dict[str, Any]) -> list[str]:
-    """`trace_step` for people."""
+    """Return the lines that show the result of `trace_step`."""
     fits = "as recorded" if found["as_recorded"] else "NOT what was recorded: see `tidewheel audit`"
     lines = [f"step {found['step']} read {found['digest']}, {fits}", *_sequence_lines(found["sequences"])]
     lines += token_lines(found["token"]) if found["token"] else []
@@ -161,7 +168,7 @@ def step_lines(found: dict[str, Any]) -> list[str]:
 
 
 def guard_line(guard: dict[str, Any]) -> str:
-    """A guard's event for people."""
+    """Return the line that shows a guard's event."""
     shown = {"loss": "loss", "gradient_norm": "gradient norm", "loss_z": "z", "gradient_norm_z": "z of the norm"}
     values = [f"{name} {float(guard[key]):.4g}" for key, name in shown.items() if guard.get(key) is not None]
     end = guard["position"] + guard["count"] - 1
@@ -179,7 +186,7 @@ def _sequence_lines(sequences: list[dict[str, Any]]) -> list[str]:
 
 
 def document_step_lines(found: dict[str, Any]) -> list[str]:
-    """`trace_document_steps` for people."""
+    """Return the lines that show the result of `trace_document_steps`."""
     uses = found["steps"]
     lines = [f"read in {len(uses)} places of {found['recorded_steps']} recorded steps"]
     lines += [f"  step {use['step']} row {use['batch_row']} of the batch (epoch {use['epoch']}): row {use['row']}"

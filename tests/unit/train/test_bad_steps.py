@@ -251,7 +251,7 @@ def test_a_checkpoint_of_a_history_that_was_given_up_is_refused():
     now, settings = Positions(BatchSizes({"global_sequences": 8}, 1), [(40, 48), (16, 24)]), config(Path("nowhere"))
     for extra in ({"step": 4, "position": 32, "passed_over": []}, {"step": 6, "position": 48, "passed_over": []},
                   {"step": 2, "position": 16, "passed_over": [[0, 8]]}):
-        with pytest.raises(CheckpointError, match="given up"):
+        with pytest.raises(CheckpointError, match="undone"):
             checks.same_history(extra, now, settings)
     for extra in ({"step": 2, "position": 16}, {"step": 6, "position": 64, "passed_over": [[40, 48], [16, 24]]}):
         checks.same_history(extra, now, settings)

@@ -14,6 +14,7 @@ from tests.unit.train.helpers import FileCheckpoints, Replaced, Script, config, 
 from tidewheel import jsonlog, storage
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
+from tidewheel.inference.sample import text_sample
 from tidewheel.report.run import write_run_report
 from tidewheel.train.callback import Callback, Callbacks, Step, Worker
 from tidewheel.train.config import TrainConfig
@@ -99,7 +100,7 @@ def diary(folder: Path) -> list[list]:
 
 
 def test_a_callback_hears_of_everything_in_order(folder: Path):
-    train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz")))
+    train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), sampler=text_sample))
     said = diary(folder)
     assert [line[:2] for line in said] == [
         ["start", 0], ["step", 1], ["step", 2], ["step", 3], ["evaluate", 3], ["step", 4], ["checkpoint", 3],

@@ -1,11 +1,11 @@
-"""A rank that stands still becomes an error that names it, in bounded time.
+"""Turn a rank that hangs into an error that names it, in bounded time.
 
-Each rank keeps a mark of where it is (a step and a phase) in its own memory; a thread of its own publishes it in the
-ranks' shared store every few seconds, so nothing here waits for the network between two steps. A rank without progress
-for the configured time, neither a mark nor a collective begun, asks who is behind: whose thread is silent (the process
-is stopped, swapped out or gone), or whose mark or number of collectives is lower than the others'. If nobody is, all
-are at work on something long, and it goes on. Else the rank ends: by the time limit of the collective it waits in,
-which raises; or, if that does not come, with its process.
+Each rank marks its step and phase in memory. A thread of its own publishes the mark in the ranks' shared store every
+few seconds, so that no step waits for the network. A rank without progress for the configured time (neither a new
+mark nor a new collective) surveys all ranks. A rank is behind if its thread is silent (the process is stopped,
+swapped out or gone), or if its marks or collectives are fewer than the others'. If no rank is behind, all ranks do
+long work and training continues. Otherwise the waiting rank ends: the collective that it waits in times out and
+raises, or, failing that, its process ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXIT_CODE = 70
 
 
 class HangError(RuntimeError):
-    """Ranks waited in vain for others, which the text names. A restart fixes it, as after the loss of a worker.
+    """Ranks waited in vain for other ranks, which the text names. A restart fixes it, as after the loss of a worker.
 
     Args:
         text: what was found.
@@ -60,32 +60,32 @@ class Finding(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """What a rank says of itself."""
+    """A rank's report of its progress."""
 
     number: int
-    """Counts up as long as the process lives."""
+    """Rises as long as the process lives."""
     marks: int
-    """Counts up with every mark; equal on ranks that are equally far."""
+    """Number of marks so far; ranks at the same point have the same number."""
     step: int
     phase: str
     collectives: dict[str, int]
-    """Begun so far, by group."""
+    """Collectives started so far, by process group."""
 
     @property
     def progress(self) -> tuple[int, tuple[tuple[str, int], ...]]:
-        """Changes when the rank gets on."""
+        """Value that changes when the rank makes progress."""
         return self.marks, tuple(sorted(self.collectives.items()))
 
 
 class Watch:
-    """Watches over the ranks of a run; does nothing for a single one.
+    """Watches the ranks of a run; does nothing for a single rank.
 
     Args:
         config: time limits.
         rank: of this process in the default group.
         world_size: ranks to watch.
-        name: told apart from other watches in the same store.
-        on_hang: told what was found, on the rank that found it; must be quick.
+        name: distinguishes this watch from others in the same store.
+        on_hang: called with the finding, on the rank that surveyed; must be quick.
     """
 
     def __init__(self, config: GuardsConfig, rank: int, world_size: int, *, name: str = "0",
@@ -100,33 +100,32 @@ class Watch:
         if world_size > 1:
             self._groups: list[Any] = [distributed_c10d._get_default_group()]
             self._set_limits()
-            # two connections: one that waits for an answer would hold up the beats
+            # two connections, because one that waits for an answer would delay the beats
             shared: Any = distributed_c10d._get_default_store()
             self._store, self._answers = (dist.PrefixStore(f"tidewheel/hang/{name}", shared.clone()) for _ in range(2))
             self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
             self._thread.start()
 
     def include(self, groups: Sequence[Any]) -> None:
-        """The process groups that training uses beside the default group. In each all ranks begin the same
-        collectives, so pipelines are left out."""
+        """Watch further process groups, in which all ranks start the same collectives; so no pipeline's."""
         if self._thread is not None:
             self._groups = [self._groups[0], *(group for group in groups if group is not self._groups[0])]
             self._set_limits()
 
     def mark(self, step: int, phase: str) -> None:
-        """This rank is at `phase` of `step` now. All ranks mark the same things in the same order."""
+        """Mark that this rank is at `phase` of `step`. All ranks make the same marks in the same order."""
         self._place = step, phase
         self._marks += 1
 
     def started(self) -> None:
-        """The first step is done: the shorter time limit holds from now on."""
+        """Note that the first step is done; the shorter time limit applies from now on."""
         if self._limit != self._config.collective_timeout_seconds:
             self._limit = self._config.collective_timeout_seconds
             if self._thread is not None:
                 self._set_limits()
 
     def explained(self, error: BaseException) -> BaseException:
-        """`error`, or the HangError that says why this collective did not end."""
+        """Return the HangError that says why a collective did not end, or `error` itself."""
         text = str(error).lower()
         waited = isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
         if self._thread is not None and waited:
@@ -134,14 +133,13 @@ class Watch:
         return HangError(*self._finding) if self._finding.text and isinstance(error, RuntimeError) else error
 
     def close(self) -> None:
-        """Stop watching. The thread may wait for an answer of the store; it is not waited for, as others may wait for
-        this rank."""
+        """Stop watching, without waiting for a thread that waits for the store: other ranks may wait for this one."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=CLOSE_SECONDS)
 
     def _set_limits(self) -> None:
-        # a collective gives up after the survey, so that what it raises can be explained
+        # a collective times out after the survey, so that its error can be explained
         limit = timedelta(seconds=self._limit + 6 * self._beat_seconds)
         for group in self._groups:
             distributed_c10d._set_pg_timeout(limit, group)
@@ -151,7 +149,7 @@ class Watch:
         return Beat(number, self._marks, *self._place, counts)
 
     def _run(self) -> None:
-        # an error of the store: the process that kept it has ended, and the collectives say so themselves
+        # the process that kept the store has ended; the collectives raise that themselves
         with contextlib.suppress(RuntimeError):
             self._watch()
 
@@ -170,7 +168,7 @@ class Watch:
                     threading.Thread(target=self._end, name="hang end", daemon=True).start()
 
     def _ask(self) -> None:
-        """Have a survey made, by this rank or another; beats go on meanwhile."""
+        """Survey all ranks, or wait for another rank that does; beats continue meanwhile."""
         answer: list[Finding] = []
 
         def ask() -> None:
@@ -194,7 +192,7 @@ class Watch:
             self._found.set()
 
     def _survey(self) -> Finding:
-        """Return which ranks are behind; one rank finds it out for all."""
+        """Return which ranks are behind. One rank surveys for all."""
         turn = self._answers.add("turn", 0)
         if self._answers.compare_set(f"surveyor/{turn}", "", str(self._rank)).decode() != str(self._rank):
             text, ranks = json.loads(self._answers.get(f"finding/{turn}"))
@@ -210,7 +208,7 @@ class Watch:
         return finding
 
     def _beats(self) -> dict[int, Beat | None]:
-        """Newest beat of each rank, None of one that never said anything."""
+        """Return the newest beat of each rank, None for a rank without one."""
         found: dict[int, Beat | None] = {}
         for rank in range(self._world_size):
             known = self._answers.check([str(rank)])

@@ -1,4 +1,4 @@
-"""What is done about a bad step: counted, recorded, and the same on all ranks."""
+"""Decide what to do about a bad step, the same on all ranks, and count such steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tidewheel.train.positions import Positions, Window
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about a step, and what follows."""
+    """Judgement of a step, and the action that follows."""
 
     reason: str = ""
-    """One of `detect.REASONS`; "": nothing is wrong."""
+    """One of `detect.REASONS`; "" for a good step."""
     action: str = "apply"
     """apply, ignore (applied all the same), skip, rollback or stop."""
     loss_z: float = math.nan
-    """Deviations of the loss above the median of the window; NaN while it holds too little."""
+    """Deviations of the loss above the window's median; NaN while the window holds too few values."""
     gradient_norm_z: float = math.nan
 
     @property
@@ -35,11 +35,11 @@ class Verdict:
 
 
 class Guard:
-    """Judges every step and keeps count; its state is part of a checkpoint.
+    """Judges every step and counts the bad ones; its state is part of a checkpoint.
 
     Args:
         config: the policies.
-        device: where losses and norms are.
+        device: device of losses and norms.
         scaled: see `Detector`.
     """
 
@@ -49,14 +49,14 @@ class Guard:
         self.skipped = 0
         """Steps without an update so far."""
         self.in_a_row = 0
-        """Of those, the newest ones without a good step between; an overflow is the loss scale's affair."""
+        """Newest skipped steps in a row. Overflows do not count: the loss scale handles them."""
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """`Detector.judge`: to be called once for each step, on all ranks."""
+        """Judge a step; see `Detector.judge`. All ranks call it once for each step."""
         return self._detector.judge(loss, norm)
 
     def verdict(self, judged: Sequence[float]) -> Verdict:
-        """What `judge` said, as host numbers, and what to do; counts."""
+        """Return the verdict for a judgement in host numbers, and count it."""
         code, loss_z, norm_z, withheld = judged
         action = self._action(int(code))
         self.skipped += action == "skip"
@@ -72,7 +72,16 @@ class Guard:
         return self.config.non_finite if code else "apply"
 
     def check(self, verdict: Verdict, step: int, where: str) -> None:
-        """Raise ConfigError when this step ends the run."""
+        """Raise if this step ends the run.
+
+        Args:
+            verdict: on the step.
+            step: counts from 1.
+            where: the run's URI.
+
+        Raises:
+            ConfigError: the policy is to stop, or too many steps in a row were skipped.
+        """
         if verdict.action == "stop":
             raise ConfigError(f"{verdict.reason} at step {step}", where=where, mend=_CALMER)
         if verdict.action == "skip" and self.in_a_row > self.config.max_skips:
@@ -82,7 +91,17 @@ class Guard:
                               f"has changed for good; else {_CALMER}")
 
     def check_rollbacks(self, rollbacks: int, verdict: Verdict, step: int, where: str) -> None:
-        """Raise ConfigError when so many rollbacks were made that one more is too many."""
+        """Raise if one more rollback is too many.
+
+        Args:
+            rollbacks: of the run so far.
+            verdict: on the step.
+            step: counts from 1.
+            where: the run's URI.
+
+        Raises:
+            ConfigError: the run has made `guards.max_rollbacks`.
+        """
         if rollbacks >= self.config.max_rollbacks:
             raise ConfigError(f"{verdict.reason} at step {step} after {rollbacks} rollbacks, "
                               f"guards.max_rollbacks is {self.config.max_rollbacks}", where=where,
@@ -90,11 +109,11 @@ class Guard:
                               f"{step}`; then raise the limit, or {_CALMER}")
 
     def state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint."""
+        """Return JSON values for a checkpoint."""
         return {"window": self._detector.state(), "skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._detector.load(state["window"])
         self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
 
@@ -105,7 +124,16 @@ _CALMER = ("lower optimizer.learning_rate or lengthen schedule's warm-up; the sa
 
 def event(verdict: Verdict, step: int, taken: np.ndarray, digest: str | None, loss: float,
           norm: float) -> dict[str, Any]:
-    """Detail of the event "guard": what happened, and the batch that did it. JSON has no NaN: such numbers are text."""
+    """Return the detail of the event "guard". Numbers that JSON does not have are text.
+
+    Args:
+        verdict: on the step.
+        step: counts from 1.
+        taken: positions of its batch.
+        digest: digest of its sequences.
+        loss: mean loss of the global batch.
+        norm: norm of the gradient before clipping.
+    """
     return {"step": step, "reason": verdict.reason, "action": verdict.action, "loss": _number(loss),
             "gradient_norm": _number(norm), "loss_z": _z(verdict.loss_z),
             "gradient_norm_z": _z(verdict.gradient_norm_z), "position": int(taken[0]), "count": len(taken),
@@ -121,8 +149,16 @@ def _number(value: float) -> float | str:
 
 
 def window(positions: Positions, step: int, back_to: int, batches: int) -> Window:
-    """What a rollback from `step` to the checkpoint of step `back_to` passes over: the batches of the newest `batches`
-    steps, as far as they are younger than the checkpoint and lie together in the order."""
+    """Return the window that a rollback passes over.
+
+    It holds the batches of the newest steps, as far as they are newer than the checkpoint and contiguous.
+
+    Args:
+        positions: the run's positions.
+        step: the bad step.
+        back_to: step of the checkpoint.
+        batches: number of steps whose batches to pass over.
+    """
     taken = positions.of_steps(range(max(back_to, step - batches) + 1, step + 1))
     breaks = np.flatnonzero(np.diff(taken) > 1)
     return int(taken[breaks[-1] + 1 if len(breaks) else 0]), int(taken[-1]) + 1

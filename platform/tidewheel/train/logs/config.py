@@ -11,9 +11,9 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 class LogsConfig(Config):
-    """What workers log. The run's logs/ holds the lines of all workers; `tidewheel logs RUN` shows them."""
+    """Logs of workers. The run's logs/ holds the lines of all workers; `tidewheel logs RUN` shows them."""
 
     level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    """Records below this level are not written. What a worker prints is always written, with level info."""
+    """Least level of records that are written. Printed output is always written, with level info."""
     format: Literal["text", "json"] = "text"
-    """Format of the lines in Ray's log folder. The run's logs/ holds JSON lines in any case."""
+    """Format of the lines in Ray's log folder. The run's logs/ always holds JSON lines."""

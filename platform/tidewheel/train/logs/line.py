@@ -1,4 +1,4 @@
-"""One line of a worker's log: when and where it was said, and how it is shown. Secrets are removed here."""
+"""One line of a worker's log, its formats, and the removal of secrets from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.secret_patterns import KEYS
 PRINTED = "output"
 """Logger of lines that were printed to standard output or standard error."""
 HIDDEN = "[hidden]"
-"""What stands in the place of a secret."""
+"""Text that replaces a secret."""
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|AUTH_?KEY", re.IGNORECASE)
 _SHORTEST_SECRET = 8
 _PATTERNS = [re.compile(pattern) for pattern in KEYS.values()]
@@ -24,7 +24,7 @@ _PATTERNS = [re.compile(pattern) for pattern in KEYS.values()]
 
 @dataclass
 class Position:
-    """Where this process is in its run. The training loop keeps it up to date."""
+    """Position of this process in its run. The training loop keeps it up to date."""
 
     run: str = ""
     generation: int = 0
@@ -34,12 +34,12 @@ class Position:
     """"coordinator", "agent" or "evaluator"; "" for a worker, which has a rank."""
 
     def begin(self, generation: int, rank: int) -> None:
-        """A generation begins, in which this process has a rank."""
+        """Note the start of a generation in which this process has a rank."""
         self.generation, self.rank, self.step = generation, rank, 0
 
 
 HERE = Position()
-"""Of this process."""
+"""Position of this process."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class LogLine:
     """One line of a worker's log."""
 
     time: float
-    """Unix time at which it was logged; for printed lines, at which it was read from the process's output."""
+    """Unix time of the record; for printed lines, of their reading from the process's output."""
     level: str
     run: str
     generation: int
     rank: int
     step: int
     logger: str
-    """Name of the logger, `PRINTED` for what was printed."""
+    """Name of the logger; `PRINTED` for printed lines."""
     text: str
     process: str
     """Name of the worker process in the run's logs/."""
@@ -68,7 +68,7 @@ class LogLine:
         return asdict(self)
 
     def as_text(self) -> str:
-        """Return the line as text, each of its parts behind time, level, run, generation, rank and step."""
+        """Return the line as text. Each physical line begins with time, level, run, generation, rank and step."""
         who = f"role={self.role}" if self.role else f"rank={self.rank}"
         head = (f"{shown_time(self.time)} {self.level.upper():<8} {self.run} generation={self.generation} "
                 f"{who} step={self.step} {self.logger}: ")
@@ -80,10 +80,10 @@ class LogLine:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> LogLine:
-        """Return the line that `as_json` described.
+        """Return the line of the values that `as_json` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: it did not.
+            KeyError, TypeError, ValueError: the values are not those of a line.
         """
         return cls(float(values["time"]), str(values["level"]), str(values["run"]), int(values["generation"]),
                    int(values["rank"]), int(values["step"]), str(values["logger"]), str(values["text"]),
@@ -98,8 +98,8 @@ def shown_time(seconds: float) -> str:
 class Redactor:
     """Removes secrets from texts.
 
-    A secret is the value of an environment variable whose name says so (AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...), what
-    looks like a key (`secret_patterns`), and the user and password in a URI.
+    Secrets are the values of environment variables with such a name (AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...), texts that
+    look like a key (`secret_patterns`), and the user and password in a URI.
 
     Args:
         environment: of the process.
@@ -112,7 +112,7 @@ class Redactor:
         self._values = sorted(values, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """Return the text with `HIDDEN` in the place of each secret."""
+        """Return the text with each secret replaced by `HIDDEN`."""
         for value in self._values:
             text = text.replace(value, HIDDEN)
         for pattern in _PATTERNS:

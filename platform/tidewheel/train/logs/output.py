@@ -1,8 +1,8 @@
-"""What a worker process says, first of all in a file on its node.
+"""The file on a node that receives a worker process's output.
 
-Log records and all that the process prints, native code included, are appended to one file in a private folder of the
-node. The kernel keeps what is in it when the process is killed, and writing to it never waits for a store. A thread of
-the process, or after its death another process, reads the file and passes its lines on (`worker_log`).
+Log records and everything that the process prints, including native code, are appended to one file in a private folder
+of the node. Its content survives the process, and writing to it never waits for a store. A thread of the process, or
+another process after its death, reads the file and passes its lines on (`worker_log`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tidewheel.private_folders import create_file, create_locked, open_file
 from tidewheel.train.logs.line import HERE, PRINTED, LogLine, Position, Redactor
 
 LONGEST_LINE = 64 << 10
-"""Bytes. What is longer is cut into several lines."""
+"""Bytes. Longer lines are cut into several."""
 LONGEST_RECORD = 10_000
-"""Characters of a log record's text; as JSON they are less than LONGEST_LINE."""
+"""Characters of a log record's text, so that its JSON is shorter than LONGEST_LINE."""
 FREE_BYTES = 1 << 20
-"""Disk space is given back in pieces of at least so much."""
+"""Least bytes of disk space to give back at once."""
 _MARK = b"\x1e"
 """Begins a log record in the file; the rest of its line is JSON."""
 _STATE_BYTES = 4096
@@ -41,17 +41,17 @@ RAW, STATE = ".raw", ".state"
 
 @dataclass(frozen=True)
 class State:
-    """What other processes must know to go on with the file of a process that was killed."""
+    """State that another process needs to continue with the file of a process that was killed."""
 
     key: str
-    """Log of the run that its lines go to."""
+    """Key of the run's log that receives the lines."""
     process: str
     style: str
     """"text" or "json", of the lines in `file`."""
     file: str = ""
-    """A file that gets the lines too; "" for none."""
+    """Another file that receives the lines; "" for none."""
     offset: int = 0
-    """All that lies before it has been written to the run's log."""
+    """Everything before this offset is in the run's log."""
     position: Position = field(default_factory=Position)
 
     @classmethod
@@ -65,7 +65,7 @@ class OutputFile:
 
     Args:
         folder: private folder of the node.
-        state: of the process; its `process` names the files.
+        state: of the process, which names the files.
     """
 
     def __init__(self, folder: Path, state: State) -> None:
@@ -93,7 +93,7 @@ class OutputFile:
             self._freed = offset
 
     def capture(self) -> int:
-        """Lead standard output and standard error into the file; return a descriptor of what standard error was."""
+        """Redirect standard output and standard error to the file; return a descriptor of the old standard error."""
         _flush()
         for stream in _STREAMS:
             self._before[stream] = os.dup(stream)
@@ -101,13 +101,13 @@ class OutputFile:
         return self._before[2]
 
     def release(self) -> None:
-        """Lead standard output and standard error to where they led before."""
+        """Restore standard output and standard error."""
         _flush()
         for stream, before in self._before.items():
             os.dup2(before, stream)
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the file: without `remove`, others pass on what is left in it."""
+        """Close the file. Without `remove`, another process passes on the rest of it."""
         if remove:
             self.path.unlink(missing_ok=True)
             self._state_path.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ class Reader:
 
     Args:
         descriptor: of the file.
-        state: how far it was read before, and whose it is.
+        state: of the process; says how far the file was read before.
         redact: removes secrets.
     """
 
@@ -204,9 +204,9 @@ class Reader:
 
 @contextlib.contextmanager
 def abandoned(path: Path) -> Iterator[tuple[int, State] | None]:
-    """Hold the file of a process that was killed, given the path of its state: its descriptor and state.
+    """Lock the file of a process that was killed, given the path of its state; yield its descriptor and state.
 
-    None: the process is alive, or another one holds its file.
+    Yield None if the process is alive, or another process has the lock.
     """
     try:
         lock = open_file(path)

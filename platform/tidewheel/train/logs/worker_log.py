@@ -1,11 +1,11 @@
 """A worker's log: from the file of its process to the run's logs/ and to Ray's log folder.
 
-`logging_process` leads log records, and on a cluster all that the process prints, into a file on the node (`output`).
-A thread reads its lines, adds what is missing, removes secrets, and writes them to the run's logs/workers/ and to a
-file in Ray's log folder. Training waits for neither: when the store is away, lines wait in memory and on the node,
-`jsonlog.MOST_WAITING_BYTES` of them, and the log says how many were dropped.
+`logging_process` redirects log records, and on a cluster everything that the process prints, to a file on the node
+(`output`). A thread reads its lines, adds time and position, removes secrets, and writes them to the run's
+logs/workers/ and to a file in Ray's log folder. Training waits for neither. While the store is unavailable, up to
+`jsonlog.MOST_WAITING_BYTES` of lines wait in memory and on the node, and the log says how many were dropped.
 
-A process that is killed leaves its file behind. The other workers of its node pass on what is in it, or the next worker
+A process that is killed leaves its file behind. Another worker of its node passes on the content, or the next worker
 there, or a task that the driver sends at the end (`pass_on_abandoned`).
 """
 
@@ -53,11 +53,11 @@ POLL_SECONDS = 0.1
 ABANDONED_SECONDS = 10.0
 """Between two looks for files of killed processes."""
 CLOSE_SECONDS = 5.0
-"""A worker that ends waits this long for its last lines to be written. What is left another process passes on."""
+"""A worker that ends waits this long for its last lines to be written. Another process passes on the rest."""
 LAST_WORDS_SECONDS = 1.0
 QUIET = ("botocore", "boto3", "s3transfer", "s3fs", "fsspec", "aiobotocore", "urllib3", "asyncio", "filelock",
          "matplotlib", "numba")
-"""Loggers of libraries that say much, and at level debug what requests are signed with: from warning on."""
+"""Verbose libraries, which log request signatures at level debug; only their warnings and errors are logged."""
 
 logger = logging.getLogger(__name__)
 _running: list[WorkerLog] = []
@@ -80,7 +80,7 @@ class WorkerLog:
         self._thread.start()
 
     def flush(self, seconds: float) -> None:
-        """Pass on what there is, and wait for the store for at most `seconds`."""
+        """Pass on all lines, and wait for the store for at most `seconds`."""
         until = time.monotonic() + seconds
         self._pass_on()
         self._log.flush_soon()
@@ -89,7 +89,7 @@ class WorkerLog:
         self._pass_on()
 
     def close(self) -> None:
-        """Write the last lines; what the store does not take in `CLOSE_SECONDS` is left to another process."""
+        """Write the last lines. Leave to another process what the store does not take within `CLOSE_SECONDS`."""
         if self._terminal is not None:
             self._output.release()
         self._ended.set()
@@ -116,7 +116,7 @@ class WorkerLog:
                 time.sleep(1.0)
 
     def _pass_on(self, *, last: bool = False) -> None:
-        """Read new lines and hand them to all who take them."""
+        """Read new lines and write them to the run's log, the file and the terminal."""
         with self._passing:
             while lines := self._reader.read(time.time(), replace(HERE), last=last):
                 for line in lines:
@@ -127,7 +127,7 @@ class WorkerLog:
             self._output.advance(self._reader.offset if self._log.is_written else kept)
 
     def _show(self, lines: list[LogLine]) -> None:
-        """Write to the old standard error what would have gone there without this log."""
+        """Write to the old standard error the lines that would have gone there without this log."""
         if self._terminal is None:
             return
         shown = [line.text for line in lines if line.logger == PRINTED or line.level not in ("debug", "info")]
@@ -140,8 +140,8 @@ def logging_process(config: LogsConfig, store: Store, *, run: str, node: str, ca
                     beside: Path | None = None, role: str = "") -> Iterator[None]:
     """Keep the log of this process in the run's folder while the block runs.
 
-    A second call in the same process adds nothing, and so does a node without a private folder for the process's file:
-    what the process prints then goes where it went.
+    It does nothing if this process has a log already, or if the node has no private folder for the process's file. Then
+    the output of the process goes where it went before.
 
     Args:
         config: level and format.
@@ -149,7 +149,7 @@ def logging_process(config: LogsConfig, store: Store, *, run: str, node: str, ca
         run: id of the run.
         node: name of the machine.
         capture: also keep what the process prints.
-        beside: Ray's log folder, for a file with the same lines; None: there is none.
+        beside: Ray's log folder, for a file with the same lines; None for no such file.
         role: "coordinator", "agent" or "evaluator"; "" for a worker, which has a rank.
     """
     folder = node_folder(store, WORKERS)
@@ -176,9 +176,9 @@ def logging_process(config: LogsConfig, store: Store, *, run: str, node: str, ca
 
 
 def last_words() -> None:
-    """Write what this process has logged, before it ends itself; wait for at most `LAST_WORDS_SECONDS`.
+    """Write the log of this process before it ends itself; wait for at most `LAST_WORDS_SECONDS`.
 
-    What is not written then stays in the process's file, for another one.
+    The rest stays in the process's file, for another process.
     """
     for log in list(_running):
         writing = threading.Thread(target=log.flush, args=(LAST_WORDS_SECONDS,), name="last words", daemon=True)
@@ -187,14 +187,14 @@ def last_words() -> None:
 
 
 def pass_on_abandoned(store: Store) -> int:
-    """Write to the run's logs/ what killed workers of this node have left; return how many."""
+    """Write the rest of the output of this node's killed workers to the run's logs/; return their number."""
     folder = node_folder(store, WORKERS)
     return _pass_on_abandoned(store, folder) if folder.is_dir() else 0
 
 
 @contextlib.contextmanager
 def _handling(handler: logging.Handler, level: str, *, capture: bool) -> Iterator[None]:
-    """Hand all records from `level` on to a handler during the block.
+    """Pass all records of `level` or above to a handler during the block.
 
     With `capture`, remove handlers that print records meanwhile: a printed record would be logged twice.
     """
@@ -250,7 +250,7 @@ def _pass_on_abandoned(store: Store, folder: Path) -> int:
 
 
 def _rest(descriptor: int, state: State) -> list[LogLine]:
-    """Return what a killed process said and did not come to pass on."""
+    """Return the lines that a killed process has not passed on."""
     reader, lines = Reader(descriptor, state, Redactor()), list[LogLine]()
     when = written_at(descriptor)
     while more := reader.read(when, last=True):
@@ -259,7 +259,7 @@ def _rest(descriptor: int, state: State) -> list[LogLine]:
 
 
 def _is_of_this_run(store: Store, descriptor: int) -> bool:
-    """Return whether a file is not of a run that had this one's folder long ago and was deleted."""
+    """Return whether a file belongs to this run, and not to a deleted run that had the same folder."""
     written = written_at(descriptor)
     if written > time.time() - OLD_SECONDS:
         return True
@@ -286,5 +286,5 @@ def _opened(path: str) -> BinaryIO | None:
 def _write(file: BinaryIO | None, lines: list[LogLine], style: str) -> None:
     if file is None:
         return
-    with contextlib.suppress(OSError):  # the disk is full; the run's logs/ holds the same lines
+    with contextlib.suppress(OSError):  # the disk is full; the run's logs/ has the same lines
         file.write("".join(f"{line.shown(style)}\n" for line in lines).encode())

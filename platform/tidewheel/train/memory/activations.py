@@ -32,11 +32,16 @@ ATTENTION = {
 VARLEN = "torch_attn::_varlen_attn"
 COLLECTIVES = {torch.ops._c10d_functional.reduce_scatter_tensor.default,
                torch.ops._c10d_functional.all_gather_into_tensor.default}
-"""What waits for other ranks is not done twice."""
+"""Collectives, which are not repeated."""
 
 
 def checkpoint_blocks(model: nn.Module, config: MemoryConfig) -> None:
-    """Replace `forward` of the blocks of `model`, a decoder or a pipeline stage's part of one; not for kind none."""
+    """Replace `forward` of a model's blocks with one that checkpoints activations.
+
+    Args:
+        model: a decoder, or a pipeline stage's part of one.
+        config: the kind of checkpointing; not none.
+    """
     kind = config.activation_checkpointing
     blocks = [(name, block) for name, block in model.named_modules() if _BLOCK.search(name)]
     for name, block in blocks:
@@ -49,7 +54,7 @@ def checkpoint_blocks(model: nn.Module, config: MemoryConfig) -> None:
 
 def _checkpointed(forward: Callable[..., torch.Tensor], contexts: Callable[[], Any] | None, offload: bool,
                   x: torch.Tensor, *shared: Any) -> torch.Tensor:
-    """`forward(x, *shared)`. Rope table and mask are shared by all blocks, so that only x costs memory."""
+    """Return `forward(x, *shared)`. All blocks share the rope table and the mask, so only x costs memory."""
     if not torch.is_grad_enabled():
         return forward(x, *shared)
     extra: dict[str, Any] = {"context_fn": contexts} if contexts is not None else {}
@@ -59,7 +64,7 @@ def _checkpointed(forward: Callable[..., torch.Tensor], contexts: Callable[[], A
 
 
 def _selective(recompute_products: int) -> Any:
-    """The two contexts of one checkpointed block: matrix products are counted anew in each pass."""
+    """Return the two contexts of a checkpointed block, which count its matrix products in each pass."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""What is kept from the forward pass for the backward pass, as configuration. Nothing here imports torch."""
+"""Configuration of activation checkpointing. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class MemoryConfig(Config):
     """Activation checkpointing; it changes memory and speed, never the result."""
 
     activation_checkpointing: Literal["none", "full", "every_nth", "selective", "offload"] = "none"
-    """What is kept of a block's forward pass until its backward pass.
-    none: everything. full: the block's input, the rest is computed again (https://arxiv.org/abs/1604.06174).
-    every_nth: as full, for every `every`-th block only. selective: the input and the results of attention and matrix
-    products; what is cheap is computed again (https://arxiv.org/abs/2205.05198). offload: as full, and the inputs of
-    blocks wait in host memory."""
+    """What to keep of a block's forward pass until its backward pass.
+    none: everything. full: the block's input; the rest is recomputed (https://arxiv.org/abs/1604.06174).
+    every_nth: as full, but only for every `every`-th block. selective: the input and the results of attention and
+    matrix products; cheap operations are recomputed (https://arxiv.org/abs/2205.05198). offload: as full, with the
+    inputs of blocks in host memory."""
     every: int = Field(default=2, ge=1)
-    """every_nth: blocks 0, every, 2 every, ... are computed again."""
+    """every_nth: blocks 0, every, 2 every, ... are recomputed."""
     recompute_products: int = Field(default=2, ge=0)
-    """selective: every so many-th matrix product of a block is computed again too, as torchtitan does; 0: none is."""
+    """selective: also recompute every n-th matrix product of a block, as torchtitan does; 0: none."""
 
     @pydantic.model_validator(mode="after")
     def _used(self) -> MemoryConfig:

@@ -1,4 +1,4 @@
-"""Host memory that a step frees is kept for the next one."""
+"""Keep host memory that a step frees for the next step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Ask the C library not to give freed memory back at once; True where that is possible, with glibc.
+    """Ask the C library not to return freed memory at once; return whether that is possible, as with glibc.
 
-    By default it returns large blocks to the system when they are freed. A training step on a CPU asks for the same
-    blocks again (logits, activations), and pays a page fault for every 4 KB: 6,000 a step of a model of 2 million
-    parameters, 2 % of its time. Up to `TRIM_BYTES` of freed memory stay with the process.
+    By default it returns large freed blocks to the system. A training step on a CPU allocates the same blocks again
+    (logits, activations), with a page fault for every 4 KB: 6,000 a step for a model of 2 million parameters, 2 % of
+    its time. The process keeps up to `TRIM_BYTES` of freed memory.
     """
     if not sys.platform.startswith("linux"):
         return False

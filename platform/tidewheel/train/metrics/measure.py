@@ -1,4 +1,4 @@
-"""What a process can measure about itself: memory, its own working time, and the share of the device's peak it uses."""
+"""Measure a process: its memory, its own working time, and the peak of its device."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ import time
 import torch
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s by device name, from NVIDIA's data sheets; MFU is left out for any other device."""
+"""Dense bf16 FLOP/s by device name, from NVIDIA's data sheets. Other devices have no MFU."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by its name, None when it is not in `PEAK_FLOPS`."""
+    """Return the dense bf16 FLOP/s of a device by its name, None if it is not in `PEAK_FLOPS`."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes: "host_resident_bytes" of this process and, on CUDA, "device_allocated_bytes", "device_reserved_bytes" and
-    "device_peak_bytes" (most allocated since the process began). Reads counters only; waits for nothing."""
-    found = {"host_resident_bytes": host_resident_bytes()}
+    """Return the memory of this process in bytes; reads counters only and does not wait for the device.
+
+    Keys: "host_resident_bytes" and, on CUDA, "device_allocated_bytes", "device_reserved_bytes" and "device_peak_bytes"
+    (most allocated since the process started).
+    """
+    counters = {"host_resident_bytes": host_resident_bytes()}
     if device.type == "cuda":
-        found |= {"device_allocated_bytes": torch.cuda.memory_allocated(device),
-                  "device_reserved_bytes": torch.cuda.memory_reserved(device),
-                  "device_peak_bytes": torch.cuda.max_memory_allocated(device)}
-    return found
+        counters |= {"device_allocated_bytes": torch.cuda.memory_allocated(device),
+                     "device_reserved_bytes": torch.cuda.memory_reserved(device),
+                     "device_peak_bytes": torch.cuda.max_memory_allocated(device)}
+    return counters
 
 
 def host_resident_bytes() -> int:
-    """Physical memory of this process; where /proc is missing, the most it ever had."""
+    """Return the physical memory of this process in bytes; its maximum so far on systems without /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -40,11 +43,11 @@ def host_resident_bytes() -> int:
 
 
 class BusyTime:
-    """Seconds that the calling thread computed or wanted to: running, and runnable while others had the CPU.
+    """Seconds in which the calling thread ran, or was runnable while other threads had the CPU.
 
-    What it slept is left out, and waiting for other ranks is sleeping (gloo blocks; backward on CPU runs in the thread
-    that calls it). So among ranks that wait for each other in every collective this shows who makes the others wait: a
-    slower CPU, or one shared with somebody else. From /proc/thread-self/schedstat; elsewhere running time alone.
+    It leaves out sleep, and a rank that waits for others sleeps (gloo blocks; backward on CPU runs in the thread that
+    calls it). So among ranks that wait for each other in every collective, it shows which rank causes the wait: its CPU
+    is slower, or shared. Read from /proc/thread-self/schedstat; elsewhere only the running time counts.
     """
 
     place = "/proc/thread-self/schedstat"  # of the thread that opens it
@@ -57,7 +60,7 @@ class BusyTime:
         self._last = self._total()
 
     def seconds(self) -> float:
-        """Since the last call, or since the beginning; to be called by the thread that made this object."""
+        """Return the seconds since the last call. The thread that created this object must call it."""
         before, self._last = self._last, self._total()
         return self._last - before
 

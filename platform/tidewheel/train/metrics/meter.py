@@ -1,4 +1,4 @@
-"""Each step as a line of figures, handed to the sinks; and what only a look at all ranks can tell."""
+"""Turn steps into lines of figures: speeds and memory of rank 0."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Meter:
     """Speeds and memory of rank 0, over the steps since the last line.
 
     MFU = tokens/s x FLOPs per token / (peak of one device x devices), with `Model.flops_per_token` (6 N + 12
-    layers x heads x head width x L, attention counted as full, recomputation not counted) and the dense bf16 peak of
-    `measure.PEAK_FLOPS`; left out where the peak is not known.
+    layers x heads x head width x L: full attention, without recomputation) and the dense bf16 peak of
+    `measure.PEAK_FLOPS`. A device with an unknown peak has no MFU.
     """
 
     every_steps: int
     last_step: int
-    """Of the run: it has a line whatever `every_steps` is."""
+    """Last step of the run, which always has a line."""
     world_size: int
     device: torch.device
     flops_per_token: float
     peak: float | None = None
-    """FLOP/s of one device; found by its name."""
+    """FLOP/s of one device; by default looked up by its name."""
     _sums: dict[str, float] = field(default_factory=dict)
     _steps: int = 0
 
@@ -36,16 +36,17 @@ class Meter:
             self.peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def step(self, step: int, *, tokens: int, seconds: float, waited: float) -> dict[str, Any] | None:
-        """One step is done; the line's figures when one is due.
+        """Count a step, and return the figures of a line if one is due.
 
         Args:
+            step: counts from 1.
             tokens: real tokens of the step.
-            seconds: it took, with the wait for data.
-            waited: for data.
+            seconds: duration of the step, with the wait for data.
+            waited: seconds of the wait for data.
 
         Returns:
             "step_seconds" and "data_wait_seconds" per step, "tokens_per_second", "tokens_per_second_per_worker", "mfu"
-            where it is known, and the memory as in `measure.memory`.
+            if the peak is known, and the memory as in `measure.memory`.
         """
         for name, value in (("tokens", tokens), ("seconds", seconds), ("waited", waited)):
             self._sums[name] = self._sums.get(name, 0.0) + value

@@ -1,4 +1,4 @@
-"""Traces of chosen steps: what ran when, on the host and the device, and who allocated what."""
+"""Trace chosen steps: what ran when on the host and the device, and which code allocated memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tidewheel.train.metrics.config import ProfileConfig
 
 FOLDER = "profile"
 MOST_ALLOCATIONS = 100_000
-"""Allocations kept for a memory snapshot; older ones are forgotten."""
+"""Newest allocations to keep for a memory snapshot."""
 
 
 def ranges(steps: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first, last) of each stretch of neighbouring steps."""
+    """Return (first, last) of each run of consecutive steps."""
     found: list[tuple[int, int]] = []
     for step in sorted(set(steps)):
         if found and found[-1][1] == step - 1:
@@ -30,7 +30,7 @@ def ranges(steps: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 class Profiler:
-    """Profiles the configured steps of this process; around all others it does nothing.
+    """Profiles the configured steps of this process.
 
     `profile/steps_10-11.json.gz` is a trace for https://ui.perfetto.dev, `profile/steps_10-11.memory.pickle` one for
     https://pytorch.org/memory_viz.
@@ -44,7 +44,7 @@ class Profiler:
         self._first = 0
 
     def begin(self, step: int) -> None:
-        """Step `step` is about to start."""
+        """Start a profile if `step` is the first of its range."""
         if step not in self._starts or self._running is not None:
             return
         self._first = step
@@ -58,7 +58,7 @@ class Profiler:
         self._running.__enter__()
 
     def end(self, step: int) -> list[str]:
-        """Step `step` is done; URIs of what was written."""
+        """End the profile if `step` is the last of its range; return the URIs of the files."""
         if self._running is None or step < self._ends[self._first]:
             return []
         running, self._running = self._running, None
@@ -77,9 +77,9 @@ class Profiler:
         return written
 
     def close(self) -> None:
-        """Stop a profile that is under way, unwritten."""
+        """Stop a profile in progress without writing it."""
         if self._running is not None:
-            with contextlib.suppress(Exception):  # the run ends for another reason, which is the one to tell
+            with contextlib.suppress(Exception):  # the run ends for another reason, which matters more
                 self._running.__exit__(None, None, None)
             self._running = None
 

@@ -1,4 +1,4 @@
-"""What the loop tells about its steps: measured here, handed to the sinks; an event for what is out of the ordinary."""
+"""Measure the loop's steps, hand the figures to the sinks, and record unusual findings as events."""
 
 from __future__ import annotations
 
@@ -21,20 +21,25 @@ from tidewheel.train.record import RunRecord
 OnEvent = Callable[..., None]
 """Called with (kind, **detail) on rank 0."""
 SETTLE_SECONDS = 5.0
-"""For the sinks of an earlier generation of this process, which may be slow."""
+"""Longest wait for slow sinks of an earlier generation of this process."""
 OWN_NAMES = frozenset({"step", "time", "generation", "tokens", "loss", "validation_loss", "validation", "sample",
                        "objective"})
-"""Names by which others find their way in metrics.jsonl."""
+"""Names in metrics.jsonl that other code depends on. Callbacks must not use them."""
 LISTED_RANKS = 64
-"""Of so many ranks each one's own time is in metrics.jsonl; of more, the slowest only."""
+"""Up to this many ranks, metrics.jsonl has each rank's own time; with more, only the slowest rank's."""
 
 
 class Reporter:
-    """One rank's; all ranks make the same calls, only rank 0 writes.
+    """Reports the figures of one rank. All ranks make the same calls; only rank 0 writes.
 
     Args:
+        config: the run's settings.
+        record: the run's files.
+        collectives: over all ranks.
         flops_per_token: see `Model.flops_per_token`.
-        gauges: makes the cluster's own gauges, if there is a cluster.
+        generation: number of the group of workers.
+        gauges: creates the cluster's own gauges; None without a cluster.
+        on_event: called with (kind, **detail).
     """
 
     def __init__(self, config: TrainConfig, record: RunRecord, collectives: Collectives, *, flops_per_token: float,
@@ -51,7 +56,15 @@ class Reporter:
         self._sinks: Background | None = None
 
     def open(self, *, step: int, recorded: int) -> None:
-        """The run goes on after `step`; steps up to `recorded` have been told of before."""
+        """Open the trackers on rank 0.
+
+        Args:
+            step: the run continues after it.
+            recorded: last step that was recorded before.
+
+        Raises:
+            ConfigError: a tracker cannot work here, or its code has a mistake.
+        """
         if self._rank == 0:
             settle(SETTLE_SECONDS)
             run = TrackedRun(self._config.run.id, self._record.store, step, recorded, self._generation,
@@ -59,18 +72,22 @@ class Reporter:
             self._sinks = Background(open_sinks(self._config.metrics.trackers, run), self._failed)
 
     def begin(self, step: int) -> None:
-        """`step` is about to start."""
+        """Note that `step` is about to start."""
         if self._profiler is not None:
             self._profiler.begin(step)
 
     def step(self, step: int, figures: Mapping[str, Any], *, tokens: int, seconds: float, waited: float) -> None:
-        """`step` is done.
+        """Report a step that is done.
 
         Args:
-            figures: what the step found: loss, gradient norm and the like.
+            step: counts from 1.
+            figures: results of the step: loss, gradient norm and the like.
             tokens: real tokens of the global batch.
-            seconds: this rank's step took, with the wait for data.
-            waited: for data.
+            seconds: duration of the step on this rank, with the wait for data.
+            waited: seconds of the wait for data.
+
+        Raises:
+            ConfigError: the code of a tracker has a mistake.
         """
         events = self._stragglers.step(waited)
         line = self._meter.step(step, tokens=tokens, seconds=seconds, waited=waited)
@@ -83,12 +100,12 @@ class Reporter:
             self._on_event("profile", step=step, files=written)
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """A record of its own: an evaluation, a sample."""
+        """Write a record of its own at `step`: an evaluation, a sample."""
         if self._sinks is not None:
             self._write({"time": time.time(), "step": step, **values})
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record figures of whoever runs beside the training.
+        """Record a callback's figures at `step`.
 
         Raises:
             ValueError: a name is the training's own, or a value is no number.
@@ -100,22 +117,22 @@ class Reporter:
         self.record(step, {name: float(value) for name, value in figures.items()})
 
     def restart(self, step: int) -> None:
-        """The run went back and goes on after `step`."""
+        """Have the trackers continue after `step`, where the run went back to."""
         if self._sinks is not None:
             self._sinks.restart(step)
 
     def flush(self) -> None:
-        """Write out what the sinks still hold."""
+        """Write out the records that sinks hold."""
         if self._sinks is not None:
             self._sinks.flush()
 
     def finish(self) -> None:
-        """Write out everything: the run is over."""
+        """Write out everything at the end of the run."""
         if self._sinks is not None:
             self._sinks.close()
 
     def close(self) -> None:
-        """The last call, which waits for no slow sink."""
+        """Close everything without waiting for slow sinks."""
         if self._sinks is not None:
             self._sinks.leave()
         if self._profiler is not None:
@@ -124,7 +141,7 @@ class Reporter:
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._sinks is not None
-        self._record.metrics.append(record)  # at once: a checkpoint takes along what of it is not written yet
+        self._record.metrics.append(record)  # at once: a checkpoint carries the lines that are not written yet
         self._sinks.write(record)
 
     def _failed(self, sink: str, reason: str, failures: int) -> None:
@@ -136,7 +153,7 @@ class Reporter:
         return {"tracker_failures": failures} if failures else {}
 
     def _own_seconds(self) -> dict[str, Any]:
-        """The newest reading of the ranks' own time, once."""
+        """Return the newest reading of the ranks' own time, once."""
         readings = self._stragglers.reading()
         if not readings:
             return {}

@@ -1,4 +1,4 @@
-"""The numbers of a record under names that say what they are about: train/loss, speed/mfu, validation/web/loss."""
+"""Name the numbers of a record by group: train/loss, speed/mfu, validation/web/loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GROUPS = {
               "world_size"),
     "memory": ("host_resident_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"),
     "checkpoint": ("failed_saves",)}
-"""Names that are not about the training itself; those others are under "train"."""
+"""Names of each group; all others are in the group "train"."""
 _GROUP = {name: group for group, names in GROUPS.items() for name in names}
 _NO_CURVE = frozenset({"step", "time", "generation", "validation_loss"})
 

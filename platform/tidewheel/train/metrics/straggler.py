@@ -1,6 +1,6 @@
-"""Which rank makes the others wait. A pure function of the ranks' readings; who gathers them is `Stragglers`.
+"""Find ranks that make the others wait: a pure function of the readings that `Stragglers` gathers.
 
-Of an even number of ranks the median is the lower of the two in the middle: of two ranks the faster one counts.
+The median of an even number of ranks is the lower of the two middle values: of two ranks, the faster one's.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tidewheel.train.metrics.measure import BusyTime
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank over the limit in every reading of the window."""
+    """A rank above the limit in every reading of the window."""
 
     rank: int
     own_seconds: float
-    """Its own time per step, mean over the window."""
+    """The rank's own seconds per step, mean over the window."""
     median_seconds: float
     """Median over all ranks, mean over the window."""
 
     @property
     def over(self) -> float:
-        """Share above the median."""
+        """How far above the median, as a share of it."""
         return self.own_seconds / self.median_seconds - 1
 
 
 def stragglers(readings: torch.Tensor, share: float) -> list[Straggler]:
-    """Ranks more than `share` over the median of the ranks in each reading.
+    """Return the ranks that are more than `share` above the median in every reading.
 
     Args:
         readings: [window, ranks], seconds per step.
@@ -47,36 +47,43 @@ def stragglers(readings: torch.Tensor, share: float) -> list[Straggler]:
 
 
 def median(readings: torch.Tensor) -> torch.Tensor:
-    """[window] of [window, ranks], fp64."""
+    """Return the median over ranks of each reading: [window] fp64 of [window, ranks]."""
     return readings.double().quantile(0.5, dim=1, interpolation="lower")
 
 
 class Limit:
-    """Who is over one limit, told once when it begins and once when it is over."""
+    """Reports each rank once when it exceeds a limit, and once when it no longer does.
+
+    Args:
+        kind: of the events.
+        share: limit above the median, as a share of it.
+    """
 
     def __init__(self, kind: str, share: float) -> None:
         self._kind, self._share = kind, share
         self._known: set[int] = set()
 
     def news(self, readings: torch.Tensor) -> list[tuple[str, dict[str, Any]]]:
-        """Events after the newest of `readings` [window, ranks]."""
-        found = {each.rank: each for each in stragglers(readings, self._share)}
+        """Return the events that follow from `readings`, [window, ranks], newest last."""
+        slow = {straggler.rank: straggler for straggler in stragglers(readings, self._share)}
         events: list[tuple[str, dict[str, Any]]] = [
-            (self._kind, {"slow_rank": rank, "own_seconds": round(each.own_seconds, 6),
-                          "median_seconds": round(each.median_seconds, 6), "over": round(each.over, 3)})
-            for rank, each in found.items() if rank not in self._known]
+            (self._kind, {"slow_rank": rank, "own_seconds": round(straggler.own_seconds, 6),
+                          "median_seconds": round(straggler.median_seconds, 6), "over": round(straggler.over, 3)})
+            for rank, straggler in slow.items() if rank not in self._known]
         limit = (1 + self._share) * float(median(readings[-1:]))
-        back = {rank for rank in self._known - found.keys() if float(readings[-1, rank]) <= limit}
+        back = {rank for rank in self._known - slow.keys() if float(readings[-1, rank]) <= limit}
         events += [(f"{self._kind}_over", {"slow_rank": rank}) for rank in sorted(back)]
-        self._known = (self._known | found.keys()) - back
+        self._known = (self._known | slow.keys()) - back
         return events
 
 
 class Stragglers:
-    """Gathers the ranks' own time per step every few steps and says who is slow: once, until it no longer is.
+    """Gathers the ranks' own seconds per step every few steps, and reports slow ranks.
 
     Args:
-        slow_factor: a rank this many times over the median is a "slow_worker" beside being a straggler.
+        config: the interval, the window and the limit.
+        collectives: over all ranks.
+        slow_factor: a rank this many times above the median is also a "slow_worker".
     """
 
     def __init__(self, config: StragglerConfig, collectives: Collectives, slow_factor: float = math.inf) -> None:
@@ -88,17 +95,20 @@ class Stragglers:
         self._unread: list[float] = []
 
     def step(self, waited: float) -> list[tuple[str, dict[str, Any]]]:
-        """Called by all ranks at the end of each step, with the seconds it waited for data.
+        """Take a reading if one is due. All ranks call it at the end of each step.
+
+        Args:
+            waited: seconds that this rank waited for data in the step.
 
         Returns:
             On rank 0 the events to record: ("straggler", {"slow_rank", "own_seconds", "median_seconds", "over"}) when
-            a rank is first over the limit, ("straggler_over", {"slow_rank"}) when it is back, and "slow_worker" and
-            "slow_worker_over" likewise; else [].
+            a rank first exceeds the limit, ("straggler_over", {"slow_rank"}) when it no longer does, and "slow_worker"
+            and "slow_worker_over" likewise; else [].
         """
         config = self._config
         if not config.every_steps or self._collectives.world_size == 1:
             return []
-        if self._busy is None:  # from here on: what came before was starting up
+        if self._busy is None:  # leave out the start-up of the first step
             self._busy = BusyTime()
             return []
         self._waited, self._steps = self._waited + waited, self._steps + 1
@@ -117,11 +127,11 @@ class Stragglers:
         return [event for limit in self._limits for event in limit.news(readings)]
 
     def close(self) -> None:
-        """Let go of the clock."""
+        """Close the clock."""
         if self._busy is not None:
             self._busy.close()
 
     def reading(self) -> list[float]:
-        """The ranks' own seconds per step, once after each gather, on rank 0; else []."""
-        found, self._unread = self._unread, []
-        return found
+        """Return the ranks' own seconds per step, once after each gather on rank 0; else []."""
+        reading, self._unread = self._unread, []
+        return reading

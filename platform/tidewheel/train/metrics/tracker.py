@@ -1,4 +1,4 @@
-"""What a tracker is: a part that takes a run's figures to where people look at them.
+"""The base class of trackers: parts that send a run's figures to where people look at them.
 
     class Table(tw.Tracker):
         "The loss of each step as a CSV file."
@@ -26,21 +26,21 @@ from tidewheel.train.metrics.sinks import Record, Sink
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run whose figures a tracker takes, as a generation of workers begins."""
+    """The run whose figures a tracker takes, at the start of a generation of workers."""
 
     id: str
     store: Store
     """The run's folder."""
     step: int
-    """The run goes on after this step; 0 when it begins."""
+    """The run continues after this step; 0 at its beginning."""
     recorded: int
-    """Steps up to it were told of before. Those behind `step` come again."""
+    """Last step that was recorded before. Steps after `step` up to it come again."""
     generation: int
     """Number of the generation of workers."""
     settings: Mapping[str, Setting]
     """The run's configuration as JSON values, without secrets."""
     gauges: Callable[[], Sink] | None = None
-    """Makes the cluster's own gauges; None without a cluster."""
+    """Creates the cluster's own gauges; None without a cluster."""
 
 
 class Tracker(Part):
@@ -53,15 +53,15 @@ class Tracker(Part):
     """
 
     STORE_SECONDS: ClassVar[float] = 0.0
-    """Between two writes to the run's folder, for `tidewheel plan`; 0: it writes nothing there."""
+    """Seconds between two writes to the run's folder, for `tidewheel plan`; 0 if it writes nothing there."""
 
     def check(self) -> None:
-        """Raise ConfigError if it cannot work here, such as without a package; before any process is started."""
+        """Raise ConfigError if the tracker cannot work here, for example because a package is missing."""
 
     def open(self, run: TrackedRun) -> Sink | None:
-        """Return what takes the records of a generation: a copy of this tracker, unless a subclass has something else.
+        """Return the sink for the records of a generation, or None if there is nothing to write to here.
 
-        None: there is nothing to write to here.
+        By default the sink is a copy of this tracker.
         """
         return self.model_copy()
 
@@ -70,10 +70,10 @@ class Tracker(Part):
         raise NotImplementedError
 
     def restart(self, step: int) -> None:
-        """The run went back and goes on after `step`: what was told of later ones no longer holds."""
+        """Continue after `step`, where the run went back to: earlier records of later steps no longer hold."""
 
     def flush(self) -> None:
-        """Write out what is collected."""
+        """Write out collected records."""
 
     def close(self) -> None:
-        """The last call of a generation."""
+        """Write out collected records and let go; the last call of a generation."""
