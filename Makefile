@@ -46,7 +46,7 @@ kernels: $(STAMP)  ## compile the text kernels that come with the package; neede
 sbom: $(STAMP)  ## sbom.json: what is installed, as CycloneDX
 	$(BIN)/python -m tests.security.dependencies sbom
 
-format: $(STAMP)  ## sort imports and mend what ruff can mend
+format: $(STAMP)  ## sort imports and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment, caches and what the demo wrote

@@ -3,7 +3,7 @@
     ray job submit --working-dir . -- python -m jobs.evaluate s3://bucket/runs/first --data s3://bucket/clean/validation
 
 Prints loss, perplexity and bits per byte of each validation set. The exit code is 0 when that went well, 2 when
-something is for you to mend, 1 for a fault of ours.
+there is something for you to fix, 1 for a bug of ours.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         --config pipelines/demo.yaml --input s3://bucket/raw --output s3://bucket/clean
 
 Safe to submit again: what is published and intact is not computed twice. The exit code is 0 when the shard
-set is published, 2 when something is for you to mend (the message says what), 1 for a fault of ours.
+set is published, 2 when there is something for you to fix (the message says what), 1 for a bug of ours.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def report(
         print(write_pipeline_report(uri))
     else:
         raise ConfigError("neither a run (run.json) nor a pipeline's output (summary.json)", where=uri,
-                          mend="give the URI of --set run.uri=... or of --output")
+                          fix="give the URI of --set run.uri=... or of --output")
     return 0
 
 
@@ -135,7 +135,7 @@ def generate_text(
     """Continue a text with the model of a checkpoint, from any number of workers and any layout."""
     if tokens < 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ConfigError("--tokens, --temperature and --top-k must be 0 or more, --top-p above 0 and at most 1",
-                          where="tidewheel generate", mend="correct the option")
+                          where="tidewheel generate", fix="correct the option")
     from tidewheel.inference.writer import Writer
 
     writer = Writer.open(source, tokenizer=tokenizer, device=device)
@@ -182,7 +182,7 @@ def _named_sets(given: Sequence[str] | None) -> dict[str, str] | None:
     named = dict(pairs)
     if len(named) < len(pairs) or ("" in named and len(pairs) > 1):
         raise ConfigError("each of several sets needs a name of its own", where="--data",
-                          mend="give --data web=URI --data code=URI")
+                          fix="give --data web=URI --data code=URI")
     return named
 
 
@@ -195,7 +195,7 @@ def audit(run: Annotated[str, Parameter(help="URI of a run.")]) -> int:
     print(result.summary())
     if not result.ok:
         raise ShardError("the run did not read the planned batches", where=run,
-                         mend="the steps named above differ: compare batches.jsonl with the shard manifest")
+                         fix="the steps named above differ: compare batches.jsonl with the shard manifest")
     return 0
 
 
@@ -241,8 +241,8 @@ def _show_checks(rows: Sequence[dict[str, str]], *, title: str = "") -> None:
     for row in rows:
         output.print(f"{marks[row['status']]} {row['name']:<23} ", end="")
         output.print(row["detail"], markup=False)
-        if row["mend"] and row["status"] != "ok":
-            output.print(f"        mend: {row['mend']}", style="dim", markup=False)
+        if row["fix"] and row["status"] != "ok":
+            output.print(f"        fix: {row['fix']}", style="dim", markup=False)
 
 
 @app.command
@@ -270,7 +270,7 @@ def run_command(tokens: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except cyclopts.CycloptsError as error:
         console.print(f"[red]error:[/] {error}", markup=True)
-        console.print("  mend: `tidewheel --help`, or --help behind a command, shows what there is", markup=False)
+        console.print("  fix: `tidewheel --help`, or --help behind a command, shows what there is", markup=False)
         return 2
     except BrokenPipeError:  # the reader of our output, such as `head`, has closed the pipe
         sys.stdout = None  # type: ignore[assignment]  # or Python would flush it at exit, and fail

@@ -146,7 +146,7 @@ class CommitLog:
         head = self._change(epoch_of(generation), change)
         if stale:
             raise OwnershipError(f"worker group {stale[0]} has committed since; {name} is of group {generation}",
-                                 where=self.checkpoints.uri, mend="nothing to do: the later group goes on")
+                                 where=self.checkpoints.uri, fix="nothing to do: the later group goes on")
         return head
 
     def retire(self, names: Iterable[str], epoch: int) -> Record:
@@ -208,11 +208,11 @@ class CommitLog:
             return stop.value
         except ValueError as error:
             raise StorageError(f"a record is damaged: {error}", where=self._store.uri,
-                               mend="delete the damaged record, the one with the highest number: the one before it "
+                               fix="delete the damaged record, the one with the highest number: the one before it "
                                "counts then") from None
         except SlotsContested:
             raise StorageAwayError("other writers of this run came first at every try", where=self._store.uri,
-                                   mend="try again; stop the other writer if it is not meant to be there") from None
+                                   fix="try again; stop the other writer if it is not meant to be there") from None
 
     def _carry_out(self, request: protocol.Request) -> Any:
         match request:
@@ -237,10 +237,10 @@ def taken_over(where: str, head: Record | None) -> OwnershipError:
     """Return the error that a driver ends with once its run has another owner."""
     if head is None:
         return OwnershipError("the run's commit log is gone", where=where,
-                              mend="the folder was deleted while the run went on; start the run again")
+                              fix="the folder was deleted while the run went on; start the run again")
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(head.since))
     return OwnershipError(f"the run was taken over by {head.holder} at {since} (epoch {head.epoch})", where=where,
-                          mend="nothing of this driver counts from then on; look at the other one, or start this one "
+                          fix="nothing of this driver counts from then on; look at the other one, or start this one "
                           "again once the other has ended")
 
 

@@ -100,9 +100,9 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = (),
         text = storage.read_text(where)
     except FileNotFoundError:
         raise ConfigError("no such configuration file", where=where,
-                          mend="give the path of a YAML file; examples are in pipelines/ and jobs/configs/") from None
+                          fix="give the path of a YAML file; examples are in pipelines/ and jobs/configs/") from None
     except UnicodeDecodeError:
-        raise ConfigError("not UTF-8 text", where=where, mend="save the file as UTF-8 YAML") from None
+        raise ConfigError("not UTF-8 text", where=where, fix="save the file as UTF-8 YAML") from None
     try:
         values = yaml_text.load(text)
         values = {} if values is None else values
@@ -110,10 +110,10 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = (),
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
         raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=place,
-                          mend="check indentation and quotes at that line") from None
+                          fix="check indentation and quotes at that line") from None
     if not isinstance(values, dict):
         raise ConfigError(f"expected keys and values, found {type(values).__name__}", where=where,
-                          mend="start from one of the examples in pipelines/ or jobs/configs/")
+                          fix="start from one of the examples in pipelines/ or jobs/configs/")
     return build(cls, merged(cls, values, settings or {}), overrides, where=where)
 
 
@@ -162,7 +162,7 @@ def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = ()
     try:
         return cls.model_validate(merged)
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(cls, error), where=where, mend="correct the keys named above") from None
+        raise ConfigError(explain(cls, error), where=where, fix="correct the keys named above") from None
 
 
 def _name_kinds(cls: type[Config], values: dict[str, Any]) -> None:
@@ -177,12 +177,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key = key.strip()
     if not sep or not key:
         raise ConfigError(f"{override!r} is not of the form key=value", where="--set",
-                          mend="write for example --set train.steps=100")
+                          fix="write for example --set train.steps=100")
     try:
         value = yaml_text.load(text)
     except yaml.YAMLError:
         raise ConfigError(f"the value in {override!r} is not valid YAML", where="--set",
-                          mend="quote the value") from None
+                          fix="quote the value") from None
     *parents, last = key.split(".")
     node: Any = values
     for depth, part in enumerate(parents):
@@ -193,7 +193,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         node[last] = value
     else:
         raise ConfigError(f"{key!r}: {'.'.join(parents)!r} is a plain value, it has no keys", where="--set",
-                          mend="set the value itself, or a key of a group")
+                          fix="set the value itself, or a key of a group")
 
 
 def _step_into(node: Any, part: str, path: str) -> Any:
@@ -203,15 +203,15 @@ def _step_into(node: Any, part: str, path: str) -> Any:
         if node.get(part) is None:
             node[part] = {}
         return node[part]
-    raise ConfigError(f"{path!r} does not lead to a group of settings", where="--set", mend="check the key")
+    raise ConfigError(f"{path!r} does not lead to a group of settings", where="--set", fix="check the key")
 
 
 def _index(node: list[Any], part: str, path: str) -> int:
     if not node:
-        raise ConfigError(f"{path!r} is inside an empty list", where="--set", mend="set the whole list")
+        raise ConfigError(f"{path!r} is inside an empty list", where="--set", fix="set the whole list")
     if not part.isdigit() or int(part) >= len(node):
         raise ConfigError(f"{path!r}: a list of {len(node)} needs an index from 0 to {len(node) - 1}", where="--set",
-                          mend="count from 0")
+                          fix="count from 0")
     return int(part)
 
 

@@ -48,11 +48,11 @@ def readable(path: Path) -> Iterator[None]:
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
     except IsADirectoryError:
-        raise StorageError("this is a folder, not a file", where=str(path), mend="give the path of a file") from None
+        raise StorageError("this is a folder, not a file", where=str(path), fix="give the path of a file") from None
     except PermissionError:
-        raise StorageError("no permission to read", where=str(path), mend="change its owner or its mode") from None
+        raise StorageError("no permission to read", where=str(path), fix="change its owner or its mode") from None
     except OSError as error:
-        raise StorageError(f"cannot read: {error.strerror}", where=str(path), mend="check the disk") from None
+        raise StorageError(f"cannot read: {error.strerror}", where=str(path), fix="check the disk") from None
 
 
 @contextlib.contextmanager
@@ -62,16 +62,16 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except PermissionError:
         raise StorageError("no permission to write", where=str(path),
-                           mend="choose another output folder, or change its owner") from None
+                           fix="choose another output folder, or change its owner") from None
     except OSError as error:
-        what, mend = f"cannot write: {error.strerror}", "check free space and that the path is a folder you own"
+        what, fix = f"cannot write: {error.strerror}", "check free space and that the path is a folder you own"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            mend = "free some space there, or raise the quota; checkpoint.keep_last says how many checkpoints stay"
+            fix = "free some space there, or raise the quota; checkpoint.keep_last says how many checkpoints stay"
         elif error.errno == errno.EROFS:
-            mend = "mount the file system for writing: it is read-only, which a failing disk can make it"
+            fix = "mount the file system for writing: it is read-only, which a failing disk can make it"
         elif error.errno in _AWAY:
-            raise StorageAwayError(what, where=str(path), mend="mount the file system again") from None
-        raise StorageError(what, where=str(path), mend=mend) from None
+            raise StorageAwayError(what, where=str(path), fix="mount the file system again") from None
+        raise StorageError(what, where=str(path), fix=fix) from None
 
 
 _AWAY = (errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN)
@@ -82,4 +82,4 @@ def unlistable(error: OSError) -> None:
     """Handle errors of `os.walk`: a missing folder is empty, any other error raises StorageError."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise StorageError(f"cannot list: {error.strerror}", where=str(error.filename),
-                           mend="change the folder's owner or mode")
+                           fix="change the folder's owner or mode")

@@ -1,6 +1,6 @@
-"""What Tidewheel raises when a person can mend the cause.
+"""Errors whose cause a user can fix.
 
-Every error here says what is wrong, where, and how to mend it. The command line prints the message
+Every error here says what is wrong, where, and how to fix it. The command line prints the message
 without a stack trace and exits with `TidewheelError.exit_code`; anything else is a bug of ours and
 keeps its trace.
 """
@@ -18,30 +18,30 @@ def without_credentials(text: str) -> str:
 
 
 class TidewheelError(Exception):
-    """A problem a user can mend; told without the user and password of any URI.
+    """A problem that a user can fix. Its message leaves out user names and passwords of URIs.
 
     Args:
         what: what is wrong, with the offending value.
         where: the file, key or URI it is in.
-        mend: what to do about it.
+        fix: what to do about it.
     """
 
     exit_code = 2
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
-        self.what, self.where, self.mend = map(without_credentials, (what, where, mend))
-        super().__init__(self.what, self.where, self.mend)
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = map(without_credentials, (what, where, fix))
+        super().__init__(self.what, self.where, self.fix)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  mend: {self.mend}" if self.mend else text
+        return f"{text}\n  fix: {self.fix}" if self.fix else text
 
     def __reduce__(self):  # keyword-only arguments survive the trip from a Ray worker to the driver
-        return _rebuild, (type(self), self.what, self.where, self.mend)
+        return _rebuild, (type(self), self.what, self.where, self.fix)
 
 
-def _rebuild(cls: type[TidewheelError], what: str, where: str, mend: str) -> TidewheelError:
-    return cls(what, where=where, mend=mend)
+def _rebuild(cls: type[TidewheelError], what: str, where: str, fix: str) -> TidewheelError:
+    return cls(what, where=where, fix=fix)
 
 
 class ConfigError(TidewheelError):

@@ -65,8 +65,8 @@ def place_of(uri: str) -> Place:
     found = _URI.match(uri)
     if not found:
         raise StorageError("not the URI of a data set on the Hugging Face hub", where=uri,
-                           mend="write hf://datasets/owner/name, with @revision and /folder behind it if need be; "
-                                "a slash in a revision is %2F")
+                           fix="write hf://datasets/owner/name, with @revision and /folder behind it if need be; "
+                               "a slash in a revision is %2F")
     return Place(found["id"], found["revision"] or "", (found["path"] or "").strip("/"))
 
 
@@ -135,7 +135,7 @@ class HubStore(Store):
         raise self._read_only()
 
     def _read_only(self) -> StorageError:
-        return StorageError("the Hugging Face hub is only read from", where=self.uri, mend=WRITE_ELSEWHERE)
+        return StorageError("the Hugging Face hub is only read from", where=self.uri, fix=WRITE_ELSEWHERE)
 
     def _info(self, key: str) -> dict[str, Any]:
         files = self._files("")
@@ -200,7 +200,7 @@ def _hub() -> Any:
         import huggingface_hub.errors
     except ImportError:
         raise StorageError("the package that reads from the Hugging Face hub is missing", where=SCHEME,
-                           mend="pip install 'tidewheel[hub]'") from None
+                           fix="pip install 'tidewheel[hub]'") from None
     return huggingface_hub
 
 
@@ -240,25 +240,25 @@ def _explained(where: str) -> Iterator[None]:
         raise
     except errors.OfflineModeIsEnabled:
         raise StorageError("HF_HUB_OFFLINE is set, so that nothing is read from the Hugging Face hub", where=where,
-                           mend="unset it, or download the data set and give its folder as --input") from None
+                           fix="unset it, or download the data set and give its folder as --input") from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "?")
         raise StorageAwayError(f"the Hugging Face hub answers with status {status}", where=where,
-                               mend="try again later; a token is read from HF_TOKEN or `hf auth login`") from None
+                               fix="try again later; a token is read from HF_TOKEN or `hf auth login`") from None
     except _network_errors() as error:
         server = _endpoint() or "https://huggingface.co"
         raise StorageAwayError(f"{server} cannot be reached ({type(error).__name__})", where=where,
-                               mend="check the network, the proxy and HF_ENDPOINT; or download the data set elsewhere "
-                                    "(`hf download --repo-type dataset`) and give its folder as --input") from None
+                               fix="check the network, the proxy and HF_ENDPOINT; or download the data set elsewhere "
+                                   "(`hf download --repo-type dataset`) and give its folder as --input") from None
 
 
 def _refused(error: Exception, where: str) -> StorageError:
     errors = _hub().errors
     if isinstance(error, errors.GatedRepoError):
         return StorageError("the data set asks for its terms to be accepted", where=where,
-                            mend="accept them on its page on the hub, and log in with `hf auth login` or HF_TOKEN")
+                            fix="accept them on its page on the hub, and log in with `hf auth login` or HF_TOKEN")
     if isinstance(error, errors.RevisionNotFoundError):
         return StorageError("the data set has no such revision", where=where,
-                            mend="correct the branch, tag or commit behind @, or leave it out for main")
+                            fix="correct the branch, tag or commit behind @, or leave it out for main")
     return StorageError("there is no such data set on the hub, or it is private", where=where,
-                        mend="correct owner and name; for a private one log in with `hf auth login` or HF_TOKEN")
+                        fix="correct owner and name; for a private one log in with `hf auth login` or HF_TOKEN")

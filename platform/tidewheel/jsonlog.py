@@ -210,9 +210,9 @@ class _File:
                 written = sink.write(data)
         except OSError as error:
             raise StorageError(f"cannot write the log: {error.strerror}", where=str(self._path),
-                               mend="check free space, and that the folder is there and can be written to") from None
+                               fix="check free space, and that the folder is there and can be written to") from None
         if written != len(data):
-            raise StorageError("cannot write the log: no space left", where=str(self._path), mend="free some space")
+            raise StorageError("cannot write the log: no space left", where=str(self._path), fix="free some space")
         self._whole = True
 
     def _is_torn(self) -> bool:

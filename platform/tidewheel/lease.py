@@ -219,7 +219,7 @@ def holding(store: Store, name: str, what: str, *, say: Callable[[str], None] | 
         if first is not None and seen["time"] != first:
             alive = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seen["time"]))
             raise OwnershipError(f"{what}: {holder}, last sign of life {alive}", where=store.uri,
-                                 mend="wait until it has ended or stop it, then give the command again; or write to "
+                                 fix="wait until it has ended or stop it, then give the command again; or write to "
                                  "another place")
         first = seen["time"]
         time.sleep(beat_seconds / 2)

@@ -102,7 +102,7 @@ def _owned(run: Store, head: Record, alive: float) -> OwnershipError:
     return OwnershipError(
         f"the run is being trained by {head.holder} since {_utc(head.since)} (epoch {head.epoch}; last sign of life "
         f"{_utc(alive)})", where=run.uri,
-        mend="wait for it or stop it, or choose another run.id; --take-over takes the run away from it: nothing the "
+        fix="wait for it or stop it, or choose another run.id; --take-over takes the run away from it: nothing the "
         "other driver writes counts from then on")
 
 

@@ -65,7 +65,7 @@ class Part(Config):
                 super().__init__(**settings)
             except pydantic.ValidationError as error:
                 raise ConfigError(explain(type(self), error), where=name_of(type(self)),
-                                  mend="correct the settings named above") from None
+                                  fix="correct the settings named above") from None
 
         __init__.__pydantic_base_init__ = True  # so that a part inside another configuration is told with its path
 
@@ -150,7 +150,7 @@ class Kind(Generic[P]):
         near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.names())}"
         raise ConfigError(f"there is no {self.noun} {name!r}; {hint}", where=name,
-                          mend=f"name one of these, or your own as module:name, {self.must_be}")
+                          fix=f"name one of these, or your own as module:name, {self.must_be}")
 
     def build(self, name: str, settings: Mapping[str, Any] | None = None) -> P:
         """Return the part `name` with `settings`.
@@ -171,7 +171,7 @@ class Kind(Generic[P]):
         if self.wrap is not None and callable(value) and not isinstance(value, type):
             return _wrapped(self.wrap, value, target)
         what = "is not there" if value is None else f"is no {self.noun}"
-        raise ConfigError(f"{target.partition(':')[2]!r} {what} in {where}", where=name, mend=f"name {self.must_be}")
+        raise ConfigError(f"{target.partition(':')[2]!r} {what} in {where}", where=name, fix=f"name {self.must_be}")
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def importable(name: str, where: str) -> str:
     """
     if name.startswith("__main__:") or "<" in name or "." in name.partition(":")[2]:
         raise ConfigError(f"workers cannot import {name}", where=where,
-                          mend="define it at the top of a module of its own, and import it from there")
+                          fix="define it at the top of a module of its own, and import it from there")
     return name
 
 
@@ -274,7 +274,7 @@ class Code:
         _module(module, self.name, "part", os.getcwd())
         if _source_hash(module) != self.hash:
             raise ConfigError(f"the source of {self.name} is another one on this node than where the run began",
-                              where=self.name, mend="bring every node to the same version, or submit with "
+                              where=self.name, fix="bring every node to the same version, or submit with "
                               "--working-dir, and run again")
 
 
@@ -295,7 +295,7 @@ def calling(part: Part) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
         raise ConfigError(f"{name} failed: {type(error).__name__}: {error}", where=f"{frame.filename}:{frame.lineno}",
-                          mend="correct it there, and start again") from error
+                          fix="correct it there, and start again") from error
 
 
 @cache
@@ -335,9 +335,9 @@ def _module(module_name: str, name: str, noun: str, folder: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(f"the module of the {noun} needs {error.name!r}, which is not installed", where=name,
-                              mend=f"pip install it, on every node; the {noun} is in {module_name}") from None
+                              fix=f"pip install it, on every node; the {noun} is in {module_name}") from None
         raise ConfigError(f"there is no module {module_name!r} in {folder} or among the installed packages",
-                          where=name, mend="run from the folder that holds it; on a cluster, submit with "
+                          where=name, fix="run from the folder that holds it; on a cluster, submit with "
                           "--working-dir") from None
 
 

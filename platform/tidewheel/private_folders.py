@@ -72,8 +72,8 @@ def user_folder(kind: str) -> Path:
 
 def _refused(path: Path) -> StorageError:
     return StorageError("the folder cannot be used: it must belong to this user and be writable by nobody else",
-                        where=str(path), mend="remove it if you made it; else set another folder (data.cache for "
-                                              "shards, TMPDIR for all)")
+                        where=str(path), fix="remove it if you made it; else set another folder (data.cache for "
+                                             "shards, TMPDIR for all)")
 
 
 def create_file(path: Path) -> int:

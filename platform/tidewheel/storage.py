@@ -97,7 +97,7 @@ def store(uri: str | Path) -> Store:
         return open_uri(scheme if ":" in scheme else scheme.lower(), text[match.end():])
     if _ONE_SLASH.match(text):
         raise StorageError("this URI has one slash behind its scheme", where=text,
-                           mend="use a local path, file:///path or s3://bucket/prefix")
+                           fix="use a local path, file:///path or s3://bucket/prefix")
     return LocalStore(text)
 
 
@@ -109,7 +109,7 @@ def split(uri: str | Path) -> tuple[Store, str]:
     """
     folder, _, name = str(uri).rpartition("/")
     if name in ("", ".", "..") or folder.endswith(":/"):
-        raise StorageError("this names a folder, not a file", where=str(uri), mend="give the path of a file")
+        raise StorageError("this names a folder, not a file", where=str(uri), fix="give the path of a file")
     return store(folder or ("/" if str(uri).startswith("/") else ".")), name
 
 
@@ -243,7 +243,7 @@ class Store:
             return json.loads(self.read(key))
         except ValueError as error:
             raise StorageError(f"not valid JSON ({error})", where=self.at(key),
-                               mend="the file is damaged: delete it and run again") from None
+                               fix="the file is damaged: delete it and run again") from None
 
     def write_json(self, key: str, value: object) -> Stamp:
         """Write `value` as indented JSON with sorted keys (equal values give equal bytes)."""
@@ -299,7 +299,7 @@ def safe_key(key: str) -> str:
     parts = key.split("/")
     if not key or key.startswith("/") or "\\" in key or "\x00" in key or any(part in ("..", ".", "") for part in parts):
         raise StorageError(f"the path {key!r} would leave its folder", where="storage",
-                           mend="paths in manifests are relative, without '..'; the manifest is damaged or hostile")
+                           fix="paths in manifests are relative, without '..'; the manifest is damaged or hostile")
     return key
 
 
@@ -367,7 +367,7 @@ class LocalStore(Store):
             if _identity(self.root) == identity or self._path(key).exists():
                 return
         raise StorageAwayError("the folder is gone, or another one is in its place", where=self.uri,
-                               mend="mount its disk again, or move it back: what was written is in the folder that was")
+                               fix="mount its disk again, or move it back: what was written is in the folder that was")
 
     def _path(self, key: str) -> Path:
         return self.root / safe_key(key)
@@ -478,9 +478,9 @@ class LocalStore(Store):
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot create the folder: {error.strerror}", where=self.uri,
-                               mend="choose another path, or change its owner") from None
+                               fix="choose another path, or change its owner") from None
         if not os.access(self.root, os.W_OK):
-            raise StorageError("the folder is read-only", where=self.uri, mend="choose another path")
+            raise StorageError("the folder is read-only", where=self.uri, fix="choose another path")
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -65,10 +65,10 @@ class TimeLimit:
         """
         if self._ended.is_set():
             raise StorageAwayError(f"{self._what} was broken off: {self._reason}", where="storage",
-                                   mend="nothing: it is done again when it is due")
+                                   fix="nothing: it is done again when it is due")
         if time.monotonic() >= self._until:
             raise StorageAwayError(f"{self._what} took longer than {self._seconds:g} s", where="storage",
-                                   mend="look at the store's health and bandwidth, or allow more time")
+                                   fix="look at the store's health and bandwidth, or allow more time")
 
     def pause(self, seconds: float) -> None:
         """Sleep, but not past the limit."""
@@ -138,4 +138,4 @@ def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
     if errors:
         raise errors[0]
     limit.check()
-    raise StorageAwayError("the storage does not answer", where="storage", mend="look at the store's health")
+    raise StorageAwayError("the storage does not answer", where="storage", fix="look at the store's health")

@@ -75,11 +75,11 @@ def storage_faults() -> None:
 def _unless_away(method: Callable[..., Any], away: Path, silent: Path) -> Callable[..., Any]:
     def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
         if away.exists():
-            raise StorageError("the store does not answer", where=self.uri, mend="wait until it is back")
+            raise StorageError("the store does not answer", where=self.uri, fix="wait until it is back")
         until = time.monotonic() + REQUEST_SECONDS
         while silent.exists():
             if time.monotonic() > until:
-                raise StorageAwayError("the store does not answer", where=self.uri, mend="wait until it is back")
+                raise StorageAwayError("the store does not answer", where=self.uri, fix="wait until it is back")
             time.sleep(0.05)
         return method(self, *arguments, **named)
 

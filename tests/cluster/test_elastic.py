@@ -408,7 +408,7 @@ def test_a_workers_own_error_reaches_the_driver(cluster, tmp_path):
     assert not (tmp_path / "missing").exists()  # nothing was started for it
 
     def damaged(settings: dict[str, Any]) -> None:
-        raise ShardError("damaged on this node only", where="x.arrow", mend="none")
+        raise ShardError("damaged on this node only", where="x.arrow", fix="none")
 
     with pytest.raises(ShardError, match="on this node only"):
         run_workers(config, damaged)

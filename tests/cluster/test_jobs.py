@@ -96,7 +96,7 @@ def test_a_mistake_gives_exit_code_and_message(cluster, place):
     failed = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
                     "--input", str(place / "nowhere"), "--output", str(place / "never"))
     assert failed.returncode != 0
-    assert "mend:" in failed.stdout
+    assert "fix:" in failed.stdout
     assert "Traceback" not in failed.stdout
     assert not (place / "never/shards").exists()
 

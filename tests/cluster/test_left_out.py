@@ -32,7 +32,7 @@ def _reading_fails(node: str, flag: Path, error: Exception) -> None:
 
 
 def storage_away(node: str, flag: Path) -> None:
-    _reading_fails(node, flag, StorageAwayError("the store does not answer", where="s3://bucket/x", mend="wait"))
+    _reading_fails(node, flag, StorageAwayError("the store does not answer", where="s3://bucket/x", fix="wait"))
 
 
 def disk_full(node: str, flag: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_disk_is_full(given: tuple[str, dict[str, list[str]]], tmp_path: Path)
             pipeline.run(recipe(), input=given[0], output=str(disk / "out"))
         cause = root_cause(error.value)
         assert isinstance(cause, StorageError)
-        assert "free some space" in cause.mend
+        assert "free some space" in cause.fix
         (disk / "ballast").unlink()
         pipeline.run(recipe(), input=given[0], output=str(disk / "out"))
         assert shard_hashes(disk / "out") == given[1]

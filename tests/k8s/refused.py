@@ -1,6 +1,6 @@
-"""Manifests broken in one place each: what is changed, which field is named, what the mend says.
+"""Manifests broken in one place each: what is changed, which field is named, what the fix says.
 
-A row is (name, object, operations, path, words of the mend). The object is "Kind/name" in the set of `test_lint.whole`;
+A row is (name, object, operations, path, words of the fix). The object is "Kind/name" in the set of `test_lint.whole`;
 operations are a JSON patch. "+" before an object's name adds it to the set instead.
 """
 
@@ -217,8 +217,8 @@ AROUND: list[Row] = [
     ("a metric that nobody measures", "PrometheusRule/tidewheel", [
         put("/spec/groups/0/rules/1/expr", "delta(ray_tidewheel_steps[5m]) == 0")], "spec.groups[0].rules[1].expr",
      "did you mean ray_tidewheel_step?"),
-    ("an alert without a mend", "PrometheusRule/tidewheel", [drop("/spec/groups/0/rules/1/annotations/mend")],
-     "spec.groups[0].rules[1].annotations.mend", "woken"),
+    ("an alert without a fix", "PrometheusRule/tidewheel", [drop("/spec/groups/0/rules/1/annotations/fix")],
+     "spec.groups[0].rules[1].annotations.fix", "woken"),
     ("a dashboard that is no JSON", "ConfigMap/tidewheel-dashboards", [put("/data/training.json", "{")],
      "data['training.json']", "export"),
 ]

@@ -64,14 +64,14 @@ def test_the_administrators_queues_are_clean() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_broken_manifests_are_refused_where_they_are_broken(row) -> None:
-    _, where, operations, path, mend = row
+    _, where, operations, path, fix = row
     manifests, wanted = copy.deepcopy(whole())
     broken = next(manifest for manifest in manifests if name_of(manifest) == where)
     for operation in operations:
         kustomize.apply_operation(broken, operation, where=where)
     found = lint(manifests, wanted)
-    assert any(problem.path == path and mend in problem.mend for problem in found), "\n".join(map(str, found))
-    assert all(problem.what and problem.mend for problem in found)
+    assert any(problem.path == path and fix in problem.fix for problem in found), "\n".join(map(str, found))
+    assert all(problem.what and problem.fix for problem in found)
 
 
 def test_the_table_is_long_enough_and_every_row_of_its_own() -> None:
@@ -96,7 +96,7 @@ def test_a_run_is_for_the_groups_that_its_placement_names() -> None:
     assert ["maxReplicas" in problem.path for problem in lint(manifests, stays)] == [True]  # one group is not enough
     [problem] = lint(manifests, none)
     assert "no group with ray.io/node-group=gpus and with GPUs" in problem.what
-    assert "elastic.placement" in problem.mend
+    assert "elastic.placement" in problem.fix
 
 
 def test_the_configuration_in_the_manifests_is_checked_and_used() -> None:
@@ -135,7 +135,7 @@ def test_volcano_gangs_fit_their_queue() -> None:
 def test_schemas_take_in_every_kind_of_the_tree_and_nothing_unknown() -> None:
     assert {"ray.io/v1/RayCluster", "ray.io/v1/RayJob"} <= set(schemas.kinds())
     unknown = {"apiVersion": "ray.io/v1", "kind": "RayClutser", "metadata": {"name": "a"}}
-    assert "RayCluster" in next(schemas.check(unknown)).mend
+    assert "RayCluster" in next(schemas.check(unknown)).fix
 
 
 def test_quantities() -> None:

@@ -1,4 +1,4 @@
-"""The command as a newcomer meets it: help that answers at once, and errors that say what, where and how to mend."""
+"""The command as a newcomer meets it: help that answers at once, and errors that say what, where and how to fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(capsys, *command: str) -> str:
     assert run_command(command) == 2
     out = capsys.readouterr()
     assert "Traceback" not in out.err + out.out
-    assert "mend:" in out.err
+    assert "fix:" in out.err
     return " ".join(out.err.split())
 
 

@@ -90,7 +90,7 @@ def test_wrong_overrides(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Job, {"steps": 2, "stages": []}, overrides)
     assert message in str(caught.value)
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 def test_unknown_key_in_a_list(tmp_path: Path) -> None:

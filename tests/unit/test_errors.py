@@ -8,17 +8,17 @@ from tidewheel.errors import ConfigError, ShardError, StorageError, TidewheelErr
 
 
 def test_message_has_what_where_and_mend() -> None:
-    error = StorageError("no such bucket", where="s3://x", mend="create it")
-    assert str(error) == "s3://x: no such bucket\n  mend: create it"
+    error = StorageError("no such bucket", where="s3://x", fix="create it")
+    assert str(error) == "s3://x: no such bucket\n  fix: create it"
     assert str(TidewheelError("alone")) == "alone"
     assert error.exit_code == 2
 
 
 @pytest.mark.parametrize("kind", [TidewheelError, *TidewheelError.__subclasses__()])
 def test_errors_travel_between_processes(kind: type[TidewheelError]) -> None:
-    error = pickle.loads(pickle.dumps(kind("what", where="where", mend="mend")))
+    error = pickle.loads(pickle.dumps(kind("what", where="where", fix="fix")))
     assert type(error) is kind
-    assert (error.what, error.where, error.mend) == ("what", "where", "mend")
+    assert (error.what, error.where, error.fix) == ("what", "where", "fix")
 
 
 def test_root_cause_looks_through_wrappers() -> None:

@@ -234,7 +234,7 @@ def test_a_local_log_that_cannot_be_written_waits(tmp_path: Path, how: str, writ
     assert len(log.unwritten()) == 3
     with pytest.raises(StorageError) as error:
         log.flush()
-    assert error.value.mend
+    assert error.value.fix
     writable(path, how)
     path.write_bytes(before)
     log.append({"step": 4})
@@ -386,7 +386,7 @@ def test_lines_of_a_writer_that_is_gone_are_appended_and_read_once(place: Store)
 
 def test_the_thread_of_the_last_lines_ends_as_soon_as_they_are_written(tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    place, failures = store(tmp_path / "log"), [StorageError("away", where="log", mend="wait")]
+    place, failures = store(tmp_path / "log"), [StorageError("away", where="log", fix="wait")]
     log = JsonLog(place, "m.jsonl")
     write = log._sink.write
 
@@ -399,7 +399,7 @@ def test_the_thread_of_the_last_lines_ends_as_soon_as_they_are_written(tmp_path:
     monkeypatch.setattr(jsonlog, "FLUSH_SECONDS", 600.0)
     monkeypatch.setattr(jsonlog, "RETRY_SECONDS", 600.0)
     log.append({"step": 1})
-    failures.append(StorageError("away", where="log", mend="wait"))
+    failures.append(StorageError("away", where="log", fix="wait"))
     log.close()
     for thread in threading.enumerate():
         if thread.name == "end of log m.jsonl":

@@ -242,7 +242,7 @@ def test_a_folder_that_went_away_is_not_made_again(tmp_path: Path, write) -> Non
     (tmp_path / "run").rename(tmp_path / "away")
     with pytest.raises(StorageAwayError, match="the folder is gone") as error:
         write(place)
-    assert "mount" in error.value.mend
+    assert "mount" in error.value.fix
     (tmp_path / "run").mkdir()  # the empty mount point
     with pytest.raises(StorageAwayError, match="another one is in its place"):
         write(place)
@@ -263,7 +263,7 @@ def test_a_full_disk_is_told_with_a_fix_whatever_was_buffered(tmp_path: Path, mo
     for size in (10, 5_000, 100_000):
         with pytest.raises(StorageError, match="No space left on device") as error:
             store(tmp_path).write("x", bytes(size))
-        assert "free some space" in error.value.mend
+        assert "free some space" in error.value.fix
 
 
 # -- keys --------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_uris(tmp_path: Path) -> None:
 def test_uris_that_are_refused(uri: str) -> None:
     with pytest.raises(StorageError) as caught:
         store(uri)
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize("uri", ["s3://bucket", "folder/", "..", "."])
@@ -444,7 +444,7 @@ def test_missing_bucket(request: pytest.FixtureRequest, scheme: str, operation) 
     request.getfixturevalue(SERVERS[scheme])
     with pytest.raises(StorageError, match="there is no bucket 'not-there'") as caught:
         operation(store(f"{scheme}://not-there/prefix"))
-    assert "create the " in caught.value.mend
+    assert "create the " in caught.value.fix
 
 
 def test_impossible_bucket_name(server: S3Server) -> None:
@@ -457,7 +457,7 @@ def test_wrong_credentials() -> None:
         for operation in OPERATIONS:
             with pytest.raises(StorageError, match="access refused") as caught:
                 operation(store("s3://a-bucket/prefix"))
-            assert "AWS_ACCESS_KEY_ID" in caught.value.mend
+            assert "AWS_ACCESS_KEY_ID" in caught.value.fix
 
 
 def test_no_credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_endpoint_down_is_told_soon(server: S3Server, monkeypatch: pytest.Monkey
     with pytest.raises(StorageError, match="does not answer") as caught:
         operation(store("s3://a-bucket/prefix"))
     assert time.monotonic() - began < 10
-    assert "AWS_ENDPOINT_URL" in caught.value.mend
+    assert "AWS_ENDPOINT_URL" in caught.value.fix
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

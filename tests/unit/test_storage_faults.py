@@ -200,7 +200,7 @@ def test_a_silent_store_is_told_once_the_budget_is_spent(silent: list[socket.soc
 
     with ThreadPoolExecutor(len(OPERATIONS)) as pool:
         errors = list(pool.map(told, OPERATIONS.values()))
-    assert all("proxy" in error.mend for error in errors)
+    assert all("proxy" in error.fix for error in errors)
     tries = len(OPERATIONS) * int(SHORT.budget_seconds / SHORT.request_seconds + 1)
     assert len(OPERATIONS) <= len(silent) <= tries  # one policy: neither botocore nor s3fs multiplies the tries
 
@@ -252,7 +252,7 @@ def test_a_store_that_never_recovers_is_told(kind: str, server: S3Server) -> Non
     server.fail(Faults(1.0, 0, (kind,)))
     with pytest.raises(StorageAwayError, match="object store failed") as error:
         place.write("key", b"data")
-    assert error.value.mend
+    assert error.value.fix
 
 
 def test_a_byte_a_second_is_too_slow(server: S3Server) -> None:
@@ -286,7 +286,7 @@ def test_a_bucket_in_another_region_is_found_or_told(server: S3Server) -> None:
     for name in ("check", "write", "read", "size"):
         with pytest.raises(StorageError, match="the bucket 'far' is in region eu-west-1") as error:
             OPERATIONS[name](place)
-        assert "AWS_REGION=eu-west-1" in error.value.mend
+        assert "AWS_REGION=eu-west-1" in error.value.fix
         assert not isinstance(error.value, StorageAwayError)  # waiting does not help
 
 
@@ -320,7 +320,7 @@ def test_credentials_that_expire_are_told_and_renewed(source: str, name: str, se
     server.fail(Faults(0.0, expired_key="FIRST"))
     with pytest.raises(StorageAwayError, match="the credentials have expired") as error:
         OPERATIONS[name](S3Store(bucket, PATIENT))
-    assert "renew them" in error.value.mend
+    assert "renew them" in error.value.fix
     before = server.fault_counts()["requests"]
     with ThreadPoolExecutor() as pool:
         under_way = pool.submit(OPERATIONS[name], S3Store(bucket))
@@ -335,7 +335,7 @@ def test_a_wrong_clock_is_told() -> None:
     refused.__cause__ = ClientError({"Error": {"Code": "RequestTimeTooSkewed"}}, "PutObject")
     told = s3_errors.explained(refused, "s3://bucket/key", "bucket")
     assert "clock" in told.what
-    assert "doctor" in told.mend
+    assert "doctor" in told.fix
 
 
 # -- limits --------------------------------------------------------------------------------------

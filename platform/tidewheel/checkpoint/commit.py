@@ -68,12 +68,12 @@ def publish(store: Store, name: str, manifest: CheckpointManifest, *, owned: boo
         head = log.head()
         if head is not None:
             raise OwnershipError(f"the run belongs to {head.holder}; a checkpoint written beside it would be ignored",
-                                 where=store.at(name), mend="write to a folder of its own")
+                                 where=store.at(name), fix="write to a folder of its own")
         store.write(key, manifest.to_json())
         return
     if not store.create(key, manifest.to_json()):
         existing = parse_manifest(store.read(key), name, store.at(key))
         if existing.files != manifest.files:  # equal: the answer to an earlier request for this manifest was lost
             raise CheckpointError(f"worker group {existing.generation} has written its manifest here meanwhile",
-                                  where=store.at(name), mend="nothing to do: the step is saved again beside it")
+                                  where=store.at(name), fix="nothing to do: the step is saved again beside it")
     log.commit(name, manifest.generation)

@@ -66,7 +66,7 @@ def export(uri: str, out: str, *, dtype: str = "float32", tokenizer: str = "") -
     problems = verify_files(checkpoints, name, manifest.files)
     if problems:
         raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                              mend="`tidewheel checkpoint verify RUN` shows which are intact: export one of those")
+                              fix="`tidewheel checkpoint verify RUN` shows which are intact: export one of those")
     config, vocabulary_size = model_of(manifest, checkpoints.at(name))
     files, eos = _tokenizer(run, tokenizer)
     config.hugging_face_names()  # refuses a family without names before anything is written
@@ -104,7 +104,7 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
     padded_rows = vocabulary_size or rows
     if padded_rows < rows:
         raise ConfigError(f"{padded_rows} rows are fewer than the model's {rows}", where="--vocabulary-size",
-                          mend=f"leave it out, or give {rows} or more")
+                          fix=f"leave it out, or give {rows} or more")
     target.check()
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in huggingface.read_weights(source, config, rows):
@@ -125,7 +125,7 @@ def import_(folder: str, uri: str, *, vocabulary_size: int | None = None) -> Con
         0, {"model": weights}, extra)
     if failures:
         raise StorageError(failures[0], where=target.uri,
-                           mend="check that the folder can be written to, then give the command again")
+                           fix="check that the folder can be written to, then give the command again")
     has_tokenizer = source.exists(TOKENIZER)
     if has_tokenizer:
         target.write(TOKENIZER, source.read(TOKENIZER))
@@ -147,7 +147,7 @@ def model_of(manifest: CheckpointManifest, where: str) -> tuple[Model, int]:
                 manifest.tensors["model/embedding.weight"].shape[0])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its model is not known: {' '.join(str(error).split())[:200]}", where=where,
-                              mend="use the version of Tidewheel that wrote it") from None
+                              fix="use the version of Tidewheel that wrote it") from None
 
 
 def _count(config: Model, vocabulary_size: int) -> int:
@@ -174,7 +174,7 @@ def read_weights(checkpoints: Store, name: str, manifest: CheckpointManifest,
         stored = [key for key in (f"optimizer/{parameter}.master", f"model/{parameter}") if key in manifest.tensors]
         if not stored:
             raise CheckpointError(f"{parameter} is not in the checkpoint", where=checkpoints.at(name),
-                                  mend="use the version of Tidewheel that wrote it")
+                                  fix="use the version of Tidewheel that wrote it")
         keys[parameter] = stored[0]
     state = {key: torch.empty(manifest.tensors[key].shape, dtype=getattr(torch, manifest.tensors[key].dtype))
              for key in keys.values()}
@@ -195,7 +195,7 @@ def _tokenizer(run: Store, given: str) -> tuple[dict[str, bytes], int | None]:
             domain = recorded_source(run.read_json("run.json")).domains[0]
         except (ShardError, StorageError, FileNotFoundError) as error:
             raise ConfigError(f"cannot read the run's shard set, which holds the tokenizer ({error})".splitlines()[0],
-                              where=run.uri, mend="give the tokenizer: --tokenizer PATH/tokenizer.json") from None
+                              where=run.uri, fix="give the tokenizer: --tokenizer PATH/tokenizer.json") from None
         source, key = storage.store(domain.uri), str(domain.manifest.tokenizer["file"])
         eos, pad = domain.manifest.tokenizer.get("eos"), domain.manifest.tokenizer.get("pad")
     elif run.exists(TOKENIZER):  # imported
@@ -204,11 +204,11 @@ def _tokenizer(run: Store, given: str) -> tuple[dict[str, bytes], int | None]:
         return {}, None
     if not key.endswith(".json"):
         raise ConfigError(f"the tokenizer is {key}, not a tokenizer.json", where=source.uri,
-                          mend="convert it with Hugging Face's tools and give it: --tokenizer PATH/tokenizer.json")
+                          fix="convert it with Hugging Face's tools and give it: --tokenizer PATH/tokenizer.json")
     try:
         content = source.read(key)
     except FileNotFoundError:
-        raise ConfigError("there is no such file", where=source.at(key), mend="give --tokenizer another path") from None
+        raise ConfigError("there is no such file", where=source.at(key), fix="give --tokenizer another path") from None
     return {TOKENIZER: content, **_tokenizer_config(content, eos, pad)}, eos
 
 

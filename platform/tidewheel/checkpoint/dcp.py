@@ -215,7 +215,7 @@ class Reader(StorageReader):
             data.numpy()[:received] = np.frombuffer(content, dtype=np.uint8)[:length]
         if received != length:
             raise CheckpointError(f"{received} bytes at {start}, expected {length}", where=self._store.at(key),
-                                  mend="the file changed while it was read; start again")
+                                  fix="the file changed while it was read; start again")
         return data
 
     def reset(self, checkpoint_id: Any = None) -> None:

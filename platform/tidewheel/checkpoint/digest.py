@@ -44,7 +44,7 @@ def digest(uri: str) -> Digest:
     manifest = read_manifest(checkpoints, name)
     if problems := verify_files(checkpoints, name, manifest.files):
         raise CheckpointError("; ".join(problems)[:500], where=checkpoints.at(name),
-                              mend="take another one: `tidewheel checkpoint verify RUN` shows which are intact")
+                              fix="take another one: `tidewheel checkpoint verify RUN` shows which are intact")
     groups = {group: hashlib.sha256() for group in sorted({path.partition("/")[0] for path in manifest.tensors})}
     everything = hashlib.sha256()
     for path, entry in sorted(manifest.tensors.items()):

@@ -52,7 +52,7 @@ def load_newest(store: Store, peers: Peers, flat: dict[str, torch.Tensor],
             refused.append(f"{name} ({reason})")
     if refused:
         raise CheckpointError(f"none of {len(refused)} checkpoints is intact: {', '.join(refused)[:500]}",
-                              where=store.uri, mend="restore one from a copy, or delete them all to begin "
+                              where=store.uri, fix="restore one from a copy, or delete them all to begin "
                               "the run anew")
     return None
 
@@ -76,7 +76,7 @@ def load_uri(uri: str, peers: Peers, flat: dict[str, torch.Tensor]) -> None:
     manifest, problems = _inspect(store, peers, name)
     if problems:
         raise CheckpointError("; ".join(problems)[:500], where=f"{folder}/{name}",
-                              mend="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
+                              fix="start from another checkpoint; `tidewheel checkpoint verify RUN` shows which "
                               "are intact")
     _load(store, peers, name, manifest, flat, convert=True)
 
@@ -119,7 +119,7 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
     misfits = [line for lines in peers.all(_misfits(manifest, flat, convert)) for line in lines]
     if misfits:
         raise CheckpointError("; ".join(dict.fromkeys(misfits))[:500], where=where,
-                              mend="give the model the shape it has in the checkpoint" if convert else
+                              fix="give the model the shape it has in the checkpoint" if convert else
                               "continue with the model and precision the run was started with")
     reader = Reader(store, name, manifest)
     try:
@@ -127,7 +127,7 @@ def _load(store: Store, peers: Peers, name: str, manifest: CheckpointManifest, f
                               process_group=peers.group, no_dist=peers.alone)
     except CheckpointException as error:
         raise CheckpointError(f"cannot be read: {reason_of(error)}", where=where,
-                              mend="start again; the checkpoint was intact when it was verified") from error
+                              fix="start again; the checkpoint was intact when it was verified") from error
 
 
 def _misfits(manifest: CheckpointManifest, flat: dict[str, torch.Tensor], convert: bool) -> list[str]:

@@ -129,7 +129,7 @@ class CheckpointManager:
             frozen = json.loads(json.dumps(extra))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"extra is not made of JSON values: {error}", where=f"checkpoint of step {step}",
-                                  mend="give numbers, text, lists and dicts") from None
+                                  fix="give numbers, text, lists and dicts") from None
         self.wait()
         parts = {name: local(tensor) for name, tensor in flat.items()}
         snapshot = Snapshot.of(parts.values())
@@ -174,7 +174,7 @@ class CheckpointManager:
             raise self._lost
         if self._max_failed and self._saves.failed >= self._max_failed:
             raise StorageError(f"{self._saves.failed} saves in a row have failed; the last one: {self._last_failure}",
-                               where=self.store.uri, mend="make sure that the folder can be written to, then start the "
+                               where=self.store.uri, fix="make sure that the folder can be written to, then start the "
                                "run again; checkpoint.max_failed_saves is the limit")
 
     def let_go(self) -> None:

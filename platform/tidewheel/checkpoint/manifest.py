@@ -128,7 +128,7 @@ def read_manifest(store: Store, name: str) -> CheckpointManifest:
         return parse_manifest(store.read(key), name, store.at(key))
     except FileNotFoundError:
         raise CheckpointError("not committed: there is no manifest.json", where=store.at(name),
-                              mend="nothing to do: training uses the newest committed one") from None
+                              fix="nothing to do: training uses the newest committed one") from None
 
 
 def parse_manifest(data: bytes, name: str, where: str) -> CheckpointManifest:
@@ -154,7 +154,7 @@ def parse_manifest(data: bytes, name: str, where: str) -> CheckpointManifest:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, StorageError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
         raise CheckpointError(f"manifest.json is damaged: {reason}", where=where,
-                              mend="training skips it; delete this checkpoint's folder") from None
+                              fix="training skips it; delete this checkpoint's folder") from None
     return manifest
 
 

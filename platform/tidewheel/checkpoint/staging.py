@@ -32,9 +32,9 @@ def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
             if not isinstance(tensor, torch.Tensor) or dtype_name(tensor) not in DTYPES:
                 kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise CheckpointError(f"{name} is {kind}, which a checkpoint cannot hold", where="checkpoint",
-                                      mend="give tensors in the state, everything else in `extra`")
+                                      fix="give tensors in the state, everything else in `extra`")
             if name in flat:
-                raise CheckpointError(f"two tensors are named {name}", where="checkpoint", mend="rename one")
+                raise CheckpointError(f"two tensors are named {name}", where="checkpoint", fix="rename one")
             flat[name] = tensor
     return flat
 

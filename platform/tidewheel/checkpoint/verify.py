@@ -77,7 +77,7 @@ def newest_committed(store: Store, *, seconds: float | None = None) -> tuple[int
     try:
         return pool.submit(_newest_committed, store).result(timeout=seconds)
     except TimeoutError:
-        raise StorageError(f"no answer within {seconds} s", where=store.uri, mend="wait for the store") from None
+        raise StorageError(f"no answer within {seconds} s", where=store.uri, fix="wait for the store") from None
     finally:
         pool.shutdown(wait=False)
 
@@ -143,14 +143,14 @@ def locate(uri: str) -> tuple[Store, Store, str]:
         checkpoints = storage.store(parent)
         if not checkpoints.list(name):
             raise CheckpointError(f"there is no checkpoint {name!r}", where=parent,
-                                  mend="`tidewheel checkpoint list RUN` shows the checkpoints of a run")
+                                  fix="`tidewheel checkpoint list RUN` shows the checkpoints of a run")
         return storage.store(parent.rpartition("/")[0]), checkpoints, name
     run = storage.store(uri)
     checkpoints = run.child("checkpoints")
     complete = [info.name for info in list_checkpoints(checkpoints) if info.complete]
     if not complete:
         raise CheckpointError("there is no complete checkpoint", where=run.uri,
-                              mend="give the URI of a run that has saved one, or of a checkpoint in it")
+                              fix="give the URI of a run that has saved one, or of a checkpoint in it")
     return run, checkpoints, complete[-1]
 
 
@@ -162,7 +162,7 @@ def verify_checkpoint(store: Store, name: str) -> list[str]:
     """
     if not NAME.fullmatch(name) or not store.list(name):
         raise CheckpointError(f"there is no checkpoint {name!r}", where=store.uri,
-                              mend="`tidewheel checkpoint list RUN` shows the checkpoints of a run")
+                              fix="`tidewheel checkpoint list RUN` shows the checkpoints of a run")
     try:
         manifest = read_manifest(store, name)
     except CheckpointError as error:

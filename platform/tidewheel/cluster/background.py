@@ -86,7 +86,7 @@ def find(name: str = DEFAULT_NAME) -> State | None:
         return None
     except (ValueError, TypeError):
         raise ClusterError("this is not a state file of a cluster", where=str(path),
-                           mend="remove the file, and end its supervisor with `kill`") from None
+                           fix="remove the file, and end its supervisor with `kill`") from None
     if _answers(state):
         return state
     shutil.rmtree(state.folder, ignore_errors=True)
@@ -134,7 +134,7 @@ def up(groups: Sequence[Group], *, name: str = DEFAULT_NAME, head_cpus: float = 
     """
     if find(name) is not None:
         raise ClusterError(f"the cluster {name!r} is up already", where=str(_path(name)),
-                           mend="`tidewheel cluster down` ends it, `add` gives it nodes, --name makes a second one")
+                           fix="`tidewheel cluster down` ends it, `add` gives it nodes, --name makes a second one")
     folder = f"/tmp/tw-{uuid.uuid4().hex[:8]}"  # short: it is in the names of Unix sockets (107 bytes)
     os.makedirs(folder, mode=0o700)
     with open(os.open(f"{folder}/token", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as token:
@@ -205,7 +205,7 @@ def node_of(state: State, prefix: str) -> dict[str, Any]:
     matches = matches or [node for node in nodes if node["group"] == prefix][-1:]
     if len(matches) != 1:
         raise ConfigError(f"{len(matches) or 'no'} worker nodes begin with {prefix!r}", where="cluster",
-                          mend="`tidewheel cluster status` lists the ids; a group's name means its newest node")
+                          fix="`tidewheel cluster status` lists the ids; a group's name means its newest node")
     return matches[0]
 
 
@@ -229,7 +229,7 @@ def ask(state: State, what: str, **arguments: Any) -> dict[str, Any]:
                 line = answers.readline()
     except OSError as error:
         raise ClusterError(f"its supervisor does not answer ({error})", where=state.folder,
-                           mend="`tidewheel cluster up` starts a new cluster") from None
+                           fix="`tidewheel cluster up` starts a new cluster") from None
     answer: dict[str, Any] = json.loads(line) if line else {"error": "the supervisor ended"}
     if "error" in answer:
         kept = f"{state.folder}-logs"
@@ -237,7 +237,7 @@ def ask(state: State, what: str, **arguments: Any) -> dict[str, Any]:
             shutil.copytree(f"{state.folder}", kept, dirs_exist_ok=True, ignore=lambda folder, names: [
                 name for name in names if not Path(folder, name).is_dir() and not name.endswith((".log", ".err"))])
         raise ClusterError(f"could not {what}: {answer['error']}", where=kept,
-                           mend="see the logs there; free memory and space in /tmp, then try again")
+                           fix="see the logs there; free memory and space in /tmp, then try again")
     return answer["ok"]
 
 
@@ -250,7 +250,7 @@ def _state(values: dict[str, Any]) -> State:
 
 def _path(name: str) -> Path:
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(f"{name!r} is no name for a cluster", where="--name", mend="letters, digits, - and _")
+        raise ConfigError(f"{name!r} is no name for a cluster", where="--name", fix="letters, digits, - and _")
     return state_folder() / f"{name}.json"
 
 
@@ -284,7 +284,7 @@ def _wait_for_socket(state: State, supervisor: subprocess.Popen[bytes]) -> None:
     while not _answers(state):
         if supervisor.poll() is not None or time.monotonic() > until:
             raise ClusterError("the supervisor process did not start", where=f"{state.folder}/supervisor.log",
-                               mend="see its log; free memory and space in /tmp, then try again")
+                               fix="see its log; free memory and space in /tmp, then try again")
         time.sleep(0.05)
 
 

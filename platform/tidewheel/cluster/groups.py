@@ -39,18 +39,18 @@ def parse_group(text: str, *, cpus: float = 1.0, labels: dict[str, str] | None =
     """
     head, *more = text.split(",")
     name, *numbers = head.split(":")
-    mend = "NAME, NAME:NODES or NAME:NODES:CPUS, and behind it ,RESOURCE=AMOUNT: --group gpu-spot:2:1,accelerator=1"
+    fix = "NAME, NAME:NODES or NAME:NODES:CPUS, and behind it ,RESOURCE=AMOUNT: --group gpu-spot:2:1,accelerator=1"
     if not WORD.fullmatch(name) or len(numbers) > 2:
-        raise ConfigError(f"{text!r} is not a node group", where="--group", mend=mend)
+        raise ConfigError(f"{text!r} is not a node group", where="--group", fix=fix)
     try:
         nodes = int(numbers[0]) if numbers else 1
         node_cpus = float(numbers[1]) if len(numbers) > 1 else cpus
         pairs = [part.partition("=") for part in more]
         resources = {key: float(amount) for key, _, amount in pairs}
     except ValueError:
-        raise ConfigError(f"{text!r} is not a node group: a number is wrong", where="--group", mend=mend) from None
+        raise ConfigError(f"{text!r} is not a node group: a number is wrong", where="--group", fix=fix) from None
     if nodes < 0 or node_cpus < 0 or not all(key and amount > 0 for key, amount in resources.items()):
-        raise ConfigError(f"{text!r}: numbers of nodes, CPUs and resources are positive", where="--group", mend=mend)
+        raise ConfigError(f"{text!r}: numbers of nodes, CPUs and resources are positive", where="--group", fix=fix)
     return Group(name, nodes, node_cpus, resources, dict(labels or {}))
 
 
@@ -65,6 +65,6 @@ def parse_labels(texts: Sequence[str]) -> dict[str, str]:
         key, sep, value = pair.strip().partition("=")
         if not sep or not is_label(key) or not WORD.fullmatch(value):
             raise ConfigError(f"{pair!r} is not a label", where="--labels",
-                              mend="KEY=VALUE, of letters, digits and _ . - (the key may have a prefix, team.org/key)")
+                              fix="KEY=VALUE, of letters, digits and _ . - (the key may have a prefix, team.org/key)")
         labels[key] = value
     return labels

@@ -91,7 +91,7 @@ def command_of(tokens: Sequence[str], working_dir: str = ".") -> str:
         ConfigError: there is nothing to submit, or the file cannot be read.
     """
     if not tokens:
-        raise ConfigError("nothing to submit", where="tidewheel submit", mend=f"name a job ({', '.join(JOBS)}), a "
+        raise ConfigError("nothing to submit", where="tidewheel submit", fix=f"name a job ({', '.join(JOBS)}), a "
                           "YAML file or a command, with its options, behind --")
     first, rest = tokens[0], tokens[1:]
     if (name := first.removeprefix("jobs.")) in JOBS:
@@ -113,7 +113,7 @@ def _job_of(path: str) -> str:
         values = yaml_text.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot be read as YAML ({type(error).__name__})", where=path,
-                          mend="give the path of a pipeline's or a training's configuration") from None
+                          fix="give the path of a pipeline's or a training's configuration") from None
     return "prepare_data" if isinstance(values, dict) and "read" in values else "train"
 
 
@@ -153,11 +153,11 @@ class JobServer:
         try:
             self._client: Any = JobSubmissionClient(self.address)
         except (*self._away, *refused) as error:
-            mend = ("export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (`tidewheel cluster env` for a local one)"
+            fix = ("export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (`tidewheel cluster env` for a local one)"
                     if "oken" in str(error) else "give the URL of the cluster's dashboard, --address http://head:8265, "
                                                  "or start a cluster: `tidewheel cluster up`")
             raise ClusterError(f"no job server answers ({str(error).splitlines()[0]})", where=self.address,
-                               mend=mend) from None
+                               fix=fix) from None
         finally:
             os.environ.pop("RAY_API_SERVER_ADDRESS")
             os.environ.update({} if named is None else {"RAY_API_SERVER_ADDRESS": named})
@@ -182,7 +182,7 @@ class JobServer:
                 if "already exists" in str(error) and not submission.id:
                     return job  # the answer to the first try was lost
                 raise ClusterError(f"the job server refuses: {_short(error)}", where=self.address,
-                                   mend="correct the submission; an id can be used once on a cluster") from None
+                                   fix="correct the submission; an id can be used once on a cluster") from None
 
         uploaded = submission.upload()
         with temporary_folder("upload") as folder:  # Ray sends the package in submit_job
@@ -206,8 +206,8 @@ class JobServer:
                 return self._client.get_job_info(job)
             except RuntimeError as error:
                 raise ClusterError(f"no such job ({_short(error)})", where=job,
-                                   mend="`tidewheel job list` shows the cluster's jobs; a cluster that was started "
-                                        "anew has forgotten them") from None
+                                   fix="`tidewheel job list` shows the cluster's jobs; a cluster that was started "
+                                       "anew has forgotten them") from None
 
         return self._patiently(look)
 
@@ -255,8 +255,8 @@ class JobServer:
             except self._away as error:
                 if time.monotonic() + wait > until:
                     raise ClusterError(f"the job server has not answered for {self._patience:g} s", where=self.address,
-                                       mend="the job may still run: `tidewheel job follow ID` when the server is "
-                                            "back") from error
+                                       fix="the job may still run: `tidewheel job follow ID` when the server is "
+                                           "back") from error
             if not told:
                 self._say(f"{self.address} does not answer; trying on for {self._patience:g} s")
                 told = True

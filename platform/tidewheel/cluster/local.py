@@ -145,7 +145,7 @@ class LocalCluster:
         """
         if node not in self._nodes:
             raise ClusterError("no such worker node in this cluster", where=node.node_id[:12],
-                               mend="take one from `nodes`")
+                               fix="take one from `nodes`")
         self._nodes.remove(node)
         return self._ask("kill", node_id=node.node_id)["killed"]
 
@@ -176,7 +176,7 @@ class LocalCluster:
         supervisor = self._supervisor
         if supervisor is None or supervisor.stdin is None or supervisor.stdout is None:
             raise ClusterError("the local cluster is not running", where="LocalCluster",
-                               mend="use it inside its `with` block")
+                               fix="use it inside its `with` block")
         with self._lock:
             try:
                 supervisor.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
@@ -187,7 +187,7 @@ class LocalCluster:
         answer: dict[str, Any] = json.loads(line) if line else {"error": "its supervisor process ended"}
         if "error" in answer:
             raise ClusterError(f"the local cluster could not {what}: {answer['error']}", where=self._logs(),
-                               mend="see the logs there; free memory and space in /tmp, then try again")
+                               fix="see the logs there; free memory and space in /tmp, then try again")
         return answer["ok"]
 
     def _logs(self) -> str:

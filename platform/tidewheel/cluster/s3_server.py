@@ -75,7 +75,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         if find_spec("moto") is None:
             raise ClusterError("the S3-protocol server needs moto, which is not installed", where="storage s3",
-                               mend="pip install 'tidewheel[demo]', or use a folder: --storage local")
+                               fix="pip install 'tidewheel[demo]', or use a folder: --storage local")
         atexit.register(self.close)
         try:
             self.endpoint = f"http://{LOOPBACK}:{self._start()}"
@@ -107,7 +107,7 @@ class S3Server:
         except urllib.error.HTTPError as error:
             if error.code != 409:  # 409: it is there already
                 raise StorageError(f"the server refused to create the bucket {name!r} (HTTP {error.code})",
-                                   where=self.endpoint, mend="use 3 to 63 small letters, digits and dashes") from None
+                                   where=self.endpoint, fix="use 3 to 63 small letters, digits and dashes") from None
         return f"s3://{name}"
 
     def fault_counts(self) -> dict[str, int]:
@@ -157,7 +157,7 @@ class S3Server:
         said = self._process.stdout.readline().strip()  # comes when it listens; "" when it died
         if not said.isdigit():
             raise ClusterError("the S3-protocol server did not start", where=f"{sys.executable} (moto)",
-                               mend="pip install --force-reinstall 'moto[server]', or use a folder: --storage local")
+                               fix="pip install --force-reinstall 'moto[server]', or use a folder: --storage local")
         return int(said)
 
     def _point_environment_here(self) -> None:

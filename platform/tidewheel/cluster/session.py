@@ -39,11 +39,11 @@ def _must_answer(target: str) -> None:
         return
     host, sep, port = target.removeprefix("ray://").rpartition(":")
     if not sep or not host or not port.isdigit():
-        raise ClusterError("not a Ray address", where=target, mend=MEND)
+        raise ClusterError("not a Ray address", where=target, fix=MEND)
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise ClusterError(f"nothing answers ({error})", where=target, mend=MEND) from None
+        raise ClusterError(f"nothing answers ({error})", where=target, fix=MEND) from None
 
 
 @contextlib.contextmanager
@@ -86,12 +86,12 @@ def session(address: str | None = None, *, cpus: int | None = None) -> Iterator[
             else:
                 ray.init(address=target, **quiet)
     except (ConnectionError, ValueError) as error:
-        raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target, mend=MEND) from None
+        raise ClusterError(f"no Ray cluster answers ({str(error).splitlines()[0]})", where=target, fix=MEND) from None
     except Exception as error:
         if target != "local" or "timed out during startup" not in str(error):
             raise
         raise ClusterError(f"Ray did not come up within {time.monotonic() - began:.0f} s", where="this machine",
-                           mend="the machine is very busy or short of memory: end other work and run again") from None
+                           fix="the machine is very busy or short of memory: end other work and run again") from None
     console.print(f"Ray is up after {time.monotonic() - began:.1f} s")
     try:
         yield ray.get_runtime_context().gcs_address

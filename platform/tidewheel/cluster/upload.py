@@ -105,7 +105,7 @@ def survey(folder: str, excludes: Sequence[str] = (), includes: Sequence[str] = 
     """
     top = Path(folder).expanduser().absolute()
     if not top.is_dir():
-        raise ConfigError("there is no such folder", where=str(top), mend="give the folder of your code, --working-dir")
+        raise ConfigError("there is no such folder", where=str(top), fix="give the folder of your code, --working-dir")
     files: dict[str, int] = {}
     secrets: dict[str, str] = {}
     secret_names = _patterns(SECRETS)
@@ -124,8 +124,8 @@ def survey(folder: str, excludes: Sequence[str] = (), includes: Sequence[str] = 
     if upload.bytes > LIMIT_BYTES:
         largest = ", ".join(f"{row['upload']} {row['KB'] / 1000:,.0f} MB" for row in upload.rows()[:3])
         raise ConfigError(f"{upload.summary()} are more than the {LIMIT_BYTES >> 20} MiB that Ray takes ({largest})",
-                          where=str(top), mend="list what the job does not need in .tidewheelignore, or give a smaller "
-                                               "--working-dir; data belongs on storage that every node sees")
+                          where=str(top), fix="list what the job does not need in .tidewheelignore, or give a smaller "
+                                              "--working-dir; data belongs on storage that every node sees")
     return upload
 
 
@@ -206,7 +206,7 @@ def _patterns(lines: Sequence[str]) -> Any:
         return GitIgnoreSpec.from_lines(lines)
     except ValueError as error:
         raise ConfigError(f"not a pattern as in .gitignore ({error})", where="upload",
-                          mend="correct the pattern") from None
+                          fix="correct the pattern") from None
 
 
 def _key_inside(path: Path) -> str | None:
@@ -217,7 +217,7 @@ def _key_inside(path: Path) -> str | None:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot be read ({error.strerror})", where=str(path),
-                          mend="make it readable, or leave it out with --exclude") from None
+                          fix="make it readable, or leave it out with --exclude") from None
     if b"\0" in content:  # not a text
         return None
     return key_in(content.decode("utf-8", errors="replace"))

@@ -25,7 +25,7 @@ def checkpoint_list(run: Annotated[str, Parameter(help="URI of a run.")], *, as_
     saved = list_checkpoints(place.child("checkpoints"))
     if not saved and not place.exists("run.json"):
         raise CheckpointError("there is no run here: neither checkpoints nor run.json", where=run,
-                              mend="give the URI of a run: run.uri and run.id of its configuration, such as runs/demo")
+                              fix="give the URI of a run: run.uri and run.id of its configuration, such as runs/demo")
     rows = [{"checkpoint": found.name, "step": found.step, "state": "complete" if found.complete else "partial",
              "MB": round(found.bytes / 1e6, 2), "world size": found.world_size}
             for found in saved]
@@ -52,12 +52,12 @@ def checkpoint_verify(
     place = store(run).child("checkpoints")
     names = [name] if name else [found.name for found in list_checkpoints(place)]
     if not names:
-        raise CheckpointError("no checkpoints", where=run, mend="give the URI of a run, as in --set run.uri=...")
+        raise CheckpointError("no checkpoints", where=run, fix="give the URI of a run, as in --set run.uri=...")
     problems = {each: verify_checkpoint(place, each) for each in names}
     print("\n".join(f"{each}: {'; '.join(found) or 'intact'}" for each, found in problems.items()))
     if damaged := sum(map(bool, problems.values())):
         raise CheckpointError(f"{damaged} of {len(names)} checkpoints are damaged", where=run,
-                              mend="training skips damaged checkpoints and resumes from the newest intact one")
+                              fix="training skips damaged checkpoints and resumes from the newest intact one")
     return 0
 
 

@@ -109,7 +109,7 @@ def drain(
     found = background.node_of(state, node)
     answer = background.ask(state, "drain", node_id=found["node_id"], notice_seconds=notice, reason="tidewheel drain")
     if not answer["accepted"]:
-        raise ClusterError("Ray refuses to drain the node", where=found["node_id"][:12], mend="kill it instead")
+        raise ClusterError("Ray refuses to drain the node", where=found["node_id"][:12], fix="kill it instead")
     print(f"{found['node_id'][:12]} (group {found['group']}) is draining and ends in {notice:g} s")
     return 0
 
@@ -177,7 +177,7 @@ def submit(
 
     pairs = [text.partition("=") for text in env_var or ()]
     if wrong := [key for key, sep, _ in pairs if not sep or not key]:
-        raise ConfigError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--env", mend="--env NAME=VALUE")
+        raise ConfigError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--env", fix="--env NAME=VALUE")
     wanted = Submission(command_of(command, working_dir), working_dir, job_id, {key: value for key, _, value in pairs},
                         exclude or (), include or (), labels=_selector(driver or ()),
                         metadata={"submitted_by": "tidewheel"})
@@ -201,7 +201,7 @@ def _selector(texts: Sequence[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in texts]
     if wrong := [text for text, (key, sep, _) in zip(texts, pairs, strict=True) if not sep or not key]:
         raise ConfigError(f"{wrong[0]!r} is not of the form LABEL=CONDITION", where="--driver",
-                          mend="--driver ray.io/market-type=!spot")
+                          fix="--driver ray.io/market-type=!spot")
     values = {"labels": {key: condition for key, _, condition in pairs}}
     return build(PlacementConfig, values, where="--driver").selector
 
@@ -266,7 +266,7 @@ def _found(name: str) -> State:
     state = background.find(name)
     if state is None:
         raise ClusterError(f"no cluster {name!r} is up", where="tidewheel cluster",
-                           mend="`tidewheel cluster up --nodes 3` starts one")
+                           fix="`tidewheel cluster up --nodes 3` starts one")
     return state
 
 

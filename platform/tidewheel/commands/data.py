@@ -60,10 +60,10 @@ def data_run(
 
     if fail_above is not None and not 0 <= fail_above <= 1:
         raise ConfigError(f"a share must be from 0 to 1, not {fail_above:g}", where="--fail-above",
-                          mend="give 0.001 for 0.1 %")
+                          fix="give 0.001 for 0.1 %")
     if fail_above is not None and settings.step("decontaminate") is None:
         raise ConfigError("the pipeline has no decontaminate step", where="--fail-above",
-                          mend="add the step to the recipe, with its evaluation sets")
+                          fix="add the step to the recipe, with its evaluation sets")
     if dry_run:
         plan = pipeline_plan.plan(settings, input=input, output=output)
         print_table([line.row() for line in plan.formats], title="what would be read")
@@ -124,7 +124,7 @@ def data_example(
     from tidewheel.storage import store
 
     if max_bytes < 1:
-        raise ConfigError(f"{max_bytes} bytes of text", where="--max-bytes", mend="give 1 or more, such as 600000")
+        raise ConfigError(f"{max_bytes} bytes of text", where="--max-bytes", fix="give 1 or more, such as 600000")
     made = build_corpus(store(folder), max_bytes=max_bytes, seed=seed)
     print(f"{folder}: {made.documents:,} documents, {made.bytes / 1e6:.1f} MB, in {len(made.files)} files; "
           f"{made.bad_records} broken records; {len(made.evals)} files of evaluation items, of which "

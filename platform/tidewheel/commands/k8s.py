@@ -102,7 +102,7 @@ def k8s_lint(
     from tidewheel.kubernetes import commands
 
     if (overlay is None) == (file is None):
-        raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", mend="run tidewheel k8s lint gpu")
+        raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", fix="run tidewheel k8s lint gpu")
     if file is not None:
         found, checked = commands.lint_file(file, job=of.job, config=of.config, overrides=of.set_)
     else:
@@ -114,6 +114,6 @@ def k8s_lint(
         print(problem)
     if found:
         raise ConfigError(f"{len(found)} problem(s), listed above", where=file or str(overlay),
-                          mend="correct the fields named there")
+                          fix="correct the fields named there")
     print(f"{checked} objects: no problems")
     return 0

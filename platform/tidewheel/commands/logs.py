@@ -64,10 +64,10 @@ def _explain(run: str, is_run: bool) -> None:
     """
     if is_run:
         raise ConfigError("no worker of this run has logged anything", where=run,
-                          mend="a worker's log exists from its first line on; a run of an older version has none. "
-                               "Its events are in events.jsonl")
+                          fix="a worker's log exists from its first line on; a run of an older version has none. "
+                              "Its events are in events.jsonl")
     raise ConfigError("this is no run: it has neither run.json nor logs/", where=run,
-                      mend="give the folder RUN.URI/RUN.ID that `tidewheel train` wrote to, such as runs/demo")
+                      fix="give the folder RUN.URI/RUN.ID that `tidewheel train` wrote to, such as runs/demo")
 
 
 def _listed(numbers: set[int]) -> str:

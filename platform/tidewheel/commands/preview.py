@@ -25,7 +25,7 @@ def preview(
 
     settings = load(PipelineConfig, config, set_ or ())
     if not 1 <= limit <= 5000:
-        raise ConfigError(f"{limit} documents on a page", where="--limit", mend="give 1 to 5000")
+        raise ConfigError(f"{limit} documents on a page", where="--limit", fix="give 1 to 5000")
     from tidewheel.data.preview import look
     from tidewheel.report.preview import render
     from tidewheel.storage import split

@@ -32,7 +32,7 @@ def inspect(
     from tidewheel.shards.verify import inspect as look
 
     if limit is not None and limit < 0:
-        raise ShardError(f"{limit} rows cannot be shown", where="--limit", mend="give 0 or more")
+        raise ShardError(f"{limit} rows cannot be shown", where="--limit", fix="give 0 or more")
     count = limit if limit is not None else 3 if row is None else 1
     told = look(uri, row=row)
     found = list(islice(show.rows(uri, first=row or 0, source=source), count)) if count and (
@@ -47,7 +47,7 @@ def inspect(
     print_rows(found, whole=row is not None)
     if source is not None and count and not found:
         raise ShardError(f"no row{f' from {row} on' if row else ''} holds a document of source {source!r}", where=uri,
-                         mend=show.sources_told(uri))
+                         fix=show.sources_told(uri))
     return 0
 
 
@@ -61,7 +61,7 @@ def verify(uri: Annotated[str, Parameter(help="A shard set: the folder that hold
     for problem in problems:
         print(printable(problem))
     if problems:
-        raise ShardError(f"{len(problems)} problem(s), listed above", where=uri, mend=REBUILD)
+        raise ShardError(f"{len(problems)} problem(s), listed above", where=uri, fix=REBUILD)
     print(f"{uri}: intact")
     return 0
 
@@ -100,7 +100,7 @@ def trace(
         lines = of_set.token_lines(found)
     else:
         raise ShardError("these options do not say what to trace", where="tidewheel shards trace",
-                         mend="give SET --row N --token N, SET --document ID, --run RUN --step N [--batch-row N "
-                              "[--token N]], or --run RUN --document ID")
+                         fix="give SET --row N --token N, SET --document ID, --run RUN --step N [--batch-row N "
+                             "[--token N]], or --run RUN --document ID")
     print(json.dumps(found, indent=2) if as_json else "\n".join(map(printable, lines)))
     return 0

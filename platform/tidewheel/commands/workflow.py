@@ -90,12 +90,12 @@ def _load(config: str, output: str, input: str) -> tuple[Spec, dict[str, Callabl
     path, sep, name = config.rpartition(":")
     if not sep or not path.endswith(".py"):
         return read_spec(config), {}
-    mend = "give FILE.py:NAME, where the file says NAME = tw.Workflow(...)"
+    fix = "give FILE.py:NAME, where the file says NAME = tw.Workflow(...)"
     if not Path(path).is_file():
-        raise ConfigError("there is no such file", where=path, mend=mend)
+        raise ConfigError("there is no such file", where=path, fix=fix)
     if not output:
         raise ConfigError("no output is given for the steps", where="--output",
-                          mend="add --output s3://bucket/pretrain")
+                          fix="add --output s3://bucket/pretrain")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -104,5 +104,5 @@ def _load(config: str, output: str, input: str) -> tuple[Spec, dict[str, Callabl
     module_spec.loader.exec_module(module)
     flow = getattr(module, name, None)
     if not isinstance(flow, Workflow):
-        raise ConfigError(f"{name!r} is not a tw.Workflow of this file", where=path, mend=mend)
+        raise ConfigError(f"{name!r} is not a tw.Workflow of this file", where=path, fix=fix)
     return flow.spec(output, input), flow.functions()

@@ -55,7 +55,7 @@ def find(output: str, *, with_unfinished: bool = False) -> list[Left]:
         unfinished = folder_store.read_json(replace.UNFINISHED)
         which = f"{unfinished.get('name', 'a pipeline')} (recipe {unfinished.get('recipe_hash', '?')})"
         raise InputError(f"a run of {which} has begun here and not finished; its units would be removed",
-                         where=folder_store.uri, mend="finish it, or give --unfinished to remove its work as well")
+                         where=folder_store.uri, fix="finish it, or give --unfinished to remove its work as well")
     kept = _referenced(folder_store, units)
     left = []
     for folder in FOLDERS:
@@ -97,7 +97,7 @@ def _referenced(output: Store, units: Sequence[str]) -> set[str]:
             manifest = read_manifest(child)
         except ShardError as error:
             raise StorageError(f"the set is incomplete, so nothing is removed ({error.what})", where=child.uri,
-                               mend="run the pipeline again first") from None
+                               fix="run the pipeline again first") from None
         files = [KEY, manifest.tokenizer["file"], *(shard.name for shard in manifest.shards)]
         if manifest.waves:
             files += [GROWING, *(growing.wave_key(number) for number in range(len(manifest.waves)))]
@@ -110,7 +110,7 @@ def _of_unit(output: Store, manifest: str) -> list[str]:
         unit = Published.from_json(output.read(manifest))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise StorageError("the unit's manifest is missing or damaged, so nothing is removed",
-                           where=output.at(manifest), mend="run the pipeline again first") from None
+                           where=output.at(manifest), fix="run the pipeline again first") from None
     return [manifest, *(stamp.key for stamp in unit.files.values())]
 
 

@@ -103,7 +103,7 @@ def _summary(output: Store) -> dict[str, Any]:
         summary: dict[str, Any] = output.read_json(replace.SUMMARY)
     except FileNotFoundError:
         raise InputError("no summary.json: no pipeline has finished here", where=output.uri,
-                         mend="give two folders that `tidewheel data run` has written to") from None
+                         fix="give two folders that `tidewheel data run` has written to") from None
     return summary
 
 

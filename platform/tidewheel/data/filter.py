@@ -253,7 +253,7 @@ def judged(filter: Filter, batch: Batch) -> Verdicts:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else name
         raise InputError(f"the filter {name} failed: {type(error).__name__}: {error}", where=where,
-                         mend="correct the filter and run again; what is finished stays") from error
+                         fix="correct the filter and run again; what is finished stays") from error
 
 
 def _fitting(filter: Filter, verdicts: Any, count: int) -> Verdicts:

@@ -74,7 +74,7 @@ def _filter(name: str, settings: Any) -> Filter:
     try:
         return FILTERS.build(name, settings)
     except ConfigError as error:  # its module is missing, or the name is not a filter
-        problem = PydanticCustomError("no_filter", "{message}", {"message": f"{error.what}; {error.mend}"})
+        problem = PydanticCustomError("no_filter", "{message}", {"message": f"{error.what}; {error.fix}"})
         raise below(name, [{"type": problem, "loc": (), "input": {}}]) from None
     except pydantic.ValidationError as error:
         raise below(name, problems_of(FILTERS.find(name), error)) from None

@@ -99,7 +99,7 @@ def _run(job: Job, held: Held, runner: Runner, fail_above: float | None) -> Pipe
         done = complete_stages(job, runner, ledger, fail_above)
     if held.lost:  # both pipelines write the same units, but only the owner may write the manifests
         raise OwnershipError("another pipeline took over this output because this one did not renew its lease",
-                             where=job.output, mend="wait for the other one; it reuses the units that are finished")
+                             where=job.output, fix="wait for the other one; it reuses the units that are finished")
     ledger.publish_verdicts(job)
     if ledger.near_index:
         near_index.commit(job, ledger.near_index)
@@ -212,7 +212,7 @@ def _pack(job: Job, runner: Runner, ledger: Ledger, parts: list[partition.Part],
         if not documents:
             reason, samples = min(ledger.samples[pack.STAGE].items())
             raise InputError(f"no conversation could be tokenized ({reason}: {samples[0].get('detail', '')})",
-                             where=job.input, mend="correct the chat template, or raise pack.sequence_length")
+                             where=job.input, fix="correct the chat template, or raise pack.sequence_length")
     if (error := empty.no_training_row(packed.units, job)) is not None:
         raise error
     if "contamination" in ledger.more:

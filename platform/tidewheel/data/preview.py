@@ -98,7 +98,7 @@ def look(config: PipelineConfig, *, input: str, limit: int) -> Preview:
     """
     steps = [(number, step.filter) for number, step in enumerate(config.steps) if step.filter is not None]
     if not steps:
-        raise ConfigError("the recipe has no filter to look at", where=config.name, mend="add a step `filter`")
+        raise ConfigError("the recipe has no filter to look at", where=config.name, fix="add a step `filter`")
     read = config.read.model_copy(update={"limit": limit})
     nowhere = Path(tempfile.gettempdir(), "tidewheel-preview-writes-nothing")
     job = resolve(config.model_copy(update={"read": read}), input=input, output=str(nowhere))
@@ -106,7 +106,7 @@ def look(config: PipelineConfig, *, input: str, limit: int) -> Preview:
     if not len(table):
         reasons = ", ".join(f"{reason} {count}" for reason, count in bad.items())
         raise InputError(f"no document can be read ({reasons or 'the files are empty'})", where=job.input,
-                         mend="`tidewheel data run --dry-run` shows the first record of each format")
+                         fix="`tidewheel data run --dry-run` shows the first record of each format")
     texts = [text[:TEXT_CHARACTERS] for text in table["text"].to_pylist()]
     statistics: list[dict[str, float]] = [{} for _ in texts]
     fixed: list[list[str]] = [[] for _ in texts]

@@ -138,7 +138,7 @@ class ReadConfig(Config):
         try:
             return chosen(value)
         except ConfigError as error:
-            message = f"{error.what}; {error.mend}"
+            message = f"{error.what}; {error.fix}"
             raise PydanticCustomError("no_reader", "{message}", {"message": message}) from None
 
     @field_serializer("format")

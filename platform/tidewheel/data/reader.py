@@ -213,7 +213,7 @@ def _failed(reader: Reader, error: Exception) -> InputError:
     name = name_of(type(reader))
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else name
     return InputError(f"the reader {name} failed: {type(error).__name__}: {error}", where=where,
-                      mend="correct the reader and run again; what is finished stays")
+                      fix="correct the reader and run again; what is finished stays")
 
 
 def identities(reader: Reader, config: ReadConfig) -> list[str]:

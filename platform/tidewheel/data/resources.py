@@ -39,7 +39,7 @@ def find(paths: Iterable[str], input: str) -> dict[str, str]:
             references[path] = f"{place.hash(name)}@{uri if path.startswith(PACKAGE) else place.at(name)}"
         except FileNotFoundError:
             raise InputError("there is no such file", where=place.at(name),
-                             mend="correct the recipe; relative paths are below --input") from None
+                             fix="correct the recipe; relative paths are below --input") from None
     return references
 
 
@@ -54,7 +54,7 @@ def read(reference: str) -> bytes:
     try:
         data = place.read(name)
     except FileNotFoundError:
-        raise InputError("there is no such file", where=place.at(name), mend="correct the recipe") from None
+        raise InputError("there is no such file", where=place.at(name), fix="correct the recipe") from None
     if expected and content_hash(data) != expected:
         raise _changed(place, name)
     return data
@@ -97,7 +97,7 @@ def lines(references: Iterable[str]) -> list[str]:
             text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode("utf-8-sig")
         except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
             raise InputError(f"not a list in UTF-8: {str(error)[:200]}", where=reference.partition("@")[2] or reference,
-                             mend="give a text file with one entry on each line, plain or gzip") from None
+                             fix="give a text file with one entry on each line, plain or gzip") from None
         stripped = (line.strip() for line in text.splitlines())
         entries += [line for line in stripped if line and not line.startswith("#")]
     return entries
@@ -119,10 +119,10 @@ def _locate(uri: str) -> tuple[Store, str]:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise InputError(f"the package {package} is not installed", where=uri,
-                         mend="pip install 'tidewheel[classify]', or name a file of your own")
+                         fix="pip install 'tidewheel[classify]', or name a file of your own")
     return split(f"{spec.submodule_search_locations[0]}/{name}")
 
 
 def _changed(place: Store, name: str) -> StorageError:
     return StorageError("the file has changed since the run began", where=place.at(name),
-                        mend="run again, and do not change the recipe's files while it runs")
+                        fix="run again, and do not change the recipe's files while it runs")

@@ -151,7 +151,7 @@ class SimilarityIndex:
         step = self.settings
         if step.bands < 2:
             raise InputError("the index has one band, and MinHashLSH needs two", where=self.uri,
-                             mend="insert minhashes() into a MinHashLSH with bands of your own")
+                             fix="insert minhashes() into a MinHashLSH with bands of your own")
         lsh = MinHashLSH(num_perm=step.num_permutations, params=(step.bands, step.rows))
         for identity, sketch in self.minhashes():
             lsh.insert(identity, sketch)
@@ -192,9 +192,9 @@ class SimilarityIndex:
         threshold = self.settings.min_jaccard if min_jaccard is None else min_jaccard
         if not 0 < threshold <= 1:
             raise ConfigError(f"a similarity is above 0 and at most 1, got {threshold:g}", where="min_jaccard",
-                              mend="0.7 for texts that share most of their shingles")
+                              fix="0.7 for texts that share most of their shingles")
         if limit < 1:
-            raise ConfigError(f"{limit} matches of a document", where="limit", mend="1 or more")
+            raise ConfigError(f"{limit} matches of a document", where="limit", fix="1 or more")
         count = self.settings.num_permutations
         similarities = np.arange(count + 1) / count
         least = int(np.argmax(similarities >= threshold))
@@ -223,7 +223,7 @@ class SimilarityIndex:
         """
         place, name = split(uri)
         if not place.exists(name):
-            raise InputError("there is no such file", where=uri, mend="give the path or URI of one file of documents")
+            raise InputError("there is no such file", where=uri, fix="give the path or URI of one file of documents")
         ids: list[str] = []
         lines: list[int] = []
         unusable = Unusable()
@@ -236,14 +236,14 @@ class SimilarityIndex:
                 signed.append(self.signatures([record.text for record in records]))
         except UnreadableFile as error:
             raise InputError(f"the file cannot be read: {error}", where=uri,
-                             mend="give a file of documents that `tidewheel data run` reads, such as JSONL, Parquet "
-                                  "or text, and name its text with --text") from None
+                             fix="give a file of documents that `tidewheel data run` reads, such as JSONL, Parquet "
+                                 "or text, and name its text with --text") from None
         if not ids:
             problem = "the file has no record"
             if unusable.first:
                 problem = (f"none of {sum(unusable.counts.values())} records can be used; line {unusable.first.line}: "
                            f"{unusable.first.reason}, {unusable.first.detail or REASONS[unusable.first.reason]}")
-            raise InputError(problem, where=uri, mend="name the field of the text with --text")
+            raise InputError(problem, where=uri, fix="name the field of the text with --text")
         return SignedFile(ids, lines, np.concatenate(signed), dict(sorted(unusable.counts.items())))
 
     def _tables(self) -> Iterator[pa.Table]:
@@ -251,22 +251,22 @@ class SimilarityIndex:
         folder = store(self.uri)
         for file in self._files:
             if not folder.exists(file.key):
-                raise InputError("a file of the index is missing", where=folder.at(file.key), mend=_WRITE_AGAIN)
+                raise InputError("a file of the index is missing", where=folder.at(file.key), fix=_WRITE_AGAIN)
             try:
                 for batch in read_batches(folder, file):
                     yield self._columns(pa.Table.from_batches([batch]), folder.at(file.key))
             except StorageError as error:
-                raise StorageError(error.what, where=error.where, mend=_WRITE_AGAIN) from None
+                raise StorageError(error.what, where=error.where, fix=_WRITE_AGAIN) from None
 
     def _columns(self, table: pa.Table, where: str) -> pa.Table:
         missing = [name for name in _COLUMNS if name not in table.column_names]
         if missing:
-            raise InputError(f"the file of an index has no column {', '.join(missing)}", where=where, mend=_WRITE_AGAIN)
+            raise InputError(f"the file of an index has no column {', '.join(missing)}", where=where, fix=_WRITE_AGAIN)
         width = table.schema.field("signature").type
         expected = pa.binary(4 * self.settings.num_permutations)
         if width != expected:
             raise InputError(f"signatures are {width}, but the manifest's parameters make them {expected}",
-                             where=where, mend=_WRITE_AGAIN)
+                             where=where, fix=_WRITE_AGAIN)
         return table.select(list(_COLUMNS))
 
     def _sketch(self, values: np.ndarray) -> MinHash:
@@ -308,16 +308,16 @@ def _settings(parameters: Mapping[str, object], where: str) -> DedupNearStep:
     version = parameters.get("signatures")
     if version != MINHASH_VERSION:
         raise InputError(f"the signatures are of version {version!r}, and this release compares {MINHASH_VERSION!r}",
-                         where=where, mend=_WRITE_AGAIN)
+                         where=where, fix=_WRITE_AGAIN)
     missing = sorted(near_index.parameters(build(DedupNearStep, {})).keys() - parameters.keys())
     if missing:
-        raise InputError(f"the manifest has no parameter {', '.join(missing)}", where=where, mend=_WRITE_AGAIN)
+        raise InputError(f"the manifest has no parameter {', '.join(missing)}", where=where, fix=_WRITE_AGAIN)
     values = {name: value for name, value in parameters.items() if name != "signatures"}
     try:
         return build(DedupNearStep, values)
     except ConfigError as error:
         raise InputError(f"the manifest's parameters are invalid for dedup_near: {error.what}", where=where,
-                         mend=_WRITE_AGAIN) from None
+                         fix=_WRITE_AGAIN) from None
 
 
 def _matches(table: pa.Table, rows: np.ndarray, similarities: np.ndarray) -> list[Match]:

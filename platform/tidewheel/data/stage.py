@@ -328,4 +328,4 @@ class _HashingReader:
 
 def _damaged(output: Store, stamp: Stamp) -> StorageError:
     return StorageError("the content is not what was written", where=output.at(stamp.key),
-                        mend="delete this file and run again, which makes its unit again")
+                        fix="delete this file and run again, which makes its unit again")

@@ -132,7 +132,7 @@ class Coordinator:
         self._up.wait()
         if self._server is None:
             raise ClusterError(f"the coordinator cannot listen: {self._problem}", where="elastic.coordinator",
-                               mend="the driver's machine must be able to listen at its own address")
+                               fix="the driver's machine must be able to listen at its own address")
         return Endpoint(self._server.address, self._token, self._snapshot.generation >= 0)
 
     # -- calls of the driver and of Ray Train's controller -----------------------------------------

@@ -209,8 +209,8 @@ def _final(error: TrainingFailedError) -> BaseException:
             return cause
     failure = Failure.of(error)
     return ClusterError(f"training failed for good: {failure.text}", where="elastic",
-                        mend="see the worker's trace above and events.jsonl; started again, the run continues from "
-                             "its last checkpoint")
+                        fix="see the worker's trace above and events.jsonl; started again, the run continues from "
+                            "its last checkpoint")
 
 
 @contextlib.contextmanager

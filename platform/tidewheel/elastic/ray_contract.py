@@ -95,7 +95,7 @@ def check_ray() -> None:
         problems += _differences(name)
     if problems:
         raise ClusterError("this Ray does not fit: " + "; ".join(problems), where="ray",
-                           mend=f"pip install 'ray[default,data,train]=={KNOWN_RELEASES[-1]}'")
+                           fix=f"pip install 'ray[default,data,train]=={KNOWN_RELEASES[-1]}'")
 
 
 def _differences(name: Name) -> list[str]:

@@ -192,7 +192,7 @@ class Workers:
             where = with_labels(self.elastic.placement.selector)
             raise ClusterError(f"{min(self.sizes)} worker(s) {problem} on nodes{where} for {limit:g} s",
                                where="elastic.min_workers",
-                               mend="add nodes and start the run again: it continues from its last checkpoint")
+                               fix="add nodes and start the run again: it continues from its last checkpoint")
         return since
 
     def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:

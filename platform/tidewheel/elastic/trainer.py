@@ -97,7 +97,7 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
 
     if not ray.is_initialized():
         raise ClusterError("not connected to a Ray cluster", where="elastic.trainer.fit",
-                           mend="call ray.init(address=...) first, or use `tidewheel train`")
+                           fix="call ray.init(address=...) first, or use `tidewheel train`")
     from tidewheel.elastic.ray_contract import check_ray
 
     check_ray()
@@ -286,7 +286,7 @@ def _sizes(config: TrainConfig) -> tuple[int, ...]:
         raise ClusterError(f"{sizes[0]} worker(s) of {needs} each{mesh} do not fit: the cluster's "
                            f"{len(offers)} node(s){with_labels(selector)} ({has}) have room for {places}",
                            where="elastic.min_workers",
-                           mend="lower elastic.min_workers or cpus_per_worker, "
+                           fix="lower elastic.min_workers or cpus_per_worker, "
                            + ("make the mesh smaller, " if mesh else "")
                            + ("correct elastic.placement, " if selector else "") + "or add nodes")
     return sizes
@@ -321,7 +321,7 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
         except ValueError:  # the name is taken
             if time.monotonic() > until:
                 raise ClusterError("another driver is training this run on this cluster", where=run_uri,
-                                   mend="wait for it or stop it, or choose another run.id") from None
+                                   fix="wait for it or stop it, or choose another run.id") from None
             time.sleep(0.5)
     actor.start.remote(ray.util.get_node_ip_address())
     try:

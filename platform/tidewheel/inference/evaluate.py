@@ -72,7 +72,7 @@ class Evaluator:
         self._config = _config(run, self._manifest, as_json(model), data, sequences)
         if not self._config.data.validation_sets:
             raise ConfigError("the run has no validation set", where=run.uri,
-                              mend="give one: --data URI, the validation/ folder that a pipeline wrote")
+                              fix="give one: --data URI, the validation/ folder that a pipeline wrote")
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if chosen.type == "cpu" and self._config.precision == "fp8":
             self._config = self._config.model_copy(update={"precision": "bf16"})
@@ -123,4 +123,4 @@ def _check_vocabulary(validation_set: ValidationSet, vocabulary_size: int) -> No
     if needed > vocabulary_size:
         raise ConfigError(f"validation set {validation_set.name or 'given'} has a vocabulary of {needed}, the model of "
                           f"{vocabulary_size}", where=validation_set.shards.store.uri,
-                          mend="give a set that was packed with the model's tokenizer")
+                          fix="give a set that was packed with the model's tokenizer")

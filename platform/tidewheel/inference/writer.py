@@ -53,12 +53,12 @@ class Writer:
         manifest = read_manifest(place, name)
         if problems := verify_files(place, name, manifest.files):
             raise CheckpointError("; ".join(problems)[:500], where=place.at(name),
-                                  mend="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
+                                  fix="`tidewheel checkpoint verify RUN` shows which are intact: give one of those")
         config, vocabulary_size = conversion.model_of(manifest, place.at(name))
         encoder, context = _tokenizer(run, tokenizer)
         if encoder.vocabulary_size > vocabulary_size:
             raise ConfigError(f"the tokenizer has {encoder.vocabulary_size} tokens, the model {vocabulary_size}",
-                              where=tokenizer or run.uri, mend="give the tokenizer that the model was trained with")
+                              where=tokenizer or run.uri, fix="give the tokenizer that the model was trained with")
         with torch.device("meta"):
             model = Decoder(config, vocabulary_size)
         parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
@@ -94,10 +94,10 @@ def _tokenizer(run: storage.Store, file: str) -> tuple[Encoder, int]:
         try:
             return load(folder.read(key)), 0
         except FileNotFoundError:
-            raise ConfigError("there is no such file", where=file, mend="give --tokenizer another path") from None
+            raise ConfigError("there is no such file", where=file, fix="give --tokenizer another path") from None
     if run.exists("run.json"):
         domain = recorded_source(run.read_json("run.json")).domains[0]
         return of_manifest(storage.store(domain.uri), domain.manifest.tokenizer), domain.manifest.sequence_length
     if run.exists(conversion.TOKENIZER):  # an imported model
         return load(run.read(conversion.TOKENIZER)), 0
-    raise ConfigError("the tokenizer is not known", where=run.uri, mend="give it: --tokenizer PATH/tokenizer.json")
+    raise ConfigError("the tokenizer is not known", where=run.uri, fix="give it: --tokenizer PATH/tokenizer.json")

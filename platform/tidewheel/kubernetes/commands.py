@@ -42,7 +42,7 @@ def request(overlay: str, *, job: str | None, config: str | None, overrides: Seq
 def _load(job: str | None, config: str | None, overrides: Sequence[str] | None) -> Config | None:
     if config is None:
         if overrides:
-            raise ConfigError("--set changes a configuration, and there is none", where="--set", mend="give --config")
+            raise ConfigError("--set changes a configuration, and there is none", where="--set", fix="give --config")
         return None
     if job == "pipeline":
         from tidewheel.data.config import PipelineConfig
@@ -56,7 +56,7 @@ def _pairs(given: Sequence[str] | None, option: str) -> dict[str, str]:
     for text in given or ():
         key, separator, value = text.partition("=")
         if not separator or not key or not value:
-            raise ConfigError(f"{text!r} is not of the form key=value", where=option, mend="write key=value")
+            raise ConfigError(f"{text!r} is not of the form key=value", where=option, fix="write key=value")
         pairs[key] = value
     return pairs
 
@@ -92,10 +92,10 @@ def lint_file(file: str, *, job: str | None, config: str | None,
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=file, mend="give a file of manifests") from None
+        raise ConfigError(f"cannot be read: {error.strerror}", where=file, fix="give a file of manifests") from None
     objects = manifests(text, file)
     if not objects:
-        raise ConfigError("no manifests in it", where=file, mend="give the output of `tidewheel k8s render`")
+        raise ConfigError("no manifests in it", where=file, fix="give the output of `tidewheel k8s render`")
     return lint(objects, _in_cluster(_load(job, config, overrides))), len(objects)
 
 

@@ -38,7 +38,7 @@ def read(text: str, where: str) -> list[Any]:
         mark = getattr(error, "problem_mark", None)
         position = f"{where}:{mark.line + 1}" if mark else where
         raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=position,
-                          mend="check indentation, quotes and keys at that line") from None
+                          fix="check indentation, quotes and keys at that line") from None
 
 
 def manifests(text: str, where: str) -> list[Manifest]:
@@ -58,7 +58,7 @@ def manifests(text: str, where: str) -> list[Manifest]:
             if not (isinstance(item, dict) and isinstance(item.get("kind"), str)
                     and isinstance(item.get("apiVersion"), str) and isinstance(item.get("metadata"), dict)):
                 raise ConfigError(f"document {number} is not a Kubernetes object: it needs apiVersion, kind and "
-                                  "metadata", where=where, mend="give manifests, not a kustomization or a values file")
+                                  "metadata", where=where, fix="give manifests, not a kustomization or a values file")
             objects.append(item)
     return objects
 

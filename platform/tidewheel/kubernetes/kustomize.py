@@ -61,7 +61,7 @@ def build_with(tool: list[str], folder: Path) -> list[Manifest]:
     if done.returncode:
         said = re.sub(r'^.* err="', "", done.stderr.strip().rpartition("\n")[2])  # without the prefix of its log
         raise ConfigError(f"{Path(tool[0]).name} says: {said or 'nothing'}", where=str(folder),
-                          mend="correct the kustomization, or the component it names")
+                          fix="correct the kustomization, or the component it names")
     return manifests(done.stdout, str(folder))
 
 
@@ -98,11 +98,11 @@ class _State:
 def _accumulate(folder: Path, state: _State) -> None:
     path = folder / "kustomization.yaml"
     if not path.is_file():
-        raise ConfigError("no kustomization.yaml", where=str(folder), mend="name a folder of k8s/ that has one")
+        raise ConfigError("no kustomization.yaml", where=str(folder), fix="name a folder of k8s/ that has one")
     spec = read(path.read_text(), str(path))[0]
     if unknown := sorted(set(spec) - KNOWN):
         raise ConfigError(f"{', '.join(unknown)} needs the real kustomize, which is not here", where=str(path),
-                          mend=f"install it: {WHERE_TO_GET}")
+                          fix=f"install it: {WHERE_TO_GET}")
     _stay_inside(folder, spec)
     for name in spec.get("configurations", []):
         for reference in read((folder / name).read_text(), str(folder / name))[0].get("nameReference", []):
@@ -115,7 +115,7 @@ def _accumulate(folder: Path, state: _State) -> None:
         elif (folder / name).is_file():
             inner.objects += manifests((folder / name).read_text(), str(folder / name))
         else:
-            raise ConfigError(f"resource {name!r} is not there", where=str(path), mend="correct the path")
+            raise ConfigError(f"resource {name!r} is not there", where=str(path), fix="correct the path")
     if spec.get("kind") == "Component":  # changes the objects so far, and those that it adds
         state.objects += inner.objects
         state.hashed += inner.hashed
@@ -140,7 +140,7 @@ def _accumulate(folder: Path, state: _State) -> None:
         state.hashed += inner.hashed
     names = [(manifest["apiVersion"], name_of(manifest)) for manifest in state.objects]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{twice[1]} is there twice", where=str(path), mend="name each resource once")
+        raise ConfigError(f"{twice[1]} is there twice", where=str(path), fix="name each resource once")
 
 
 def _stay_inside(folder: Path, spec: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def _stay_inside(folder: Path, spec: dict[str, Any]) -> None:
     for name in names:
         if not (folder / name).is_dir() and not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"the file {name!r} is outside of the folder", where=str(folder / "kustomization.yaml"),
-                              mend="move it here, or make a kustomization of its folder and name that")
+                              fix="move it here, or make a kustomization of its folder and name that")
 
 
 def _generate(folder: Path, spec: dict[str, Any], state: _State) -> None:
@@ -206,12 +206,12 @@ def _patch(spec: dict[str, Any], state: _State, where: str) -> None:
     documents = read(spec.get("patch", ""), where)
     if set(spec) - {"target", "patch"} or "target" not in spec or len(documents) != 1:
         raise ConfigError("a patch without a target or not in place needs the real kustomize", where=where,
-                          mend=f"install it: {WHERE_TO_GET}")
+                          fix=f"install it: {WHERE_TO_GET}")
     patch, targets = documents[0], state.targets(spec["target"])
     if isinstance(patch, dict):
         if patch.get("$patch") != "delete":
             raise ConfigError("a strategic-merge patch needs the real kustomize", where=where,
-                              mend=f"write it as JSON 6902, or install kustomize: {WHERE_TO_GET}")
+                              fix=f"write it as JSON 6902, or install kustomize: {WHERE_TO_GET}")
         state.objects[:] = [manifest for manifest in state.objects if not any(manifest is gone for gone in targets)]
         return
     for manifest in targets:
@@ -249,11 +249,11 @@ def apply_operation(document: Any, operation: dict[str, Any], *, where: str) -> 
             document[key] = copy.deepcopy(operation["value"])
         elif kind == "test" and document[key] != operation["value"]:
             raise ConfigError(f"{pointer} is {document[key]!r}, a patch is for {operation['value']!r}", where=where,
-                              mend="the list has changed: correct the indices of the patch")
+                              fix="the list has changed: correct the indices of the patch")
         elif kind != "test":
-            raise ConfigError(f"operation {kind!r} is not supported", where=where, mend="add, remove, replace, test")
+            raise ConfigError(f"operation {kind!r} is not supported", where=where, fix="add, remove, replace, test")
     except (KeyError, IndexError, ValueError, TypeError):
-        raise ConfigError(f"{pointer} is not there", where=where, mend="correct the path of the patch") from None
+        raise ConfigError(f"{pointer} is not there", where=where, fix="correct the path of the patch") from None
 
 
 def _namespace(objects: list[Manifest], namespace: str) -> None:
@@ -307,7 +307,7 @@ def _replace(spec: dict[str, Any], state: _State, where: str) -> None:
              if manifest["kind"] == source["kind"] and manifest["metadata"]["name"] == source["name"]]
     if len(found) != 1 or (value := get(found[0], *path)) is None:
         raise ConfigError(f"nothing to copy: {source['kind']} {source['name']} has no {'.'.join(path)}", where=where,
-                          mend="put the component after the resource that it copies from")
+                          fix="put the component after the resource that it copies from")
     for target in spec["targets"]:
         for manifest in state.targets(target["select"]):
             for field_path in target["fieldPaths"]:

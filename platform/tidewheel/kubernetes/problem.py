@@ -19,10 +19,10 @@ class Problem:
     path: str
     """Path of the field, such as spec.workerGroupSpecs[0].minReplicas."""
     what: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.resource}: {self.path}: {self.what}\n  mend: {self.mend}"
+        return f"{self.resource}: {self.path}: {self.what}\n  fix: {self.fix}"
 
 
 def name_of(manifest: Manifest) -> str:
@@ -75,13 +75,13 @@ def walk(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[s
         yield from walk(inner, (*path, key))
 
 
-def at(manifest: Manifest, path: tuple[str | int, ...], what: str, mend: str) -> Problem:
+def at(manifest: Manifest, path: tuple[str | int, ...], what: str, fix: str) -> Problem:
     """Return a problem of a field.
 
     Args:
         manifest: the object.
         path: path of the field in it.
         what: the problem.
-        mend: the fix.
+        fix: the fix.
     """
-    return Problem(name_of(manifest), join(*path), what, mend)
+    return Problem(name_of(manifest), join(*path), what, fix)

@@ -84,23 +84,23 @@ def _check(request: Request) -> None:
         there = sorted(path.name for path in (request.tree / kind).glob("*") if (path / "kustomization.yaml").is_file())
         if not there:
             raise ConfigError("no manifests there", where=str(request.tree / kind),
-                              mend="give the folder k8s of the repository with --tree")
+                              fix="give the folder k8s of the repository with --tree")
         for name in names:
             if name not in there:
                 raise ConfigError(f"{name!r} is not in {request.tree / kind}", where=kind,
-                                  mend=f"choose from {', '.join(there)}")
+                                  fix=f"choose from {', '.join(there)}")
     if request.job and request.job not in JOBS:
-        raise ConfigError(f"no job {request.job!r}", where="--job", mend=f"choose from {', '.join(JOBS)}")
+        raise ConfigError(f"no job {request.job!r}", where="--job", fix=f"choose from {', '.join(JOBS)}")
     if request.job in ("train", "pipeline") and request.config is None:
-        raise ConfigError(f"the job {request.job} needs its configuration", where="--config", mend="give the YAML file")
+        raise ConfigError(f"the job {request.job} needs its configuration", where="--config", fix="give the YAML file")
     for needed in NEEDED.get(request.job, ()):
         if not any(argument.startswith(f"{needed}=") for argument in request.arguments):
             raise ConfigError(f"the job {request.job} needs {needed}", where="--argument",
-                              mend=f"add --argument={needed}=s3://bucket/...")
+                              fix=f"add --argument={needed}=s3://bucket/...")
     for argument in request.arguments:
         if not PLAIN.fullmatch(argument):
             raise ConfigError(f"{argument!r} has characters that a shell takes apart", where="--argument",
-                              mend="letters, digits and . / : = @ % + , - only; put the rest into the configuration")
+                              fix="letters, digits and . / : = @ % + , - only; put the rest into the configuration")
 
 
 def _sizes(manifests: list[Manifest], request: Request) -> list[dict[str, Any]]:
@@ -197,5 +197,5 @@ def settings(config: Config) -> dict[str, Any]:
 def _image(name: str, new: str) -> dict[str, str]:
     new_name, separator, tag = kustomize.split_image(new)
     if separator != ":":
-        raise ConfigError(f"{new!r} has no tag", where="--image", mend=f"write {name}=registry/{name}:1.2.3")
+        raise ConfigError(f"{new!r} has no tag", where="--image", fix=f"write {name}=registry/{name}:1.2.3")
     return {"name": name, "newName": new_name, "newTag": tag}

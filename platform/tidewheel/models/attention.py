@@ -73,7 +73,7 @@ def choose_kernel(requested: str, device: torch.device, dtype: torch.dtype, *, w
     if requested == "varlen" and not able:
         raise ConfigError(f"varlen attention needs CUDA, 16-bit precision and whole rows; here are {device.type}, "
                           f"{dtype} and {'whole rows' if whole else 'slices of rows'}", where="model.attention",
-                          mend="set model.attention=auto")
+                          fix="set model.attention=auto")
     return requested
 
 

@@ -197,7 +197,7 @@ class Model(Part):
 
     def _unknown_elsewhere(self) -> ConfigError:
         return ConfigError(f"the model family {name_of(type(self))} has no counterpart at Hugging Face",
-                           where="model.kind", mend="export models of a family that has one, or give the family "
+                           where="model.kind", fix="export models of a family that has one, or give the family "
                            "hugging_face_names and to_hugging_face")
 
     # -- what follows from the settings --------------------------------------------------------

@@ -85,11 +85,11 @@ def from_config(values: Mapping[str, Any], where: str) -> tuple[Model, int]:
         family = families.KIND.find(name)
         known |= dict.fromkeys(family.MODEL_TYPES, family)
     if model_type not in known:
-        raise ConfigError(f"model_type is {model_type!r}", where=where, mend=f"{' and '.join(known)} can be imported")
+        raise ConfigError(f"model_type is {model_type!r}", where=where, fix=f"{' and '.join(known)} can be imported")
     config = known[model_type].from_hugging_face(values, where)
     if "vocab_size" not in values:
         raise ConfigError("config.json is not complete: 'vocab_size' is missing", where=where,
-                          mend="download the model anew")
+                          fix="download the model anew")
     return config, int(values["vocab_size"])
 
 
@@ -141,9 +141,9 @@ def read_config(place: Store) -> tuple[Model, int]:
         values = json.loads(place.read(CONFIG))
     except FileNotFoundError:
         raise ConfigError("there is no config.json", where=place.uri,
-                          mend="give a folder as `save_pretrained` writes it") from None
+                          fix="give a folder as `save_pretrained` writes it") from None
     except ValueError:
-        raise ConfigError("not valid JSON", where=place.at(CONFIG), mend="download the model anew") from None
+        raise ConfigError("not valid JSON", where=place.at(CONFIG), fix="download the model anew") from None
     return from_config(values, place.at(CONFIG))
 
 
@@ -168,11 +168,11 @@ def read_weights(place: Store, config: Model, vocabulary_size: int) -> Iterator[
             name = ours.pop(theirs, "")
             if not name or tensor.shape != shapes[name]:
                 what = f"{list(tensor.shape)}, config.json says {list(shapes[name])}" if name else "not a known weight"
-                raise CheckpointError(f"{theirs} is {what}", where=place.at(key), mend="download the model anew")
+                raise CheckpointError(f"{theirs} is {what}", where=place.at(key), fix="download the model anew")
             yield name, tensor
     if ours:
         raise CheckpointError(f"{len(ours)} weights are missing, {min(ours)} for one", where=place.uri,
-                              mend="download the model anew")
+                              fix="download the model anew")
 
 
 def _weight_files(place: Store) -> list[str]:
@@ -180,7 +180,7 @@ def _weight_files(place: Store) -> list[str]:
         return sorted({str(key) for key in place.read_json(INDEX)["weight_map"].values()})
     if not place.exists(WEIGHTS):
         raise CheckpointError(f"there is neither {WEIGHTS} nor {INDEX}", where=place.uri,
-                              mend="give a model in safetensors format; pickled weights are not loaded")
+                              fix="give a model in safetensors format; pickled weights are not loaded")
     return [WEIGHTS]
 
 
@@ -195,7 +195,7 @@ def _tensors(place: Store, key: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
     except (FileNotFoundError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"cannot be read: {str(error) or 'missing'}", where=place.at(key),
-                              mend="download the model anew") from None
+                              fix="download the model anew") from None
 
 
 def padded(rows_VD: torch.Tensor, vocabulary_size: int) -> torch.Tensor:

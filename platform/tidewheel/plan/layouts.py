@@ -80,7 +80,7 @@ def rank(job: Job, cluster: ClusterConfig) -> Ranking:
     logger.debug("%d legal layouts on %d GPUs", len(found), cluster.gpus)
     if not found:
         raise ConfigError(_none_legal(job, cluster), where=f"{cluster.gpus} GPUs",
-                          mend="choose another number of GPUs, or change batch.virtual_ranks or global_sequences")
+                          fix="choose another number of GPUs, or change batch.virtual_ranks or global_sequences")
     fitting = sorted((Planned(layout, used, step_time(job, layout, cluster)) for layout, used in found
                       if used.total <= cluster.usable_bytes), key=_order)
     best: dict[tuple[object, ...], Planned] = {}

@@ -91,10 +91,10 @@ def observe(place: Store) -> Observed:
     summary = summarise(jsonlog.read(place, "ledger.jsonl"), events)
     if any(one.ended_by == "resize" for one in summary.generations):
         raise ConfigError("the run was resized on purpose; only failures are simulated", where=place.uri,
-                          mend="compare a run whose number of workers was fixed")
+                          fix="compare a run whose number of workers was fixed")
     starts = [part["start"] for part in summary.records if part["category"] == "productive"]
     if not starts:
-        raise ConfigError("the run has not done a step", where=place.uri, mend="give a run that has")
+        raise ConfigError("the run has not done a step", where=place.uri, fix="give a run that has")
     start = min(starts)
     end = summary.generations[-1].end
     parts = _of_one_worker(summary, start)

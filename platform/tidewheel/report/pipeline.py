@@ -39,7 +39,7 @@ def write_pipeline_report(output_uri: str) -> str:
         summary = place.read_json("summary.json")
     except FileNotFoundError:
         raise StorageError("no summary.json: no pipeline has finished here", where=output_uri,
-                           mend="run `tidewheel data run` with this --output first, or give its output") from None
+                           fix="run `tidewheel data run` with this --output first, or give its output") from None
     page = Page(f"Pipeline {summary.get('name', '')}".strip(),
                 subtitle=f"recipe {summary.get('recipe_hash', '–')} · input {summary.get('input', '–')}")
     page.headline(pipeline_cards(summary))

@@ -119,7 +119,7 @@ def _read(place: Store, pipeline_uri: str | None) -> _Run:
         run = place.read_json("run.json")
     except FileNotFoundError:
         raise StorageError("no run.json: this is not the folder of a run", where=place.uri,
-                           mend="give runs/<id>, the folder that `tidewheel train` names") from None
+                           fix="give runs/<id>, the folder that `tidewheel train` names") from None
     metrics = sorted(jsonlog.read(place, "metrics.jsonl"), key=lambda line: line.get("time", 0))
     records = jsonlog.read(place, "events.jsonl")
     ledger = _ledger(jsonlog.read(place, "ledger.jsonl"), records)
@@ -150,7 +150,7 @@ def _pipeline(run: dict[str, Any], uri: str | None) -> tuple[dict[str, Any], Sto
     except (FileNotFoundError, StorageError):
         if uri:
             raise StorageError("no readable summary.json of a pipeline", where=place,
-                               mend="give what `tidewheel data run` wrote (--output), or leave it out") from None
+                               fix="give what `tidewheel data run` wrote (--output), or leave it out") from None
         return {}, None
 
 

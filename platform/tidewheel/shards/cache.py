@@ -64,10 +64,10 @@ class ShardFiles:
         try:
             size = local.stat().st_size
         except FileNotFoundError:
-            raise ShardError("the shard is missing", where=str(local), mend=REBUILD) from None
+            raise ShardError("the shard is missing", where=str(local), fix=REBUILD) from None
         if size != shard.bytes:
             raise ShardError(f"the shard has {size} bytes, its manifest says {shard.bytes}", where=str(local),
-                             mend=REBUILD)
+                             fix=REBUILD)
         yield local, local
 
     def _folder(self) -> Path:
@@ -104,7 +104,7 @@ class ShardFiles:
                         size += len(chunk)
             if size != shard.bytes or "blake3-" + digest.hexdigest() != shard.hash:
                 raise ShardError(f"the shard's content ({size} bytes) is not what its manifest says ({shard.bytes} "
-                                 f"bytes, {shard.hash})", where=where, mend=REBUILD)
+                                 f"bytes, {shard.hash})", where=where, fix=REBUILD)
             logger.debug("copied the shard %s, %d bytes", where, size)
             return descriptor
         except BaseException as error:
@@ -112,10 +112,10 @@ class ShardFiles:
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
             if isinstance(error, FileNotFoundError):
-                raise ShardError("the shard is missing", where=where, mend=REBUILD) from None
+                raise ShardError("the shard is missing", where=where, fix=REBUILD) from None
             if isinstance(error, OSError):
                 raise ShardError(f"cannot copy the shard to {path.parent}: {error.strerror or error}", where=where,
-                                 mend="free space there, or set data.cache to another folder") from None
+                                 fix="free space there, or set data.cache to another folder") from None
             raise
 
     def _evict(self, folder: Path, keep: str) -> None:

@@ -106,7 +106,7 @@ class Growing:
             fields.wrong("number", f"that of the next wave, {len(manifest.waves)}")
         if fields.matching("before", HASH) != self.hashes[-1]:
             raise ShardError("this wave does not follow those that were read: the set was rewritten with other content",
-                             where=where, mend="start a new run, or give the pipeline its old input and recipe")
+                             where=where, fix="start a new run, or give the pipeline its old input and recipe")
         shards = parse_shards(fields, manifest.sequence_length)
         if fields.matching("hash", HASH) != _wave_hash(self.hashes[-1], shards):
             fields.wrong("hash", "that of the wave's content")
@@ -185,7 +185,7 @@ def _read(store: Store, key: str) -> Any:
     except StorageError as error:
         if "JSON" not in error.what:
             raise
-        raise ShardError(error.what, where=store.at(key), mend=REBUILD) from None
+        raise ShardError(error.what, where=store.at(key), fix=REBUILD) from None
 
 
 def _parse_head(values: Any, where: str) -> Manifest:

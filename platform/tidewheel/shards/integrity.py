@@ -123,4 +123,4 @@ def check_files(store: Store, manifest: Manifest, *, hash_bytes: int = HASH_AT_S
         elif small and path is not None:
             problem = problem_of(path, shard)
         if problem:
-            raise ShardError(problem, where=store.at(shard.name), mend=REBUILD)
+            raise ShardError(problem, where=store.at(shard.name), fix=REBUILD)

@@ -219,4 +219,4 @@ def _files_of(output: Store, verdict_files: set[str]) -> list[str]:
 
 def _damaged(output: Store, key: str, error: Exception) -> ShardError:
     lines = str(error).splitlines() or [type(error).__name__]
-    return ShardError(f"cannot be read ({lines[0]})", where=output.at(key), mend=REBUILD)
+    return ShardError(f"cannot be read ({lines[0]})", where=output.at(key), fix=REBUILD)

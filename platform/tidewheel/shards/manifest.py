@@ -136,14 +136,14 @@ def read_manifest(store: Store) -> Manifest:
     except FileNotFoundError:
         if store.exists(GROWING):
             raise ShardError("a pipeline is still writing this set: there is no manifest.json yet", where=where,
-                             mend="wait for the pipeline, or let a training wait: data.wait_seconds (for a mixture it "
-                                  "cannot). If the pipeline was stopped, run it again") from None
+                             fix="wait for the pipeline, or let a training wait: data.wait_seconds (for a mixture it "
+                                 "cannot). If the pipeline was stopped, run it again") from None
         raise ShardError("no shard set here: no manifest.json", where=where,
-                         mend="give the folder that `tidewheel data run` wrote, OUTPUT/shards") from None
+                         fix="give the folder that `tidewheel data run` wrote, OUTPUT/shards") from None
     except StorageError as error:
         if "JSON" not in error.what:
             raise
-        raise ShardError(error.what, where=where, mend=REBUILD) from None
+        raise ShardError(error.what, where=where, fix=REBUILD) from None
     return parse_manifest(values, where)
 
 
@@ -239,12 +239,12 @@ class Fields:
         self.where, self.path = where, path
         if not isinstance(values, dict):
             raise ShardError(f"{path or 'the manifest'} is {type(values).__name__}, not a group of values", where=where,
-                             mend=REBUILD)
+                             fix=REBUILD)
         self.values: dict[str, Any] = values
 
     def _take(self, key: str, fits: Callable[[Any], bool], what: str) -> Any:
         if key not in self.values:
-            raise ShardError(f"{self.path}{key} is missing", where=self.where, mend=REBUILD)
+            raise ShardError(f"{self.path}{key} is missing", where=self.where, fix=REBUILD)
         if not fits(self.values[key]):
             self.wrong(key, what)
         return self.values[key]
@@ -253,7 +253,7 @@ class Fields:
         """Raise a ShardError that says that the value of `key` is not `what`."""
         shown = repr(self.values[key])
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise ShardError(f"{self.path}{key} is {shown}, not {what}", where=self.where, mend=REBUILD)
+        raise ShardError(f"{self.path}{key} is {shown}, not {what}", where=self.where, fix=REBUILD)
 
     def text(self, key: str) -> str:
         return self._take(key, lambda value: isinstance(value, str), "text")

@@ -27,7 +27,7 @@ def read_pairs(uri: str) -> Iterator[pa.RecordBatch]:
     manifest = read_manifest(place)
     if manifest.kind != PREFERENCES:
         raise ShardError("not a preference set: its rows are packed sequences", where=uri,
-                         mend="read it with tidewheel.shards.reader.ShardSet")
+                         fix="read it with tidewheel.shards.reader.ShardSet")
     for info in manifest.shards:
         yield read_shard(place, info, manifest)
 
@@ -47,13 +47,13 @@ def read_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> pa.
     try:
         data = place.read(info.name)
         if storage.content_hash(data) != info.hash:
-            raise ShardError("hash differs: the content has changed", where=where, mend=REBUILD)
+            raise ShardError("hash differs: the content has changed", where=where, fix=REBUILD)
         reader = pa.ipc.open_file(pa.py_buffer(data))
         batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, mend=REBUILD) from None
+        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
     if batch is None or not batch.schema.equals(preference_schema(manifest.token_dtype)):
-        raise ShardError("the shard's columns are not those of its manifest", where=where, mend=REBUILD)
+        raise ShardError("the shard's columns are not those of its manifest", where=where, fix=REBUILD)
     return batch
 
 
@@ -111,7 +111,7 @@ def row_of(place: storage.Store, manifest: Manifest, row: int, shown: int | None
     """
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=place.uri,
-                         mend=f"rows of this set count from 0 to {manifest.rows - 1}")
+                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     info = manifest.shards[index]

@@ -79,13 +79,13 @@ def open_shard(path: Path, info: ShardInfo, manifest: Manifest, where: str) -> S
         if batch is not None:
             batch.validate()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, mend=REBUILD) from None
+        raise ShardError(f"not a readable shard ({str(error).splitlines()[0]})", where=where, fix=REBUILD) from None
     expected = shard_schema(manifest.sequence_length, manifest.token_dtype, manifest.loss_mask)
     if batch is None or not batch.schema.equals(expected):
-        raise ShardError("the shard's columns are not those of its manifest", where=where, mend=REBUILD)
+        raise ShardError("the shard's columns are not those of its manifest", where=where, fix=REBUILD)
     if batch.num_rows != info.rows or any(column.null_count for column in batch.columns):
         raise ShardError(f"the shard has {batch.num_rows} rows, its manifest says {info.rows}, none of them null",
-                         where=where, mend=REBUILD)
+                         where=where, fix=REBUILD)
     starts = batch.column("segment_starts")
     shape = (info.rows, manifest.sequence_length)
     mask = batch.column("loss_mask").values.to_numpy().reshape(shape) if manifest.loss_mask else None
@@ -137,7 +137,7 @@ class ShardSet:
         manifest = read_manifest(store) if manifest is None else manifest
         if manifest.kind != PACKED:
             raise ShardError(f"a set of {manifest.kind}: its rows are pairs, not packed sequences", where=store.uri,
-                             mend="read it with tidewheel.shards.preferences.read_pairs")
+                             fix="read it with tidewheel.shards.preferences.read_pairs")
         return cls(store, manifest, ShardFiles(store, cache, cache_bytes), verify=verify, on_damage=on_damage)
 
     def follow(self, manifest: Manifest) -> None:
@@ -273,7 +273,7 @@ class ShardSet:
 
     def _damaged(self, index: int, what: str) -> ShardError:
         return ShardError(what, where=self.store.at(self.manifest.shards[index].name),
-                          mend=f"`tidewheel shards verify {self.store.uri}` lists what is damaged; {REBUILD}")
+                          fix=f"`tidewheel shards verify {self.store.uri}` lists what is damaged; {REBUILD}")
 
 
 def _segments_of(marks: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -94,12 +94,12 @@ def rows(uri: str, *, first: int = 0, source: str | None = None) -> Iterator[Row
     output = output_of(place.uri)
     if source is not None and output is None:
         raise ShardError("the sources of its documents are not known: no pipeline output is beside this set",
-                         where=place.uri, mend="leave --source out, or give the set inside its pipeline's output")
+                         where=place.uri, fix="leave --source out, or give the set inside its pipeline's output")
     sources = None if output is None else Sources(output)
     reader = _Packed(place, manifest, sources) if manifest.kind == PACKED else _Pairs(place, manifest, sources)
     if not 0 <= first < manifest.rows:
         raise ShardError(f"there is no row {first}", where=place.uri,
-                         mend=f"rows of this set count from 0 to {manifest.rows - 1}" if manifest.rows
+                         fix=f"rows of this set count from 0 to {manifest.rows - 1}" if manifest.rows
                               else "the set has no rows")
     for number in reader.of_source(first, source) if source is not None else range(first, manifest.rows):
         yield reader.row(number)

@@ -111,7 +111,7 @@ class Source:
         try:
             return cls(domains, seed, Mixture(_phases(config, domains), limits, seed))
         except ValueError as error:
-            raise ConfigError(str(error), where="data.mixture", mend="leave the domain out, or give it more") from None
+            raise ConfigError(str(error), where="data.mixture", fix="leave the domain out, or give it more") from None
 
     def grow(self, manifest: Manifest) -> None:
         """Add the waves of a single set that `manifest` has more than the present one.
@@ -311,15 +311,15 @@ def _phases(config: MixtureConfig, domains: Sequence[Domain]) -> list[Phase]:
 def _agrees(first: Domain, other: Domain) -> None:
     if not other.manifest.rows and not other.manifest.to_come:
         raise ShardError("the shard set is empty", where=other.uri,
-                         mend="see the pipeline's summary.json for what was dropped and why")
+                         fix="see the pipeline's summary.json for what was dropped and why")
     for name in AGREE:
         ours, theirs = getattr(first.manifest, name), getattr(other.manifest, name)
         if ours != theirs:
             raise ShardError(f"{name} is {theirs} in domain {other.name}, but {ours} in domain {first.name}",
-                             where=other.uri, mend="pack all domains with the same tokenizer and sequence length")
+                             where=other.uri, fix="pack all domains with the same tokenizer and sequence length")
     if first.manifest.tokenizer["hash"] != other.manifest.tokenizer["hash"]:
         raise ShardError(f"domain {other.name} was made with another tokenizer than domain {first.name}",
-                         where=other.uri, mend="tokenize all domains with one tokenizer file")
+                         where=other.uri, fix="tokenize all domains with one tokenizer file")
 
 
 def _order(manifest: Manifest, seed: int) -> Order | WaveOrder:

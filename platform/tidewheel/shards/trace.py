@@ -44,7 +44,7 @@ def trace_token(uri: str, row: int, token: int) -> dict[str, Any]:
     where = f"{shard_set.store.uri} row {row}"
     if not 0 <= token < length:
         raise ShardError(f"there is no token {token}", where=where,
-                         mend=f"the tokens of this row count from 0 to {length - 1}; the rest is padding")
+                         fix=f"the tokens of this row count from 0 to {length - 1}; the rest is padding")
     segment = next(segment for segment in reversed(in_row) if segment["start"] <= token)
     return {
         "set": shard_set.store.uri, "row": row, "id": row_id(shard_set, index, inside), "token": token,
@@ -75,8 +75,8 @@ def trace_document(uri: str, document: str) -> dict[str, Any]:
         verdict["verdict"] == "drop" for verdict in known["verdicts"]))
     if not in_set and not others and not was_read:
         raise ShardError(f"no document {document!r}", where=place.uri,
-                         mend="`tidewheel shards inspect URI --row N` shows ids of documents; records that could not "
-                              "be read are in the output's quarantine/")
+                         fix="`tidewheel shards inspect URI --row N` shows ids of documents; records that could not "
+                             "be read are in the output's quarantine/")
     return {"set": place.uri, "document": document, "pieces": in_set, "other_sets": others, "lineage": known}
 
 
@@ -127,7 +127,7 @@ def find_row(shard_set: ShardSet, row: int) -> tuple[int, int]:
     manifest = shard_set.manifest
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=shard_set.store.uri,
-                         mend=f"rows of this set count from 0 to {manifest.rows - 1}")
+                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     return index, row - int(ends[index]) + manifest.shards[index].rows
@@ -162,7 +162,7 @@ def segments(shard_set: ShardSet, index: int, row: int) -> list[dict[str, Any]]:
     if not len(starts) == len(ids) == len(offsets):
         raise ShardError(f"row {row}: segments and documents differ in number",
                          where=shard_set.store.at(shard_set.manifest.shards[index].name),
-                         mend=f"`tidewheel shards verify {shard_set.store.uri}` lists what is damaged")
+                         fix=f"`tidewheel shards verify {shard_set.store.uri}` lists what is damaged")
     return [{"start": start, "tokens": end - start, "document": document, "document_offset": offset}
             for start, end, document, offset in zip(starts, ends, ids, offsets)]
 

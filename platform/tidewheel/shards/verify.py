@@ -123,7 +123,7 @@ def _row(shard_set: ShardSet, row: int, shown: int | None = None) -> dict[str, A
     manifest = shard_set.manifest
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=shard_set.store.uri,
-                         mend=f"rows of this set count from 0 to {manifest.rows - 1}")
+                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     inside = row - int(ends[index]) + manifest.shards[index].rows

@@ -47,8 +47,8 @@ def open_uri(scheme: str, rest: str) -> Store:
         storage = SCHEMES.build(scheme)
     except ConfigError as error:
         raise StorageError(error.what, where=f"{scheme}://{rest}",
-                           mend="use a local path, file:///path, s3://bucket/prefix, gs://bucket/prefix or "
-                                "az://container/prefix") from None
+                           fix="use a local path, file:///path, s3://bucket/prefix, gs://bucket/prefix or "
+                               "az://container/prefix") from None
     return storage.open(f"{scheme}://{rest.rstrip('/')}")
 
 
@@ -65,8 +65,8 @@ def bucket_uri(uri: str, credentials: str) -> str:
     scheme, _, rest = uri.partition("://")
     bucket = rest.partition("/")[0]
     if not bucket:
-        raise StorageError("no bucket in the URI", where=uri, mend=f"write {scheme}://bucket/prefix")
+        raise StorageError("no bucket in the URI", where=uri, fix=f"write {scheme}://bucket/prefix")
     if "@" in bucket:
         raise StorageError("a user or password in the URI", where=uri,
-                           mend=f"write {scheme}://bucket/prefix; credentials are read from {credentials}")
+                           fix=f"write {scheme}://bucket/prefix; credentials are read from {credentials}")
     return uri

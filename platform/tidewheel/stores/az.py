@@ -62,15 +62,15 @@ class AZService(Service):
             from adlfs import AzureBlobFileSystem
         except ImportError:
             raise StorageError("the package for Azure Blob Storage is missing", where="az://",
-                               mend="pip install 'tidewheel[az]'") from None
+                               fix="pip install 'tidewheel[az]'") from None
         if not any(os.environ.get(name) for name in ACCOUNT):
             raise StorageError("no storage account is named", where="az://",
-                               mend="set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING")
+                               fix="set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING")
         try:
             return AzureBlobFileSystem(use_listings_cache=False, skip_instance_cache=True)
         except ValueError as error:  # not shown whole: it may hold the connection string
             raise StorageError("the storage account's settings cannot be used", where="az://",
-                               mend="correct AZURE_STORAGE_CONNECTION_STRING, or the account's name and key "
+                               fix="correct AZURE_STORAGE_CONNECTION_STRING, or the account's name and key "
                                f"({type(error.__cause__ or error).__name__})") from None
 
     @classmethod
@@ -126,26 +126,26 @@ class AZService(Service):
         reason = ", ".join([_short(error), *getattr(error, "__notes__", ())])
         if status in (401, 403) or isinstance(error, ClientAuthenticationError):
             return StorageError(f"access refused ({reason})", where=where,
-                                mend="set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, renew `az login`, or "
+                                fix="set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, renew `az login`, or "
                                 "use an identity with the role Storage Blob Data Contributor; check this machine's "
                                 "clock, too; `tidewheel doctor --storage URI` tests it")
         if self.problem(error) is Problem.UNREACHABLE:
             return StorageAwayError(f"the object store does not answer ({reason})", where=where,
-                                    mend="check AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING, and "
+                                    fix="check AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING, and "
                                     "the network")
         if status == 400 or code == "InvalidResourceName":
             return StorageError(f"the object store refuses the request ({reason})", where=where,
-                                mend="a container has 3 to 63 small letters, digits and dashes; check the key, too")
+                                fix="a container has 3 to 63 small letters, digits and dashes; check the key, too")
         if isinstance(error, SilentError):
             return StorageAwayError(f"the object store takes requests but does not answer in time ({reason})",
-                                    where=where, mend="look at the network; a proxy or a firewall in between shows "
+                                    where=where, fix="look at the network; a proxy or a firewall in between shows "
                                     "itself like this, too")
         return StorageAwayError(f"the object store failed ({reason})", where=where,
-                                mend="try again; if it persists, look at the account's health")
+                                fix="try again; if it persists, look at the account's health")
 
     def no_bucket(self, where: str) -> StorageError:
         return StorageError(f"there is no bucket {self.bucket!r}", where=where,
-                            mend="create the container or correct the URI; AZURE_STORAGE_ACCOUNT_NAME chooses the "
+                            fix="create the container or correct the URI; AZURE_STORAGE_ACCOUNT_NAME chooses the "
                             "account")
 
     # -- requests ------------------------------------------------------------------------------

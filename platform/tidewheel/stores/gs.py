@@ -79,7 +79,7 @@ class GSService(Service):
             from google.auth.exceptions import DefaultCredentialsError
         except ImportError:
             raise StorageError("the package for Google Cloud Storage is missing", where="gs://",
-                               mend="pip install 'tidewheel[gs]'") from None
+                               fix="pip install 'tidewheel[gs]'") from None
         settings = {"use_listings_cache": False, "skip_instance_cache": True}
         if cls.endpoint():
             return GCSFileSystem(token="anon", **settings)
@@ -128,30 +128,30 @@ class GSService(Service):
         reason = ", ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
         if isinstance(error, AnswerError) and error.status in (401, 403):
             return StorageError(f"access refused ({reason})", where=where,
-                                mend="log in with `gcloud auth application-default login`, set "
+                                fix="log in with `gcloud auth application-default login`, set "
                                 "GOOGLE_APPLICATION_CREDENTIALS, or use a service account that may read and write "
                                 "this bucket; `tidewheel doctor --storage URI` tests it")
         match self.problem(error):
             case Problem.EXPIRED:
                 return StorageAwayError(f"the credentials have expired ({reason})", where=where,
-                                        mend="renew them with `gcloud auth application-default login`: each try reads "
+                                        fix="renew them with `gcloud auth application-default login`: each try reads "
                                         "them anew")
             case Problem.UNREACHABLE:
                 return StorageAwayError(f"the object store does not answer ({reason})", where=where,
-                                        mend="check the network and STORAGE_EMULATOR_HOST")
+                                        fix="check the network and STORAGE_EMULATOR_HOST")
         if isinstance(error, AnswerError) and error.status == 400:
             return StorageError(f"the object store refuses the request ({reason})", where=where,
-                                mend="check the name of the bucket and the key")
+                                fix="check the name of the bucket and the key")
         if isinstance(error, SilentError):
             return StorageAwayError(f"the object store takes requests but does not answer in time ({reason})",
-                                    where=where, mend="look at the network; a proxy or a firewall in between shows "
+                                    where=where, fix="look at the network; a proxy or a firewall in between shows "
                                     "itself like this, too")
         return StorageAwayError(f"the object store failed ({reason})", where=where,
-                                mend="try again; if it persists, look at status.cloud.google.com")
+                                fix="try again; if it persists, look at status.cloud.google.com")
 
     def no_bucket(self, where: str) -> StorageError:
         return StorageError(f"there is no bucket {self.bucket!r}", where=where,
-                            mend="create the bucket or correct the URI")
+                            fix="create the bucket or correct the URI")
 
     # -- requests ------------------------------------------------------------------------------
     async def check(self, transfer: Transfer) -> None:

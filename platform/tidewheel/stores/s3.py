@@ -48,7 +48,7 @@ class S3Service(Service):
         for name in ENDPOINT:
             if "@" in os.environ.get(name, ""):  # not shown: it would be in the log
                 raise StorageError("the endpoint holds a user or a password, which S3 clients do not use", where=name,
-                                   mend=f"remove everything up to the @ from {name}, and give the key with "
+                                   fix=f"remove everything up to the @ from {name}, and give the key with "
                                    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         return next((os.environ[name] for name in ENDPOINT if os.environ.get(name)), "")
 
@@ -87,7 +87,7 @@ class S3Service(Service):
 
     def no_bucket(self, where: str) -> StorageError:
         return StorageError(f"there is no bucket {self.bucket!r}", where=where,
-                            mend="create the bucket or correct the URI; AWS_ENDPOINT_URL chooses the server")
+                            fix="create the bucket or correct the URI; AWS_ENDPOINT_URL chooses the server")
 
     # -- requests ------------------------------------------------------------------------------
     async def check(self, transfer: Transfer) -> None:

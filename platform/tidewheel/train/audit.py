@@ -86,7 +86,7 @@ def audit(run_uri: str) -> AuditResult:
     """
     place = store(run_uri)
     if not place.exists("run.json"):
-        raise StorageError("no run.json", where=run_uri, mend="give the folder of a run, such as runs/<id>")
+        raise StorageError("no run.json", where=run_uri, fix="give the folder of a run, such as runs/<id>")
     run = place.read_json("run.json")
     config, source = run["config"], recorded_source(run, store=place)
     records, rollbacks = jsonlog.read(place, "batches.jsonl"), read_rollbacks(place)

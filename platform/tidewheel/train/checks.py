@@ -34,7 +34,7 @@ def read_data(config: TrainConfig) -> tuple[Source, dict[str, Manifest]]:
     """
     if not config.data.uri and config.data.mixture is None:
         raise ConfigError("no training data given", where="data.uri",
-                          mend="set it to the shards/ folder that `tidewheel data run` wrote: --set data.uri=...")
+                          fix="set it to the shards/ folder that `tidewheel data run` wrote: --set data.uri=...")
     source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0)
     manifest = source.manifest
     _fits(config, manifest)
@@ -49,13 +49,13 @@ def _validation(uri: str, manifest: Manifest) -> Manifest:
         ours, theirs = getattr(manifest, name), getattr(validation, name)
         if ours != theirs:
             raise ShardError(f"{name} is {theirs}, but {ours} in the training set", where=uri,
-                             mend="take both sets from the same pipeline output")
+                             fix="take both sets from the same pipeline output")
     if validation.tokenizer.get("hash") != manifest.tokenizer.get("hash"):
         raise ShardError("made with another tokenizer than the training set", where=uri,
-                         mend="take both sets from the same pipeline output")
+                         fix="take both sets from the same pipeline output")
     if not validation.rows:
         raise ShardError("the validation set is empty", where=uri,
-                         mend="raise pack.validation_fraction in the pipeline, or leave data.validation empty")
+                         fix="raise pack.validation_fraction in the pipeline, or leave data.validation empty")
     return validation
 
 
@@ -79,17 +79,17 @@ def files(config: TrainConfig, source: Source, validation: Mapping[str, Manifest
 def _fits(config: TrainConfig, manifest: Manifest) -> None:
     if manifest.kind != PACKED:
         raise ShardError(f"a set of {manifest.kind}; training reads packed sequences", where=config.data.place,
-                         mend="give a set that a pipeline packed from documents or conversations")
+                         fix="give a set that a pipeline packed from documents or conversations")
     if manifest.sequence_length > config.model.max_sequence_length:
         raise ConfigError(
             f"sequences of {manifest.sequence_length} tokens, but model.max_sequence_length is "
             f"{config.model.max_sequence_length}", where=config.data.place,
-            mend="raise model.max_sequence_length, or pack shorter sequences")
+            fix="raise model.max_sequence_length, or pack shorter sequences")
     vocabulary = config.model.vocabulary_size
     if vocabulary is not None and vocabulary < manifest.vocabulary_size:
         raise ConfigError(
             f"model.vocabulary_size {vocabulary} is smaller than the shard set's {manifest.vocabulary_size}",
-            where=config.data.place, mend="leave model.vocabulary_size out: it is taken from the shard set")
+            where=config.data.place, fix="leave model.vocabulary_size out: it is taken from the shard set")
     legal.check_data(config, vocabulary or manifest.vocabulary_size, manifest.sequence_length)
 
 
@@ -104,7 +104,7 @@ def _lasts(config: TrainConfig, source: Source) -> None:
     raise ConfigError(
         f"the mixture ends after {source.end:,} sequences ({source.end * length:,} tokens): its domains are read "
         f"{limit:g} times at most; {config.steps:,} steps need {needed:,} ({needed * length:,} tokens)",
-        where="data.mixture", mend=f"raise max_repetitions, add data, or train "
+        where="data.mixture", fix=f"raise max_repetitions, add data, or train "
         f"{sizes.steps(source.end):,} steps")
 
 
@@ -142,7 +142,7 @@ def continues(saved: dict[str, object], config: TrainConfig, source: Source) -> 
     if changed:
         raise ConfigError(f"this run was started with other settings of: {', '.join(changed)}",
                           where=config.run_uri,
-                          mend="restore them (run.json has the old ones), or start a new run with another run.id")
+                          fix="restore them (run.json has the old ones), or start a new run with another run.id")
 
 
 def _same_model(saved: Any, config: TrainConfig) -> bool:
@@ -161,7 +161,7 @@ def same_model(config: TrainConfig, run: Store) -> None:
     """Raise ConfigError unless the finished run in this folder trained the model of `config`."""
     if not _same_model(run.read_json("run.json")["config"]["model"], config):
         raise ConfigError("this run is over, and was of another model", where=run.uri,
-                          mend="start a new run with another run.id (run.json has this one's settings)")
+                          fix="start a new run with another run.id (run.json has this one's settings)")
 
 
 def still_reaches(config: TrainConfig, source: Source, positions: Positions) -> None:
@@ -178,7 +178,7 @@ def still_reaches(config: TrainConfig, source: Source, positions: Positions) -> 
     end = source.end
     if end is not None and positions.windows and positions.end(config.steps) > end:
         raise ConfigError(f"the mixture ends after {end:,} sequences, because guards passed over a part of it",
-                          where="data.mixture", mend="raise max_repetitions, add data, or train fewer steps")
+                          where="data.mixture", fix="raise max_repetitions, add data, or train fewer steps")
 
 
 def same_history(extra: dict[str, Any], positions: Positions, config: TrainConfig) -> None:
@@ -199,4 +199,4 @@ def same_history(extra: dict[str, Any], positions: Positions, config: TrainConfi
     later = positions.windows[len(saved):]
     if list(positions.windows[:len(saved)]) != saved or any(start < extra["position"] for start, _ in later):
         raise CheckpointError(f"the checkpoint of step {extra['step']} is of steps that the run has undone",
-                              where=config.run_uri, mend="delete this checkpoint: an older one will do")
+                              where=config.run_uri, fix="delete this checkpoint: an older one will do")

@@ -119,8 +119,8 @@ class Growth:
         return ShardError(
             f"wave {len(manifest.waves) + 1} of {len(manifest.waves) + manifest.to_come} has not come for "
             f"{self._config.data.wait_seconds:g} s", where=self._source.domains[0].uri,
-            mend="run the pipeline again if it has ended, then this run: both go on where they were. If the pipeline "
-                 "is only slow, raise data.wait_seconds")
+            fix="run the pipeline again if it has ended, then this run: both go on where they were. If the pipeline "
+                "is only slow, raise data.wait_seconds")
 
     def _tell(self, kind: str, **detail: object) -> None:
         if self._collectives.rank == 0:

@@ -137,12 +137,12 @@ def _check(objective: Objective, sums: Sums) -> None:
     where = f"objective.kind {name_of(type(objective))}"
     if not isinstance(sums, Sums):
         raise ConfigError(f"sums returned {type(sums).__name__}, which is not tw.Sums", where=where,
-                          mend="return tw.Sums(loss, {metric: sum})")
+                          fix="return tw.Sums(loss, {metric: sum})")
     for name, value in {"the loss": sums.loss, **sums.metrics}.items():
         if getattr(value, "ndim", None) != 0:
             shape = list(value.shape) if hasattr(value, "shape") else type(value).__name__
             raise ConfigError(f"{name} is {shape}, and must be a scalar tensor", where=where,
-                              mend="sum over the micro-batch")
+                              fix="sum over the micro-batch")
     if set(sums.metrics) != set(objective.METRICS):
         raise ConfigError(f"sums returned the metrics {sorted(sums.metrics)}, but METRICS names "
-                          f"{sorted(objective.METRICS)}", where=where, mend="name in METRICS what sums returns")
+                          f"{sorted(objective.METRICS)}", where=where, fix="name in METRICS what sums returns")

@@ -25,7 +25,7 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
 
     if not config.data.uri and config.data.mixture is None:
         raise ConfigError("data.uri is not set", where="training configuration",
-                          mend="give the shard set: --set data.uri=OUTPUT/shards, where OUTPUT is a pipeline's output")
+                          fix="give the shard set: --set data.uri=OUTPUT/shards, where OUTPUT is a pipeline's output")
     source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0)
     manifest, rows = source.manifest, sum(domain.manifest.rows for domain in source.domains)
     vocabulary = config.model.vocabulary_size or manifest.vocabulary_size

@@ -43,7 +43,7 @@ def check_precision(device: torch.device, precision: Precision) -> None:
         return
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type.upper()}"
     raise ConfigError(f"fp8 needs a GPU with fp8 matrix products (NVIDIA Ada, Hopper or later), this is {what}",
-                      where="precision", mend="set precision: bf16")
+                      where="precision", fix="set precision: bf16")
 
 
 def convert_linears(model: nn.Module, precision: Precision) -> None:

@@ -208,14 +208,14 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
         where = ", ".join(domain["uri"] for domain in recorded["domains"].values())
         if uri is not None:
             raise ShardError("one shard set is given for a run that read a mixture", where=uri,
-                             mend="leave it out: run.json says where the domains are")
+                             fix="leave it out: run.json says where the domains are")
         mixture = build(MixtureConfig, data["mixture"])
         domains = {name: domain.model_copy(update={"shards": recorded["domains"][name]["uri"]})
                    for name, domain in mixture.domains.items()}
         source = open_source("", mixture.model_copy(update={"domains": domains}), seed)
     if source.hash != recorded["hash"]:
         raise ShardError("this is not the data that the run read", where=where,
-                         mend="give the original set; a copy of it elsewhere will do")
+                         fix="give the original set; a copy of it elsewhere will do")
     if store is not None and (source.manifest.waves or source.manifest.to_come):
         _same_waves({int(line["wave"]): line["hash"] for line in jsonlog.read(store, WAVES)},
                     dict(enumerate(Growing.of(source.manifest).hashes[1:])), where)
@@ -226,7 +226,7 @@ def _same_waves(taken_in: Mapping[int, str], now: Mapping[int, str], where: str)
     other = [number for number, wave_hash in sorted(now.items()) if taken_in.get(number, wave_hash) != wave_hash]
     if other:
         raise ShardError(f"wave {other[0]} of the shard set is not what the run read: the set was made anew with other "
-                         "content", where=where, mend="give the original set, or start a new run with another run.id")
+                         "content", where=where, fix="give the original set, or start a new run with another run.id")
 
 
 def _data(source: Source, sequences: int) -> dict[str, Any]:

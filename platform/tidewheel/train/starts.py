@@ -103,7 +103,7 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
         if any(change.of_version for change in refused):
             back.append("the release of tidewheel that the run began with, which run.json names")
         raise ConfigError(f"this run cannot go on with other settings ({told})", where=config.run_uri,
-                          mend=f"restore them ({'; '.join(back)}), or start a new run with another run.id; "
+                          fix=f"restore them ({'; '.join(back)}), or start a new run with another run.id; "
                           f"model.init_from={config.run_uri} lets it begin with these weights")
     entry = {"epoch": epoch, "time": time.time(), "changed": {change.key: change.now for change in changes},
              **_changed_code(run), **_changed_parts(run, config)}

@@ -24,7 +24,7 @@ class _Run:
     def __init__(self, run_uri: str, uri: str | None) -> None:
         place = store(run_uri)
         if not place.exists("run.json"):
-            raise StorageError("no run.json", where=run_uri, mend="give the folder of a run, such as runs/<id>")
+            raise StorageError("no run.json", where=run_uri, fix="give the folder of a run, such as runs/<id>")
         values = place.read_json("run.json")
         self.uri, self.source = place.uri, recorded_source(values, uri, place)
         self.sets = [ShardSet.open(domain.uri, manifest=domain.manifest) for domain in self.source.domains]
@@ -70,14 +70,14 @@ def trace_step(run_uri: str, step: int, *, batch_row: int | None = None, token: 
     """
     run = _Run(run_uri, uri)
     if step not in run.records:
-        raise ShardError(f"step {step} has no record", where=run_uri, mend=_steps_known(run.records))
+        raise ShardError(f"step {step} has no record", where=run_uri, fix=_steps_known(run.records))
     size = run.plan.count(step)
     if batch_row is not None and not 0 <= batch_row < size:
         raise ShardError(f"there is no row {batch_row} in the batch", where=f"{run_uri} step {step}",
-                         mend=f"the rows of a global batch count from 0 to {size - 1}")
+                         fix=f"the rows of a global batch count from 0 to {size - 1}")
     if token is not None and batch_row is None:
         raise ShardError("a token without its row in the batch", where=f"{run_uri} step {step}",
-                         mend="give --batch-row as well")
+                         fix="give --batch-row as well")
     *before, last = [_reading(run, record, batch_row) for record in run.attempts(step)]
     sequence = last["sequences"][0]
     traced = None if token is None else trace_token(sequence["set"], sequence["row"], token)

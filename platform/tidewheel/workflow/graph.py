@@ -57,7 +57,7 @@ def specify(steps: Sequence[WorkflowStep]) -> list[dict[str, Setting]]:
         name = str(entry["name"])
         if entries.setdefault(name, entry) != entry:
             raise ConfigError(f"two different steps have the name {name!r}", where="tw.Workflow",
-                              mend="rename one of them; the name of a tw.Train is its run.id")
+                              fix="rename one of them; the name of a tw.Train is its run.id")
         seen[id(step)] = name
         return name
 
@@ -84,10 +84,10 @@ def resolve(entries: Sequence[Entry], *, output: str, input: str) -> list[Node]:
         kind = KINDS.get(entry["kind"])
         if kind is None:
             raise ConfigError(f"step {name!r} has the unknown kind {entry['kind']!r}", where="workflow",
-                              mend=f"use one of {', '.join(KINDS)}")
+                              fix=f"use one of {', '.join(KINDS)}")
         if missing := [need for need in entry["inputs"].values() if need not in nodes]:
             raise ConfigError(f"step {name!r} reads {missing[0]!r}, which does not come before it", where="workflow",
-                              mend="the file was changed by hand or is of another version: submit the workflow again")
+                              fix="the file was changed by hand or is of another version: submit the workflow again")
         recipe = kind.recipe(entry)
         content = kind.content(entry, input, output)
         key = recipe_hash({"kind": entry["kind"], "name": name, "recipe": recipe, "content": content,

@@ -332,7 +332,7 @@ class FunctionKind(StepKind):
             json.dumps(value)
         except TypeError:
             raise ConfigError(f"the function returned {type(value).__name__}, which is not JSON",
-                              where=task.entry["name"], mend="return numbers, texts, lists and dicts, or None; larger "
+                              where=task.entry["name"], fix="return numbers, texts, lists and dicts, or None; larger "
                               "things belong below `output`") from None
         return {"hash": _folder_hash(task.place, value), "value": value}
 
@@ -369,7 +369,7 @@ def imported(entry: Entry) -> Callable[..., Any]:
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"the function cannot be imported ({error})", where=entry["name"],
-                          mend="define it at the top of a module that every node has") from None
+                          fix="define it at the top of a module that every node has") from None
     function: Callable[..., Any] = value
     return function
 
@@ -382,7 +382,7 @@ def check_source(function: Callable[..., Any], entry: Entry) -> None:
     """
     if (code := source_hash(function, where=entry["name"])) != entry["code"]:
         raise ConfigError(f"the source of the function {entry['function']} is {code} here, and {entry['code']} where "
-                          "the workflow was made", where=entry["name"], mend="upload the code with the workflow "
+                          "the workflow was made", where=entry["name"], fix="upload the code with the workflow "
                           "(working_dir=\".\"), or bring every node to the same version, and submit it again")
 
 

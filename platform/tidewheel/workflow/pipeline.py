@@ -90,7 +90,7 @@ class Pipeline:
             name, settings = _name_and_settings(filter)
             if name in values:
                 raise ConfigError(f"{name} is given twice in one step", where="Pipeline.filter",
-                                  mend="give it once, or in two steps")
+                                  fix="give it once, or in two steps")
             values[name] = settings
         return self._with("filter", {**values, "annotate": True} if annotate else values)
 
@@ -188,7 +188,7 @@ class Pipeline:
         """
         if self.tokenizer is not None:
             raise ConfigError(f"the step {self.tokenizer.name!r} makes its tokenizer",
-                              where=f"Pipeline({self.name!r})", mend="run it in a tw.Workflow")
+                              where=f"Pipeline({self.name!r})", fix="run it in a tw.Workflow")
         from tidewheel.cluster.session import session
         from tidewheel.data import pipeline
         from tidewheel.data.progress import stage_bars
@@ -211,4 +211,4 @@ def _name_and_settings(filter: object) -> tuple[str, dict[str, object]]:
     if callable(filter) and hasattr(filter, "__qualname__") and not isinstance(filter, type):
         return importable(f"{filter.__module__}:{filter.__qualname__}", where), {}
     raise ConfigError(f"{filter!r} is no filter", where=where,
-                      mend="give one of tw.filters, a tw.Filter with its settings, or a function of one document")
+                      fix="give one of tw.filters, a tw.Filter with its settings, or a function of one document")

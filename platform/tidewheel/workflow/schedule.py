@@ -208,7 +208,7 @@ class Schedule:
             error = future.exception()
             if error is not None and (failed := [need for need in node.needs.values() if need in self._failed]):
                 error = ClusterError(f"stopped, because {failed[0]} failed, whose shards it was reading",
-                                     where=node.place, mend="run the workflow again: it resumes")
+                                     where=node.place, fix="run the workflow again: it resumes")
             if error is None:
                 self._done[name] = record = future.result()
                 self._say(f"{name}: published after {record.seconds:.1f} s, {record.place}")
@@ -233,7 +233,7 @@ class Schedule:
             self._records.record_attempt(node, "stopped")
         self._running.clear()
         raise Cancelled("the workflow was stopped", where=self._records.store.uri,
-                        mend="run it again: it resumes from what is published and saved")
+                        fix="run it again: it resumes from what is published and saved")
 
     def _failure(self) -> StepsFailed:
         lines = [f"step {name} failed: {message(error)}\n  log: {self._records.log_uri(self._nodes[name])}"
@@ -244,8 +244,8 @@ class Schedule:
         bug = next((error for error in self._failed.values()
                       if not isinstance(root_cause(error), TidewheelError)), None)
         failure = StepsFailed("\n".join(lines), where=self._records.store.uri,
-                              mend="correct that and run the workflow again: published steps are skipped, the others "
-                                   "resume")
+                              fix="correct that and run the workflow again: published steps are skipped, the others "
+                                  "resume")
         if bug is not None:
             failure.__cause__ = bug
         return failure

@@ -150,7 +150,7 @@ class Call:
         self._inputs = dict(inputs or {})
         if clash := {"output", *self._inputs} & settings.keys() | {"output"} & self._inputs.keys():
             raise ConfigError(f"{min(clash)!r} is the name of an input or of the output", where=f"Call({name!r})",
-                              mend="choose another name for the argument")
+                              fix="choose another name for the argument")
 
     def inputs(self) -> dict[str, WorkflowStep]:
         """Return the steps that the function reads, by argument."""
@@ -177,5 +177,5 @@ def source_hash(function: Callable[..., object], *, where: str) -> str:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         raise ConfigError("the source of the function is not known, so a change of it would not be noticed",
-                          where=where, mend="define it in a file that exists where it runs") from None
+                          where=where, fix="define it in a file that exists where it runs") from None
     return hashlib.sha256(source.encode()).hexdigest()[:16]

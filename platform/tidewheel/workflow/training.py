@@ -75,7 +75,7 @@ class Train:
                  elastic: Settings | ElasticConfig | None = None, **unknown: Never) -> None:
         if unknown:
             raise ConfigError(_no_argument(next(iter(unknown))), where="Train(...)",
-                              mend="settings are nested: Train(..., optimizer={\"learning_rate\": 2e-4})")
+                              fix="settings are nested: Train(..., optimizer={\"learning_rate\": 2e-4})")
         self.config = config
         self.data = data
         self.init_from = init_from
@@ -83,10 +83,10 @@ class Train:
         for source in data.values() if isinstance(data, Mapping) else [data]:
             if isinstance(source, Pipeline) and not source.config().step("pack"):
                 raise ConfigError(f"the pipeline {source.name!r} packs nothing that a training could read",
-                                  where="Train(...)", mend="end it with .tokenize(...).pack(...)")
+                                  where="Train(...)", fix="end it with .tokenize(...).pack(...)")
         if overlap and not (isinstance(data, Pipeline) and data.config().step("pack").waves):
             raise ConfigError("overlap needs a pipeline whose shards are read in waves", where="Train(...)",
-                              mend="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")
+                              fix="give data=PIPELINE with .pack(waves=8, ...), or leave overlap out")
         given: dict[str, Any] = {
             "run": run, "data": reading, "model": model, "objective": objective, "optimizer": optimizer,
             "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps, "seed": seed,

@@ -91,7 +91,7 @@ class Workflow:
         self.steps = steps
         if not steps:
             raise ConfigError("a workflow without steps", where=f"Workflow({name!r})",
-                              mend="give it a tw.Pipeline, a tw.Train, or both")
+                              fix="give it a tw.Pipeline, a tw.Train, or both")
 
     def spec(self, output: str, input: str = ".") -> Spec:
         """Return the workflow as JSON values, which `jobs.workflow` runs on a cluster."""
@@ -172,15 +172,15 @@ def read_spec(uri: str) -> Spec:
     Raises:
         ConfigError: there is no such file, or it is no workflow.
     """
-    mend = "give the URI of a workflow.json, as tw.Workflow(...).submit writes it, or FILE.py:NAME with --output"
+    fix = "give the URI of a workflow.json, as tw.Workflow(...).submit writes it, or FILE.py:NAME with --output"
     try:
         spec: Spec = json.loads(storage.read_text(uri))
     except FileNotFoundError:
-        raise ConfigError("there is no such file", where=uri, mend=mend) from None
+        raise ConfigError("there is no such file", where=uri, fix=fix) from None
     except ValueError:
-        raise ConfigError("this is not a workflow.json", where=uri, mend=mend) from None
+        raise ConfigError("this is not a workflow.json", where=uri, fix=fix) from None
     if not isinstance(spec, dict) or {"name", "output", "input", "steps"} - spec.keys():
-        raise ConfigError("this is not a workflow.json", where=uri, mend=mend)
+        raise ConfigError("this is not a workflow.json", where=uri, fix=fix)
     return spec
 
 

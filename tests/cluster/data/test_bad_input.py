@@ -35,7 +35,7 @@ def refused(capsys, *command: str) -> str:
     assert run_command(command) == 2
     told = capsys.readouterr()
     assert "Traceback" not in told.out + told.err
-    assert "mend:" in told.err
+    assert "fix:" in told.err
     return " ".join(told.err.split())
 
 

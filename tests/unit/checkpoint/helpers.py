@@ -92,5 +92,5 @@ class FlakyStore(LocalStore):
 
         if self.part in key and self.failures > 0:
             self.failures -= 1
-            raise StorageError("the object store failed", where=key, mend="try again")
+            raise StorageError("the object store failed", where=key, fix="try again")
         return super().writer(key)

@@ -54,7 +54,7 @@ def test_a_store_that_does_not_tell_uploads_is_asked_once(tmp_path: Path, monkey
 
     def refuse(self: Store, prefix: str = "") -> None:
         asked.append(prefix)
-        raise StorageError("access refused", where=self.uri, mend="allow it")
+        raise StorageError("access refused", where=self.uri, fix="allow it")
 
     monkeypatch.setattr(storage.LocalStore, "uploads", refuse)
     events = Events()

@@ -197,7 +197,7 @@ def test_a_store_that_is_away_is_no_damage(pristine: Path, tmp_path: Path, monke
     shutil.copytree(pristine, tmp_path / "run")
 
     def away(*_: object, **__: object) -> None:
-        raise StorageError("the object store does not answer", where="s3://bucket", mend="wait")
+        raise StorageError("the object store does not answer", where="s3://bucket", fix="wait")
 
     place = store(tmp_path / "run")
     for method in ("hash", "read"):

@@ -252,7 +252,7 @@ def test_none_intact(local: LocalStore):
         _flip(_data_file(local.root / f"step_{step:08d}"), -1)
     with pytest.raises(CheckpointError, match="none of 2 checkpoints is intact") as caught:
         restored(local)
-    assert caught.value.mend
+    assert caught.value.fix
     assert local.uri in caught.value.where
 
 

@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "TORCH", 'print(\'{"version": "2.13", "built_for": null, "gpus": [], "threads": 2, '
                                            '"gloo": true, "nccl": "", "apart": []}\')')
     monkeypatch.setattr(software, "RAY", 'print(\'{"version": "2.60.0", "known": ["2.60.0"], "problem": "", '
-                                         '"mend": ""}\')')
+                                         '"fix": ""}\')')
 
 
 def test_this_machine_is_fit() -> None:
@@ -48,7 +48,7 @@ def test_this_machine_is_fit() -> None:
             "loopback", "RAY_ADDRESS", "torch", "ray"} <= {check.name for check in checks}
     assert [check for check in checks if check.status == "failure"] == []
     json.dumps([vars(check) for check in checks])
-    assert all(check.mend for check in checks if check.status != "ok")
+    assert all(check.fix for check in checks if check.status != "ok")
     assert only("ray", checks).detail == f"{KNOWN_RELEASES[-1]}; releases known to work: {', '.join(KNOWN_RELEASES)}"
 
 
@@ -76,7 +76,7 @@ def test_a_bucket_is_tried_and_left_clean() -> None:
         missing = only("storage", storage("s3://not-there/x"))
         assert missing.status == "failure"
         assert "no bucket 'not-there'" in missing.detail
-        assert "create the bucket" in missing.mend
+        assert "create the bucket" in missing.fix
     with S3Server(accept_all=False):
         refused = only("storage", storage("s3://fine/x"))
         assert refused.status == "failure"
@@ -95,7 +95,7 @@ def test_stores_that_do_less_than_they_should(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(LocalStore, "delete_tree", lambda self, prefix: None)
     check = only("storage delete", storage(str(tmp_path)))
     assert check.status == "failure"
-    assert "by hand" in check.mend
+    assert "by hand" in check.fix
 
     real = LocalStore.read
 
@@ -142,7 +142,7 @@ def test_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in (f"127.0.0.1:{port}", "nonsense", "host:port"):
         monkeypatch.setenv("RAY_ADDRESS", address)
         stale = only("RAY_ADDRESS", diagnose())
-        assert (stale.status, stale.mend) == ("failure", "unset RAY_ADDRESS, or start the cluster it names")
+        assert (stale.status, stale.fix) == ("failure", "unset RAY_ADDRESS, or start the cluster it names")
 
 
 def test_a_token_is_looked_for_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +158,13 @@ def test_a_token_is_looked_for_and_never_shown(tmp_path: Path, monkeypatch: pyte
     path.write_text("planted-credential")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
     path.chmod(0o644)
-    assert network.token().mend == f"chmod 600 {path}"
+    assert network.token().fix == f"chmod 600 {path}"
     path.chmod(0o600)
     assert network.token().status == "ok"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "planted-credential")
     check = network.token()
     assert check.status == "ok"
-    assert "planted-credential" not in check.detail + check.mend
+    assert "planted-credential" not in check.detail + check.fix
 
 
 def test_ports_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_broken_installations_are_findings(monkeypatch: pytest.MonkeyPatch, code
         assert check.status == "failure"
         assert said in check.detail
         assert "Traceback" not in check.detail
-        assert check.mend
+        assert check.fix
 
 
 @pytest.mark.usefixtures("quick")
@@ -363,10 +363,10 @@ def test_a_small_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_PROXY", raising=False)
     checks = diagnose()
     assert only("shared memory", checks).status == "warning"
-    assert only("open files", checks).mend == "ulimit -n 4096"
-    assert only("processes", checks).mend == "ulimit -u 4096"
+    assert only("open files", checks).fix == "ulimit -n 4096"
+    assert only("processes", checks).fix == "ulimit -u 4096"
     assert only("temporary disk", checks).status == "failure"
-    assert only("proxy", checks).mend == "export NO_PROXY=127.0.0.1,localhost"
+    assert only("proxy", checks).fix == "export NO_PROXY=127.0.0.1,localhost"
 
 
 @pytest.mark.usefixtures("quick")
@@ -375,5 +375,5 @@ def test_wrong_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
                                                                 "moto>=99; extra == 'demo'"])
     check = only("packages", diagnose())
     assert check.status == "failure"
-    assert check.mend == "pip install 'numpy>=99' 'not-there>=1'"
+    assert check.fix == "pip install 'numpy>=99' 'not-there>=1'"
     assert "not-there missing" in check.detail

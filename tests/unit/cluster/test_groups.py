@@ -22,7 +22,7 @@ def test_a_group(text, group):
 @pytest.mark.parametrize("text", ["", ":3", "data:x", "data:1:2:3", "data:-1", "a b", "data:1,accelerator",
                                   "data:1,accelerator=0", "data,=1"])
 def test_no_group(text):
-    with pytest.raises(ConfigError, match="mend: NAME"):
+    with pytest.raises(ConfigError, match="fix: NAME"):
         parse_group(text)
 
 

@@ -102,7 +102,7 @@ def test_without_moto_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(s3_server, "find_spec", lambda _: None)
     with pytest.raises(ClusterError, match="moto") as caught:
         S3Server().__enter__()
-    assert "tidewheel[demo]" in caught.value.mend
+    assert "tidewheel[demo]" in caught.value.fix
 
 
 def test_a_server_that_dies_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_an_incompatible_index_is_refused(tmp_path, documents, change, told):
     path.write_text(json.dumps(manifest))
     with pytest.raises(InputError, match=told) as error:
         tw.SimilarityIndex(uri).similar(documents[:1])
-    assert error.value.mend
+    assert error.value.fix
     assert uri in error.value.where
 
 
@@ -276,4 +276,4 @@ def test_the_command_prints_matches_as_a_table_and_as_json(tmp_path, capsys, ind
 def test_the_command_says_what_to_fix(tmp_path, capsys, index):
     for command in ([str(tmp_path), "a.jsonl"], [index, str(tmp_path / "none.jsonl")]):
         assert run_command(["data", "similar", *command]) == 2
-        assert "mend:" in capsys.readouterr().err
+        assert "fix:" in capsys.readouterr().err

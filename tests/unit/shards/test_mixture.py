@@ -249,4 +249,4 @@ def test_domains_must_agree(tmp_path, change, told):
     manifests["web"] = dataclasses.replace(manifests["web"], **change)
     with pytest.raises(ShardError, match=told) as error:
         Source.mixed(config, manifests, 0)
-    assert error.value.mend
+    assert error.value.fix

@@ -120,7 +120,7 @@ def test_every_field_of_a_manifest_is_checked(path: tuple, value: object, tmp_pa
     with pytest.raises(ShardError) as caught:
         read_manifest(storage.store(tmp_path))
     assert str(file) in str(caught.value)
-    assert caught.value.mend
+    assert caught.value.fix
     if path:
         assert str(path[-1] if isinstance(path[-1], str) else path[-2]) in caught.value.what
 
@@ -157,7 +157,7 @@ def test_a_damaged_shard_is_named(damage, tmp_path: Path):
     with pytest.raises(ShardError) as caught:
         shard_set.rows(np.array([0, 1]), np.array([0, 0]))
     assert manifest.shards[1].name in caught.value.where
-    assert caught.value.mend
+    assert caught.value.fix
     problems = verify(str(tmp_path))
     assert len(problems) == 1
     assert manifest.shards[1].name in problems[0]

@@ -126,13 +126,13 @@ def test_set_alone(tmp_path):
 def test_no_such_place(output, row, token, told):
     with pytest.raises(ShardError, match=told) as error:
         trace_token(str(output / "shards"), row, token)
-    assert error.value.mend
+    assert error.value.fix
 
 
 def test_no_such_document(output):
     with pytest.raises(ShardError, match="no document 'nobody'") as error:
         trace_document(str(output / "shards"), "nobody")
-    assert error.value.mend
+    assert error.value.fix
 
 
 def test_damaged_verdicts(output):

@@ -155,7 +155,7 @@ def test_every_field_of_a_wave_is_checked(path: tuple, value: object, tmp_path: 
     with pytest.raises(ShardError) as caught:
         open_source(str(tmp_path), None, 3, partly=True)
     assert str(tmp_path / wave_key(1)) in str(caught.value)
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize(("path", "value"), [

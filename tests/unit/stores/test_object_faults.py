@@ -92,7 +92,7 @@ def test_a_store_that_never_recovers_is_reported(server: ObjectServer, monkeypat
         server.faults = Faults(1.0, 0, (kind,))
         with pytest.raises(StorageAwayError, match="object store failed") as error:
             place.write("key", b"data")
-        assert error.value.mend
+        assert error.value.fix
 
 
 def test_refused_access_says_which_credentials_are_used(server: ObjectServer) -> None:
@@ -103,7 +103,7 @@ def test_refused_access_says_which_credentials_are_used(server: ObjectServer) ->
         with pytest.raises(StorageError, match="access refused") as error:
             operation()
         assert not isinstance(error.value, StorageAwayError)
-        assert "doctor" in error.value.mend
+        assert "doctor" in error.value.fix
 
 
 def test_a_server_that_is_not_there_is_reported_soon(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:

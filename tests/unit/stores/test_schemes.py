@@ -76,7 +76,7 @@ def test_an_installed_package_offers_a_scheme_of_its_own(own: str, tmp_path: Pat
 def test_an_unknown_scheme_is_refused_with_the_nearest_one(uri: str, hint: str) -> None:
     with pytest.raises(StorageError, match=hint) as error:
         store(uri)
-    assert "s3://bucket/prefix" in error.value.mend
+    assert "s3://bucket/prefix" in error.value.fix
 
 
 def test_stores_of_all_schemes_are_picklable() -> None:
@@ -102,7 +102,7 @@ def test_azure_without_an_account_says_what_to_set(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(StorageError, match="no storage account is named") as error:
         store("az://container").check()
-    assert "AZURE_STORAGE_ACCOUNT_NAME" in error.value.mend
+    assert "AZURE_STORAGE_ACCOUNT_NAME" in error.value.fix
 
 
 def test_local_paths_need_no_scheme(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_enough_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch, overrid
     settings = config(folder, f"enough{len(says)}", *BASE, *overrides)
     with pytest.raises(ConfigError, match=says) as caught:
         fit_local(settings)
-    assert caught.value.mend
+    assert caught.value.fix
     assert events(settings, "guard")[-1]["step"] in (6, 7)
 
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_a_history_that_was_given_up_is_refused():
 
 def test_a_shard_that_turns_bad_stops_the_run_and_leaves_nothing(folder: Path, tmp_path: Path):
     """Bytes flip in all shards while the run goes on. It stops at the shard, no checkpoint knows of it, and with the
-    shards mended it goes on to the result of an undisturbed run."""
+    shards fixed it goes on to the result of an undisturbed run."""
     import shutil
 
     shutil.copytree(folder / "shards", tmp_path / "shards")

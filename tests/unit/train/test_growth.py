@@ -159,7 +159,7 @@ def test_it_gives_up_and_goes_on_when_the_pipeline_does(whole: Path, tmp_path: P
     folder = begun(whole, tmp_path, waves=1)
     with pytest.raises(ShardError, match=r"wave 2 of 4 has not come for 0\.05 s") as told:
         run(growing_config(folder, "data.wait_seconds=0.05"))
-    assert "run the pipeline again" in told.value.mend
+    assert "run the pipeline again" in told.value.fix
     run(growing_config(folder), Pipeline(folder), generation=1)
     assert_same(whole, folder)
 
@@ -195,7 +195,7 @@ def test_only_a_run_that_may_wait_reads_a_part(whole: Path, tmp_path: Path):
     folder = begun(whole, tmp_path, waves=1)
     with pytest.raises(ShardError, match="a pipeline is still writing this set") as told:
         fit_local(config(folder, "other"))
-    assert "data.wait_seconds" in told.value.mend
+    assert "data.wait_seconds" in told.value.fix
     told_of = {row["what"]: row["value"] for row in plan(growing_config(folder))}
     assert told_of["tokens"] == "1,024, of a set that is still being written"
     with pytest.raises(ConfigError, match="must be finished"):

@@ -83,7 +83,7 @@ def test_the_writer_writes_what_changed_and_waits_for_storage(tmp_path):
         def writer(self, key):
             self.writes += 1
             if self.away:
-                raise StorageError("away", where=key, mend="wait")
+                raise StorageError("away", where=key, fix="wait")
             return super().writer(key)
 
     def until(condition):

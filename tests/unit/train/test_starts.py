@@ -64,7 +64,7 @@ def test_what_makes_the_run_what_it_is_cannot_change(folder, override, says):
     before = run_json(folder)
     with pytest.raises(ConfigError, match=says) as refused:
         fit_local(config(folder, "run", "steps=6", override))
-    assert "--set " in refused.value.mend
+    assert "--set " in refused.value.fix
     assert run_json(folder) == before
     assert fit_local(config(folder, "run", "steps=6")).steps == 6, "the refused start has left nothing behind"
 
@@ -111,8 +111,8 @@ def test_reproducible_mode_refuses_a_part_of_another_version(folder, monkeypatch
     raised(monkeypatch, optimizers.KIND, "adamw")
     with pytest.raises(ConfigError, match=r"version\.optimizer_adamw was 1, now 2: the bits") as refused:
         fit_local(config(folder, "run", "steps=6", "reproducible=true"))
-    assert "the release of tidewheel that the run began with" in refused.value.mend
-    assert "--set version" not in refused.value.mend
+    assert "the release of tidewheel that the run began with" in refused.value.fix
+    assert "--set version" not in refused.value.fix
     assert run_json(folder) == before
 
 

@@ -33,7 +33,7 @@ class AwayStore(LocalStore):
 
     def writer(self, key: str):
         if self.away():
-            raise StorageError("the object store is away", where=key, mend="wait")
+            raise StorageError("the object store is away", where=key, fix="wait")
         return super().writer(key)
 
 
@@ -98,7 +98,7 @@ def test_at_the_end_the_run_waits_for_storage(folder: Path):
 def test_a_limit_ends_the_run(folder: Path):
     with pytest.raises(StorageError, match=r"3 saves in a row have failed; the last one: .*away") as error:
         run(folder, lambda step: True, "checkpoint.max_failed_saves=3", "checkpoint.every_steps=2")
-    assert "start the run again" in error.value.mend
+    assert "start the run again" in error.value.fix
 
 
 def test_logs_wait_for_nobody():
@@ -133,7 +133,7 @@ def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generat
         def call(*arguments):
             calls[name] += 1
             if calls[name] <= 3:
-                raise StorageAwayError("the object store does not answer", where="s3://bucket", mend="wait")
+                raise StorageAwayError("the object store does not answer", where="s3://bucket", fix="wait")
             return real(*arguments)
         return call
 
@@ -156,7 +156,7 @@ def test_waiting_for_storage_has_an_end(monkeypatch):
 
     def away() -> None:
         calls.append(1)
-        raise StorageAwayError("the object store does not answer", where="s3://bucket", mend="wait")
+        raise StorageAwayError("the object store does not answer", where="s3://bucket", fix="wait")
 
     with pytest.raises(StorageAwayError):
         StorageWait(0.5, lambda kind, **detail: told.append(kind))(away)
@@ -179,7 +179,7 @@ def test_requests_inside_a_wait_have_no_budgets_of_their_own(monkeypatch):
         try:
             retries.call(request, quick, may_help=lambda _: True)
         except ConnectionResetError as error:
-            raise StorageAwayError(str(error), where="s3://bucket", mend="wait") from error
+            raise StorageAwayError(str(error), where="s3://bucket", fix="wait") from error
 
     with pytest.raises(StorageAwayError, match="reset"):
         StorageWait(0.5, lambda kind, **detail: events.append(kind))(read)

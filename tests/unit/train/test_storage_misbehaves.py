@@ -31,7 +31,7 @@ STEPS, BREAKS_AT = 30, 8
 
 
 class Training(LocalControl):
-    """Breaks the storage at a step, and mends it once a save has failed."""
+    """Breaks the storage at a step, and fixes it once a save has failed."""
 
     def __init__(self, log: JsonLog, break_it: Callable[[], object], mend_it: Callable[[], object]) -> None:
         super().__init__(log, None)

@@ -76,7 +76,7 @@ def test_a_changed_digest_is_told(run):
 def test_no_such_place(run, arguments, told):
     with pytest.raises(ShardError, match=told) as error:
         trace.trace_step(str(run / "run"), **arguments)
-    assert error.value.mend
+    assert error.value.fix
 
 
 def test_another_set_and_no_run(run):

@@ -105,7 +105,7 @@ def test_inputs_first_and_independent_steps_side_by_side(tmp_path):
 def test_a_failure_names_the_step_its_log_and_how_to_go_on(tmp_path):
     def work(node: Node) -> None:
         if node.name == "b":
-            raise ConfigError("no such thing", where="there", mend="do this")
+            raise ConfigError("no such thing", where="there", fix="do this")
 
     steps = Steps(work)
     with pytest.raises(StepsFailed) as failed:
@@ -118,9 +118,9 @@ def test_a_failure_names_the_step_its_log_and_how_to_go_on(tmp_path):
     assert "run the workflow again" in text
     assert sorted(steps.begun) == ["a", "b", "c"]
     assert Records(str(tmp_path)).attempt(DIAMOND[1])["state"] == "failed"
-    mended = Steps()
-    schedule(tmp_path, DIAMOND, mended).run()
-    assert mended.begun == ["b", "d"]
+    fixed = Steps()
+    schedule(tmp_path, DIAMOND, fixed).run()
+    assert fixed.begun == ["b", "d"]
 
 
 def test_a_fault_of_ours_keeps_its_trace(tmp_path):
@@ -228,7 +228,7 @@ def test_a_pipeline_that_fails_ends_the_training_beside_it(tmp_path):
     def work(node: Node) -> None:
         if node.name == "web":
             assert started.wait(10)
-            raise ConfigError("no such thing", where="there", mend="do this")
+            raise ConfigError("no such thing", where="there", fix="do this")
         started.set()
         assert steps.interrupted.wait(10)
         raise RuntimeError("cancelled")

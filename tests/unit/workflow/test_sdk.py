@@ -114,7 +114,7 @@ def test_overlap_needs_waves_and_changes_no_key(tmp_path):
     start = tw.Pipeline("a").read("x.jsonl").tokenize(train={"vocabulary_size": 300})
     with pytest.raises(ConfigError, match="read in waves") as told:
         tw.Train({}, data=start.pack(), overlap=True)
-    assert "waves=8" in told.value.mend
+    assert "waves=8" in told.value.fix
     with pytest.raises(ConfigError, match="read in waves"):
         tw.Train({}, data="s3://bucket/clean", overlap=True)
     keys = [[(node.key, node.place) for node in Workflow("w", tw.Train({}, data=start.pack(waves=4), overlap=overlap))

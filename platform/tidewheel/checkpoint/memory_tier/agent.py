@@ -168,7 +168,7 @@ class Agent:
         if epoch_of(generation) < epoch_of(newest):
             raise CheckpointError(
                 f"generation {generation} is of epoch {epoch_of(generation)}, and epoch {epoch_of(newest)} of the run "
-                "has begun", where="memory tier", mend="nothing: another driver has taken the run over")
+                "has begun", where="memory tier", fix="nothing: another driver has taken the run over")
         self._last_active = time.monotonic()
         self.orphan_upload.cancel(f"generation {generation} is at work")
 

@@ -133,4 +133,4 @@ class PartReader:
                     self._copies.sort(key=lambda other: other == copy)
         first = self._copies[0]
         raise CheckpointError(f"the part of rank {first.rank} is lost ({'; '.join(problems)})"[:500],
-                              where=f"memory tier, step {first.step}", mend=FALLBACK)
+                              where=f"memory tier, step {first.step}", fix=FALLBACK)

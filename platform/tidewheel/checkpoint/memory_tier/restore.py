@@ -130,13 +130,13 @@ def _plan(flat: Mapping[str, torch.Tensor], parts: Sequence[PartReader],
                 boxes[piece.name].append(piece)
     for name, tensor in flat.items():
         if name not in boxes:
-            raise CheckpointError(f"{name} is not in the snapshot", where=where, mend=FALLBACK)
+            raise CheckpointError(f"{name} is not in the snapshot", where=where, fix=FALLBACK)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if boxes[name][0].dtype != dtype or boxes[name][0].shape != tuple(tensor.shape):
             raise CheckpointError(f"{name} is {boxes[name][0].dtype} {list(boxes[name][0].shape)} in the snapshot, "
-                                  f"{dtype} {list(tensor.shape)} in the run", where=where, mend=FALLBACK)
+                                  f"{dtype} {list(tensor.shape)} in the run", where=where, fix=FALLBACK)
         if sum(piece.bytes for piece in boxes[name]) != tensor.numel() * tensor.element_size():
-            raise CheckpointError(f"the parts of {name} do not add up to it", where=where, mend=FALLBACK)
+            raise CheckpointError(f"the parts of {name} do not add up to it", where=where, fix=FALLBACK)
     metadata = Metadata({name: TensorStorageMetadata(
         properties=TensorProperties(dtype=getattr(torch, pieces[0].dtype)), size=torch.Size(pieces[0].shape),
         chunks=[ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in pieces])

@@ -46,8 +46,8 @@ def no_room(folder: Path, requested: int) -> CheckpointError:
     return CheckpointError(
         f"{requested / 1e9:.2f} GB more of shared memory are needed for the memory tier, "
         f"{free_bytes(folder) / 1e9:.2f} GB are free", where=str(folder),
-        mend="make it larger (containers: --shm-size, and a memory limit with room for it; Kubernetes: an emptyDir "
-             "with medium Memory), or turn the tier off: checkpoint.memory_tier.every_steps 0")
+        fix="make it larger (containers: --shm-size, and a memory limit with room for it; Kubernetes: an emptyDir "
+            "with medium Memory), or turn the tier off: checkpoint.memory_tier.every_steps 0")
 
 
 def _left_in_container(root: Path) -> Iterator[int]:

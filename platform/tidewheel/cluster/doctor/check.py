@@ -8,12 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """A finding; `mend`, the fix, is empty if there is nothing to fix."""
+    """A finding; `fix`, the fix, is empty if there is nothing to fix."""
 
     name: str
     status: Literal["ok", "warning", "failure"]
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 def size(count: float) -> str:

@@ -47,12 +47,12 @@ def gpus() -> Iterator[Check]:
 
 
 def _bad_gpus(name: str, gpu_rows: Sequence[Sequence[str]], column: int, is_bad: Callable[[int], bool],
-              status: Literal["warning", "failure"], unit: str, mend: str) -> Iterator[Check]:
+              status: Literal["warning", "failure"], unit: str, fix: str) -> Iterator[Check]:
     """Yield a finding if a column is bad for any GPU. An unsupported value is not a number, and is skipped."""
     values = {index: int(row[column]) for index, row in enumerate(gpu_rows) if row[column].isdigit()}
     bad = {index: value for index, value in values.items() if is_bad(value)}
     if bad:
-        yield Check(name, status, ", ".join(f"GPU {index}: {value} {unit}" for index, value in bad.items()), mend)
+        yield Check(name, status, ", ".join(f"GPU {index}: {value} {unit}" for index, value in bad.items()), fix)
 
 
 def _links(count: int) -> Check:

@@ -35,12 +35,12 @@ import json
 from tidewheel.errors import TidewheelError
 from tidewheel.elastic.ray_contract import KNOWN_RELEASES, check_ray
 import ray
-problem = mend = ""
+problem = fix = ""
 try:
     check_ray()
 except TidewheelError as error:
-    problem, mend = error.what, error.mend
-print(json.dumps({"version": ray.__version__, "known": KNOWN_RELEASES, "problem": problem, "mend": mend}))
+    problem, fix = error.what, error.fix
+print(json.dumps({"version": ray.__version__, "known": KNOWN_RELEASES, "problem": problem, "fix": fix}))
 """
 
 
@@ -165,5 +165,5 @@ def ray(probe: subprocess.Popen[str]) -> Check:
     if not answer:
         return Check("ray", "failure", problem, "pip install 'ray[default,data,train]' as pinned in constraints.txt")
     if answer["problem"]:
-        return Check("ray", "failure", answer["problem"], answer["mend"])
+        return Check("ray", "failure", answer["problem"], answer["fix"])
     return Check("ray", "ok", f"{answer['version']}; releases known to work: {', '.join(answer['known'])}")

@@ -36,26 +36,26 @@ class _Probe:
         """Return the key of an object of the folder."""
         return f"{self.folder}/{name}"
 
-    def attempt(self, what: str, work: Callable[[], tuple[bool, str]], mend: str,
+    def attempt(self, what: str, work: Callable[[], tuple[bool, str]], fix: str,
                 status: Any = "failure") -> bool:
         """Try one thing; return whether it works.
 
         Args:
             what: name of the finding.
             work: function that returns whether all is well, and a sentence about it.
-            mend: fix to show if not.
+            fix: fix to show if not.
             status: status of the finding if not.
         """
         name = f"storage {what}"
         try:
             works, detail = work()
         except TidewheelError as error:
-            self.checks.append(Check(name, "failure", f"{error.where or self.uri}: {error.what}", error.mend))
+            self.checks.append(Check(name, "failure", f"{error.where or self.uri}: {error.what}", error.fix))
             return False
         except Exception as error:
             self.checks.append(Check(name, "failure", f"{type(error).__name__}: {error}"[:300], MEND))
             return False
-        self.checks.append(Check(name, "ok" if works else status, detail, "" if works else mend))
+        self.checks.append(Check(name, "ok" if works else status, detail, "" if works else fix))
         return works
 
 
@@ -65,7 +65,7 @@ def storage(uri: str) -> list[Check]:
         root = store(uri)
         root.check()
     except TidewheelError as error:
-        return [Check("storage", "failure", f"{uri} cannot be reached: {error.what}", error.mend)]
+        return [Check("storage", "failure", f"{uri} cannot be reached: {error.what}", error.fix)]
     except Exception as error:
         return [Check("storage", "failure", f"{uri} cannot be reached: {type(error).__name__}: {error}"[:300], MEND)]
     probe = _Probe(uri, root, f".tidewheel-doctor-{uuid.uuid4().hex}")
@@ -135,7 +135,7 @@ def _clock(probe: _Probe) -> tuple[bool, str]:
     off = (datetime.now(UTC) - parsedate_to_datetime(stamp)).total_seconds()
     if abs(off) > SKEW_FAILURE:
         raise TidewheelError(f"{off:+.0f} s off the store's clock", where=probe.uri,
-                             mend="synchronise this machine's clock (chrony, ntp)")
+                             fix="synchronise this machine's clock (chrony, ntp)")
     return abs(off) < SKEW_WARNING, f"{off:+.0f} s off the store's clock" if abs(off) > 1 else "agrees with the store's"
 
 

@@ -57,7 +57,7 @@ def read_eval_items(place: str | storage.Store, keys: Sequence[str] | None = Non
     items = [item for name in names for item in _read(where, name)]
     if not items:
         raise InputError("no evaluation items found", where=str(place),
-                         mend="give JSONL files with a question and an id on each line")
+                         fix="give JSONL files with a question and an id on each line")
     return sorted(items, key=lambda item: (item.name, item.item, item.text, item.answer))
 
 
@@ -86,12 +86,12 @@ def _read(place: storage.Store, name: str) -> list[EvalItem]:
         data = place.read(name)
     except FileNotFoundError:
         raise InputError("no such file of evaluation items", where=place.at(name),
-                         mend="correct the path in the decontaminate step") from None
+                         fix="correct the path in the decontaminate step") from None
     try:
         lines = (gzip.decompress(data) if name.endswith(".gz") else data).decode("utf-8").split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InputError(f"cannot be read as UTF-8 text ({error})", where=place.at(name),
-                         mend="give UTF-8 JSONL, plain or gzip") from None
+                         fix="give UTF-8 JSONL, plain or gzip") from None
     stem = name.rpartition("/")[2].partition(".")[0]
     return [_item(line, stem, number, place.at(name)) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -101,11 +101,11 @@ def _item(line: str, stem: str, number: int, where: str) -> EvalItem:
         values: Any = json.loads(line)
     except ValueError as error:
         raise InputError(f"not valid JSON ({error})", where=f"{where}:{number}",
-                         mend="one JSON object on each line") from None
+                         fix="one JSON object on each line") from None
     content = _first(values, TEXT_FIELDS) if isinstance(values, dict) else ""
     if not content:
         raise InputError("an item has no text", where=f"{where}:{number}",
-                         mend=f"give one of the fields {', '.join(TEXT_FIELDS)}")
+                         fix=f"give one of the fields {', '.join(TEXT_FIELDS)}")
     name = next((str(values[key]) for key in NAME_FIELDS if values.get(key)), stem)
     context = _first(values, CONTEXT_FIELDS)
     identity = values.get("id")

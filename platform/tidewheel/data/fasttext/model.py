@@ -67,8 +67,8 @@ def check(data: bytes, where: str) -> Layout:
     except (ValueError, struct.error) as error:
         reason = "it ends early" if isinstance(error, struct.error) else str(error)
         raise ConfigError(f"not a classifier in fastText's format: {reason}", where=where,
-                          mend="give a .bin or .ftz file of a supervised fastText model, such as "
-                               "`tidewheel data train-classifier` writes") from None
+                          fix="give a .bin or .ftz file of a supervised fastText model, such as "
+                              "`tidewheel data train-classifier` writes") from None
 
 
 def _walk(reader: _Reader) -> Layout:
@@ -193,5 +193,5 @@ def library() -> Any:
     try:
         import fasttext
     except ModuleNotFoundError:
-        raise ConfigError("the package fasttext-predict is not installed", where="filter", mend=_INSTALL) from None
+        raise ConfigError("the package fasttext-predict is not installed", where="filter", fix=_INSTALL) from None
     return fasttext

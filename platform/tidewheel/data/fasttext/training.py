@@ -106,7 +106,7 @@ def train(positive: Sequence[str], negative: Sequence[str], settings: TrainClass
         if len(found) < _MIN_HELD_OUT:
             raise InputError(f"only {len(found)} of the {name} documents are held out for the test, "
                              f"{_MIN_HELD_OUT} are needed", where="train-classifier",
-                             mend="give more documents, or a larger --held-out")
+                             fix="give more documents, or a larger --held-out")
     rows = [(key, WANTED, text) for key, text in wanted_train] + [(key, OTHER, text) for key, text in others_train]
     rows.sort(key=lambda row: (_hash(row[0], _ORDER_SEED), row[0]))
     with temporary_folder("classifier") as folder:
@@ -141,7 +141,7 @@ def _fit(rows: Sequence[tuple[str, str, str]], settings: TrainClassifier, folder
         import floret
     except ModuleNotFoundError:
         raise ConfigError("the package floret is not installed", where="train-classifier",
-                          mend="pip install 'tidewheel[classify]'") from None
+                          fix="pip install 'tidewheel[classify]'") from None
     path = folder / "train.txt"
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for _, label, text in rows:
@@ -203,7 +203,7 @@ def read_texts(pattern: str, *, field: str = "text") -> tuple[list[str], int]:
                 texts.append(record.text)
     if not texts:
         told = f"{len(bad)} records cannot be used: {bad[0].reason} ({bad[0].detail})" if bad else "there is no record"
-        raise InputError(told, where=pattern, mend="name the field of the text with --text")
+        raise InputError(told, where=pattern, fix="name the field of the text with --text")
     return texts, len(bad)
 
 
@@ -217,5 +217,5 @@ def _matching(pattern: str) -> tuple[Any, list[str]]:
         place = store("/".join(parts[:wild]) or ("/" if pattern.startswith("/") else "."))
         keys = sorted(place.glob("/".join(parts[wild:])))
     if not keys:
-        raise InputError("no file matches", where=pattern, mend="give a file or a pattern with *, ? or **")
+        raise InputError("no file matches", where=pattern, fix="give a file or a pattern with *, ? or **")
     return place, keys

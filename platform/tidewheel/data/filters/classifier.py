@@ -39,7 +39,7 @@ class Classifier(Filter):
         labels = model.layout(self.file).labels
         if self.label not in labels:
             raise ConfigError(f"the model has no label {self.label!r}; there are: {', '.join(labels[:8])}",
-                              where="filter.classifier.label", mend="name the label of the documents to keep")
+                              where="filter.classifier.label", fix="name the label of the documents to keep")
 
     def packages(self) -> dict[str, str]:
         """Return the version of the package that applies the model."""

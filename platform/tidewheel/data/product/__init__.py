@@ -28,9 +28,9 @@ def read_manifest(folder: Store) -> dict[str, Any]:
         value = folder.read_json(MANIFEST)
     except FileNotFoundError:
         raise StorageError("no manifest.json: the data set is incomplete", where=folder.uri,
-                           mend="run the pipeline again") from None
+                           fix="run the pipeline again") from None
     if not isinstance(value, dict) or not {"files", "others", "formats", "documents"} <= value.keys():
-        raise StorageError("the manifest is damaged", where=folder.at(MANIFEST), mend="run the pipeline again")
+        raise StorageError("the manifest is damaged", where=folder.at(MANIFEST), fix="run the pipeline again")
     return value
 
 
@@ -52,7 +52,7 @@ def ids(folder: Store) -> Iterator[pa.Array]:
     if kind is None:
         raise InputError(f"the ids of documents are read from {', '.join(NAMING)}; this data set has "
                          f"{', '.join(manifest['formats'])}", where=folder.uri,
-                         mend="add one of them to write.formats and run the pipeline again")
+                         fix="add one of them to write.formats and run the pipeline again")
     for file in manifest["files"]:
         if file["format"] == kind:
             with folder.open(file["name"]) as stream:

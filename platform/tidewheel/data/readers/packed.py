@@ -169,10 +169,10 @@ def told(place: Store, key: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise InputError("the file has gone since the run began", where=place.at(key),
-                         mend="leave the input as it is while a pipeline reads it, and run again") from None
+                         fix="leave the input as it is while a pipeline reads it, and run again") from None
     except MemoryError:  # no verdict on the file: elsewhere there may be enough
         raise InputError("reading it takes more memory than there is", where=place.at(key),
-                         mend="a damaged file can ask for any amount: take it away, or use a machine with more memory"
+                         fix="a damaged file can ask for any amount: take it away, or use a machine with more memory"
                          ) from None
     except (OSError, EOFError, *DAMAGE, pa.ArrowException) as error:  # a StorageError is no fault of the file
         raise UnreadableFile(first_line(error)) from None

@@ -70,7 +70,7 @@ class PageProcess:
                     return PageText(None, "page_breaks_parser", signal.Signals(-status).name)
         raise InputError(f"the process that takes pages apart ended twice in one page (status {status}); usually there "
                          "is too little memory", where="read.format",
-                         mend="lower read.max_record_bytes, or use a machine with more memory")
+                         fix="lower read.max_record_bytes, or use a machine with more memory")
 
     def close(self) -> None:
         """End the child."""

@@ -250,4 +250,4 @@ def check_installed() -> None:
     """Raise InputError when the packages for web archives are not installed."""
     if not all(importlib.util.find_spec(name) for name in PACKAGES):
         raise InputError("reading WARC needs packages that are not installed", where="read.format",
-                         mend="pip install 'tidewheel[web]'")
+                         fix="pip install 'tidewheel[web]'")

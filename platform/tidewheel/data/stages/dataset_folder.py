@@ -55,26 +55,26 @@ def data_files(place: Store, folder: str, *, subset: str | None, split: str) -> 
     below = _Folder(place, folder, where)
     if _DICT in names or _STATE in names:
         if subset is not None:
-            raise InputError("a folder of save_to_disk has no subsets", where=where, mend="leave out read.subset")
+            raise InputError("a folder of save_to_disk has no subsets", where=where, fix="leave out read.subset")
         splits = _saved(below, names)
     else:
         described = _described(below, names, subset) if _CARD in names else None
         if described is None and subset is not None:
             raise InputError(f"there is no subset {subset!r}: no {_CARD} here names any", where=where,
-                             mend="leave out read.subset")
+                             fix="leave out read.subset")
         splits = described or _by_name(names)
     if not splits:
         known = ", ".join(sorted(_data_endings()))
         raise InputError("no file in this folder belongs to a data set", where=where,
-                         mend=f"files end in {known}; or name them with a pattern in read.paths")
+                         fix=f"files end in {known}; or name them with a pattern in read.paths")
     requested = list(splits) if split == ALL else [name.strip() for name in split.split("+")]
     if missing := [name for name in requested if name not in splits]:
         raise InputError(f"there is no split {', '.join(map(repr, missing))}; there are "
                          f"{', '.join(map(repr, sorted(splits)))}", where=where,
-                         mend=f"name one of them with read.split, several with +, or read.split: {ALL}")
+                         fix=f"name one of them with read.split, several with +, or read.split: {ALL}")
     if absent := [name for name in requested if not splits[name]]:
         raise InputError(f"{_CARD} describes the split {absent[0]!r}, but all of its files are missing", where=where,
-                         mend="download the data set again, with all its files")
+                         fix="download the data set again, with all its files")
     return sorted({posixpath.join(folder, name) for part in requested for name in splits[part]})
 
 
@@ -96,7 +96,7 @@ class _Folder:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise InputError(f"{name} is not a JSON object", where=self.where, mend="save the data set again")
+            raise InputError(f"{name} is not a JSON object", where=self.where, fix="save the data set again")
         return value
 
 
@@ -108,7 +108,7 @@ def _saved(folder: _Folder, names: Sequence[str]) -> Splits:
         return {own if isinstance(own, str) else "train": _arrow_files(folder, names, "", state)}
     splits = folder.json(_DICT).get("splits")
     if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
-        raise InputError(f"{_DICT} has no list of splits", where=folder.where, mend="save the data set again")
+        raise InputError(f"{_DICT} has no list of splits", where=folder.where, fix="save the data set again")
     return {name: _arrow_files(folder, names, f"{name}/", folder.json(f"{name}/{_STATE}")) for name in splits
             if f"{name}/{_STATE}" in names}
 
@@ -121,7 +121,7 @@ def _arrow_files(folder: _Folder, names: Sequence[str], below: str, state: Mappi
         what = (f"{below}{missing[0]} is missing" if missing else
                 "its rows are chosen by indices" if state.get("_indices_data_files") else "it lists no files")
         raise InputError(f"{below}{_STATE}: {what}", where=folder.where,
-                         mend="save the data set again (flatten_indices() first), or export it with to_parquet")
+                         fix="save the data set again (flatten_indices() first), or export it with to_parquet")
     return [f"{below}{name}" for name in files]
 
 
@@ -132,7 +132,7 @@ def _described(folder: _Folder, names: Sequence[str], subset: str | None) -> Spl
         values = yaml_text.load(head[1]) if head else None
     except yaml.YAMLError as error:
         raise InputError(f"the head of {_CARD} is not YAML ({getattr(error, 'problem', None) or error})",
-                         where=folder.where, mend="correct it, or name the files with patterns in read.paths") from None
+                         where=folder.where, fix="correct it, or name the files with patterns in read.paths") from None
     configs = values.get("configs") if isinstance(values, dict) else None
     if not isinstance(configs, list) or not configs:
         return None
@@ -157,7 +157,7 @@ def _chosen(known: Mapping[str, Mapping[str, Any]], subset: str | None, where: s
     if subset is None or subset not in known:
         what = "it has several subsets" if subset is None else f"there is no subset {subset!r}"
         raise InputError(f"{what}: {', '.join(map(repr, sorted(map(str, known))))}", where=where,
-                         mend="name one of them with read.subset")
+                         fix="name one of them with read.subset")
     return known[subset]
 
 
@@ -173,7 +173,7 @@ def _patterns(given: Any, where: str) -> Iterable[tuple[str, list[str]]]:
         paths = [path] if isinstance(path, str) else path
         if not isinstance(paths, list) or not all(isinstance(one, str) and "://" not in one for one in paths):
             raise InputError(f"data_files of {_CARD} have an unknown form", where=where,
-                             mend="name the files with patterns in read.paths")
+                             fix="name the files with patterns in read.paths")
         yield str(values.get("split", "train")), [one.removeprefix("./") for one in paths]
 
 

@@ -200,7 +200,7 @@ def _check_share(job: Job, summary: dict[str, Any], limit: float | None) -> None
         names = ", ".join(f"{name} in {entry['documents']}" for name, entry in benchmarks if entry["documents"])
         raise InputError(f"{count} of {total} documents hold evaluation items, more than the allowed share of "
                          f"{limit:g} ({names})", where=job.input,
-                         mend="verdicts/decontaminate in the output has the matches; remove the documents at their "
+                         fix="verdicts/decontaminate in the output has the matches; remove the documents at their "
                          "source, or raise fail_above")
 
 

@@ -22,7 +22,7 @@ def only_empty_files(units: Sequence[Published], job: Job) -> InputError | None:
         return None
     files = len(job.files)
     return InputError(f"nothing was read: {'the only file is' if files == 1 else f'all {files} files are'} empty",
-                      where=job.input, mend="correct --input or read.paths; --dry-run shows the first record of each "
+                      where=job.input, fix="correct --input or read.paths; --dry-run shows the first record of each "
                       "format")
 
 
@@ -44,17 +44,17 @@ def nothing_left(stages: Sequence[Mapping[str, Any]], reasons: Mapping[str, int]
     most = max(stages, key=lambda entry: sum(entry["dropped"].values()))
     dropped = sum(most["dropped"].values())
     if not read and job.config.read.sample is not None:
-        mend = f"raise read.sample ({job.config.read.sample:g}): no document is in it"
+        fix = f"raise read.sample ({job.config.read.sample:g}): no document is in it"
     elif not read:
-        mend = "correct --input or read.paths"
+        fix = "correct --input or read.paths"
     elif bad >= dropped:
         first = max(reasons, key=lambda reason: reasons[reason])
-        mend = (f"correct the files or read.text and read.id: {quarantine.REASONS[first]}; {job.output}/quarantine "
-                "names each record")
+        fix = (f"correct the files or read.text and read.id: {quarantine.REASONS[first]}; {job.output}/quarantine "
+               "names each record")
     else:
-        mend = (f"loosen {most['name']}, which drops most, or give other documents; "
-                f"{job.output}/verdicts/{most['name']} has each one's reason")
-    return InputError(f"no document is left: {'; '.join(parts)}", where=job.input, mend=mend)
+        fix = (f"loosen {most['name']}, which drops most, or give other documents; "
+               f"{job.output}/verdicts/{most['name']} has each one's reason")
+    return InputError(f"no document is left: {'; '.join(parts)}", where=job.input, fix=fix)
 
 
 def no_training_row(packed: Sequence[Published], job: Job) -> InputError | None:
@@ -65,7 +65,7 @@ def no_training_row(packed: Sequence[Published], job: Job) -> InputError | None:
     share = job.config.step("pack").validation_fraction
     return InputError(f"the training set has no row: all {held_out:,} documents went to the validation set, which "
                       f"takes {share:g} of them", where=job.input,
-                      mend="lower pack.validation_fraction (0 for none), or give more documents")
+                      fix="lower pack.validation_fraction (0 for none), or give more documents")
 
 
 def _by_count(reasons: Mapping[str, int]) -> str:

@@ -139,8 +139,8 @@ def check_share(units: Sequence[Published], job: Job) -> None:
     raise InputError(
         f"{bad} of {total} records cannot be used, more than the allowed share of {job.config.max_bad_fraction:g}; "
         f"most of them, {counted[worst]['bad']} of {counted[worst]['records']}, in this file: {frequent}", where=worst,
-        mend=f"see {job.output}/quarantine for each one with its line; correct the file or read.text and read.id, "
-             "or raise max_bad_fraction")
+        fix=f"see {job.output}/quarantine for each one with its line; correct the file or read.text and read.id, "
+            "or raise max_bad_fraction")
 
 
 @dataclass

@@ -122,7 +122,7 @@ def read_manifest(uri: str) -> Manifest:
         data = folder.read(MANIFEST)
     except FileNotFoundError:
         raise InputError("there is no index of an earlier dump", where=uri,
-                         mend="give the folder near_index of an output written with dedup_near: {write_index: true}"
+                         fix="give the folder near_index of an output written with dedup_near: {write_index: true}"
                          ) from None
     try:
         content = json.loads(data)
@@ -133,7 +133,7 @@ def read_manifest(uri: str) -> Manifest:
         readable = False
     if not readable:
         raise InputError("not a manifest of an index that this version reads", where=folder.at(MANIFEST),
-                         mend="write the index again with write_index")
+                         fix="write the index again with write_index")
     return manifest
 
 
@@ -144,7 +144,7 @@ def _open(step: DedupNearStep, number: int, uri: str) -> Index:
              if known.get(name) != value]
     if wrong:
         raise InputError(f"the index was made with other parameters: {'; '.join(wrong)}", where=uri,
-                         mend="use the parameters of the index, or write it again with these")
+                         fix="use the parameters of the index, or write it again with these")
     return Index(number, uri, manifest.hash, _ABOVE * (len(step.against) - number), manifest.files)
 
 

@@ -252,5 +252,5 @@ def _check_share(job: Job, units: list[Published], parts: list[Published]) -> No
         raise InputError(
             f"{bad} of {total} records have an id that another document has, more than the allowed share of "
             f"{job.config.max_bad_fraction:g}", where=job.input,
-            mend=f"see {job.output}/quarantine; name another field with read.id, or set it to null to name documents "
-                 "by their content")
+            fix=f"see {job.output}/quarantine; name another field with read.id, or set it to null to name documents "
+                "by their content")

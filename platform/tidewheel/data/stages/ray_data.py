@@ -135,4 +135,4 @@ def _require_nodes(selector: Selector) -> None:
     if not can_grow(START_SECONDS):
         groups = sorted({(row["Labels"] or {}).get(GROUP_LABEL, "none") for row in rows})
         raise ClusterError(f"no node{with_labels(selector)} has CPUs; the nodes belong to the groups: "
-                           f"{', '.join(groups)}", where="placement", mend="correct placement, or add such nodes")
+                           f"{', '.join(groups)}", where="placement", fix="correct placement, or add such nodes")

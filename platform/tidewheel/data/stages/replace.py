@@ -62,7 +62,7 @@ def refuse(job: Job) -> None:
 def would_be_replaced(description: str, output: str) -> ConfigError:
     """Return the error for a non-empty result of `would_replace`."""
     return ConfigError(f"the output was made in another way, and would be replaced: {description}", where=output,
-                       mend="give --replace to replace it, or another --output to keep both")
+                       fix="give --replace to replace it, or another --output to keep both")
 
 
 def _settings(made: dict[str, Any], job: Job) -> str:
@@ -109,5 +109,5 @@ def read_units(output: Store) -> list[str]:
         keys: list[str] = output.read_json(UNITS)["units"]
     except FileNotFoundError:
         raise InputError("no units.json: no pipeline of this version has finished here", where=output.uri,
-                         mend="run the pipeline again, which reuses finished units; or give its --output") from None
+                         fix="run the pipeline again, which reuses finished units; or give its --output") from None
     return keys

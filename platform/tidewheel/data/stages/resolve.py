@@ -51,12 +51,12 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
     tokenizer, template = _tokenizer(config, input), chat_template(config, input)
     references = _filter_files(config, input)
     if hub.is_hub(output):
-        raise StorageError("the Hugging Face hub is only read from", where=output, mend=hub.WRITE_ELSEWHERE)
+        raise StorageError("the Hugging Face hub is only read from", where=output, fix=hub.WRITE_ELSEWHERE)
     target = store(output)
     if is_remote(output):
         target.check()
     elif Path(output).exists() and not Path(output).is_dir():
-        raise StorageError("the output is a file, it must be a folder", where=output, mend="choose another path")
+        raise StorageError("the output is a file, it must be a folder", where=output, fix="choose another path")
     return Job(config, hub_commits.as_given(input, commits), output, files, partition_count(config, files), evals,
                tokenizer, template, _indexes(config, input), references, commits, sources.skipped)
 
@@ -99,7 +99,7 @@ def _eval_items(config: PipelineConfig, input: str) -> tuple[EvalItem, ...]:
             items.update(read_eval_items(uri))
         except FileNotFoundError:
             raise InputError("there is no such file of evaluation items", where=uri,
-                             mend="correct evals; relative paths are below --input") from None
+                             fix="correct evals; relative paths are below --input") from None
     return tuple(sorted(items, key=lambda item: (item.name, item.item, item.text, item.answer)))
 
 
@@ -131,12 +131,12 @@ def _tokenizer(config: PipelineConfig, input: str) -> bytes:
         encoder = load(data, settings_of(step))
         if config.read.kind != "documents" and encoder.format != HuggingFace.format:
             raise InputError(f"chat templates need a Hugging Face tokenizer.json, this is a {encoder.format} file",
-                             mend="give the tokenizer.json of the model")
+                             fix="give the tokenizer.json of the model")
     except FileNotFoundError:
         raise InputError("there is no such tokenizer file", where=folder.at(name),
-                         mend="correct tokenize.file; a relative path is below --input") from None
+                         fix="correct tokenize.file; a relative path is below --input") from None
     except InputError as error:
-        raise InputError(error.what, where=folder.at(name), mend=error.mend) from None
+        raise InputError(error.what, where=folder.at(name), fix=error.fix) from None
     return data
 
 
@@ -171,7 +171,7 @@ def chat_template(config: PipelineConfig, input: str) -> str:
         where, template = read(step.chat_template)
         if template is None:
             raise InputError("there is no such chat template", where=where,
-                             mend="correct tokenize.chat_template; a relative path is below --input")
+                             fix="correct tokenize.chat_template; a relative path is below --input")
     return read_template(values, template, where=where, date=step.template_date)
 
 

@@ -153,7 +153,7 @@ def _bundled(matches: Sequence[_Match], read: ReadConfig) -> Sources:
     if not files:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
         raise InputError(f"no file of the source tree is read ({reasons})", where=matches[0].place.uri,
-                         mend="see read.code: languages, max_bytes, and keep for reasons to ignore")
+                         fix="see read.code: languages, max_bytes, and keep for reasons to ignore")
     return Sources(tuple(sorted(files, key=lambda file: file.name)), dict(sorted(skipped.items())))
 
 
@@ -172,7 +172,7 @@ def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits
     keys = [key for key in keys if not f"{place.at(key)}/".startswith(f"{output}/")]
     if not keys:
         raise InputError(f"no file matches {pattern!r}", where=hub_commits.as_given(place.uri, commits),
-                         mend="correct --input or read.paths; patterns know *, ? and ** for any folders")
+                         fix="correct --input or read.paths; patterns know *, ? and ** for any folders")
     return [_Match(place, key, key if is_relative else hub_commits.as_given(place.at(key), commits)) for key in keys]
 
 
@@ -225,7 +225,7 @@ def _check_formats(files: Sequence[SourceFile], allowed: float) -> None:
     others = Counter(file.shape.problem for file in unreadable[1:])
     more = "".join(f"; {count} more: {problem}" for problem, count in others.most_common(3))
     raise InputError(f"this is {first.shape.problem}{more} ({len(unreadable)} of {len(files)} files cannot be read)",
-                     where=first.name, mend=first.shape.hint)
+                     where=first.name, fix=first.shape.hint)
 
 
 def _locate(pattern: str, input: str, is_relative: bool) -> tuple[Store, str]:
@@ -242,4 +242,4 @@ def _must_exist(place: Store) -> None:
     if is_remote(place.uri):
         place.check()
     elif not Path(place.uri).is_dir():
-        raise StorageError("there is no such folder", where=place.uri, mend="correct --input or read.paths")
+        raise StorageError("there is no such folder", where=place.uri, fix="correct --input or read.paths")

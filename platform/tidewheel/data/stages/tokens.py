@@ -145,8 +145,8 @@ def _metas(table: pa.Table, text_in: Any) -> list[Mapping[str, Any]]:
         if text_in(meta) != text:
             raise InputError("a step changed the text of a conversation, but its unchanged messages would be "
                              "tokenized", where=f"document {identity!r}",
-                             mend="leave out steps that edit text (filters that edit, dedup_lines, decontaminate with "
-                                  "action cut), or let them drop or annotate")
+                             fix="leave out steps that edit text (filters that edit, dedup_lines, decontaminate with "
+                                 "action cut), or let them drop or annotate")
     return metas
 
 

@@ -73,7 +73,7 @@ def encode_rendered(encoder: Encoder, template: ChatTemplate, texts: Sequence[st
     """For each rendered text its tokens uint32 [t] and their characters int64 [t, 2], begin and end."""
     if not isinstance(encoder, HuggingFace):
         raise InputError(f"chat templates need a Hugging Face tokenizer.json, this is a {encoder.format} file",
-                         where="tokenizer", mend="convert the tokenizer, or give the model's tokenizer.json")
+                         where="tokenizer", fix="convert the tokenizer, or give the model's tokenizer.json")
     found = []
     for first in range(0, len(texts), _BATCH):
         batch = list(texts[first : first + _BATCH])

@@ -75,11 +75,11 @@ def read_template(config: bytes | None, template: bytes | None, *, where: str, d
         tokens = {name: value["content"] if isinstance(value, dict) else str(value) for name, value in tokens.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(f"not a tokenizer_config.json ({str(error)[:150]})", where=where,
-                         mend="give the file that belongs to the tokenizer") from None
+                         fix="give the file that belongs to the tokenizer") from None
     if not isinstance(source, str):
         raise InputError("no chat template", where=where,
-                         mend="put tokenizer_config.json with a chat_template beside the tokenizer, or name a Jinja "
-                              "file with tokenize.chat_template")
+                         fix="put tokenizer_config.json with a chat_template beside the tokenizer, or name a Jinja "
+                             "file with tokenize.chat_template")
     found = json.dumps({"template": source, "tokens": tokens, **more}, sort_keys=True)
     _try(ChatTemplate(found, ()), where)
     return found
@@ -95,9 +95,9 @@ def _try(template: ChatTemplate, where: str) -> None:
         except Refused as error:  # a template may want other roles
             if isinstance(error.__cause__, TooMuchWork):
                 raise InputError(f"the chat template is not usable: {error.__cause__}", where=where,
-                                 mend="take the template from the model's own tokenizer_config.json") from None
+                                 fix="take the template from the model's own tokenizer_config.json") from None
         except InputError as error:
-            raise InputError(error.what, where=where, mend=error.mend) from None
+            raise InputError(error.what, where=where, fix=error.fix) from None
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _compiled(source: str) -> Any:
         import jinja2.ext
     except ImportError:
         raise InputError("the package that runs chat templates is missing", where="tokenizer",
-                         mend="pip install 'tidewheel[tokenizers]'") from None
+                         fix="pip install 'tidewheel[tokenizers]'") from None
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}`: what is between is set between `BEGIN` and `END`."""
@@ -244,7 +244,7 @@ def _compiled(source: str) -> Any:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise InputError(f"the chat template is no valid Jinja ({str(error)[:150]})", where="tokenizer",
-                         mend="correct the template") from None
+                         fix="correct the template") from None
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,

@@ -24,8 +24,8 @@ def strftime_of(date: datetime | None) -> Callable[[str], str]:
         if date is None:
             raise InputError("the chat template asks for today's date (strftime_now), which changes every day, and the "
                              "tokens with it", where="tokenize.template_date",
-                             mend="name the date on which the conversations take place: template_date: 2026-07-01 in "
-                                  "the step tokenize")
+                             fix="name the date on which the conversations take place: template_date: 2026-07-01 in "
+                                 "the step tokenize")
         if not isinstance(format, str) or len(format) > _MOST_CHARACTERS or not _FORMAT.fullmatch(format):
             raise jinja2.TemplateError(f"strftime_now does not take the format {str(format)[:50]!r}")
         return date.strftime(format)

@@ -106,7 +106,7 @@ def train_tokenizer(patterns: Sequence[str], *, field: str = "text", vocabulary_
     least = MIN_VOCABULARY + len(special_tokens)
     if vocabulary_size < least or sample_bytes < 1:
         raise ConfigError(f"a vocabulary of {vocabulary_size} and a sample of {sample_bytes} bytes",
-                          where="train-tokenizer", mend=f"the vocabulary needs {least} tokens, the sample a byte")
+                          where="train-tokenizer", fix=f"the vocabulary needs {least} tokens, the sample a byte")
     sample, documents, unusable = Sample(sample_bytes), 0, 0
     files = [(place, key) for pattern in patterns for place, key in matching(pattern)]
     config = ReadConfig(paths=tuple(patterns), text=field)
@@ -123,7 +123,7 @@ def train_tokenizer(patterns: Sequence[str], *, field: str = "text", vocabulary_
         texts, tested = sample.texts()
         if not texts:
             raise InputError(f"none of {unusable} records can be used", where=", ".join(patterns),
-                             mend="name the field with the text with --text")
+                             fix="name the field with the text with --text")
         trained_bytes = sum(len(text.encode()) for text in texts)
         with group.bar("training", 1, unit="tokenizer") as bar:
             bar.update(0, note=f"{trained_bytes:,} bytes, {vocabulary_size:,} tokens")
@@ -141,7 +141,7 @@ def _records(place: Store, key: str, config: ReadConfig) -> Iterator[str | Bad]:
             yield record if isinstance(record, Bad) else record.text
     except UnreadableFile as error:
         raise InputError(f"cannot be read to its end ({error})", where=place.at(key),
-                         mend="mend the file, or leave it out") from None
+                         fix="fix the file, or leave it out") from None
 
 
 def matching(pattern: str) -> list[tuple[Store, str]]:
@@ -154,5 +154,5 @@ def matching(pattern: str) -> list[tuple[Store, str]]:
     found = [(place, key) for key in place.glob("/".join(parts[wild:]))]
     if not found:
         raise InputError(f"no file matches {pattern!r}", where=place.uri,
-                         mend="correct the pattern; it knows *, ? and ** for any folders")
+                         fix="correct the pattern; it knows *, ? and ** for any folders")
     return found

@@ -75,7 +75,7 @@ def alerts(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             continue
         for name, value in (("for", rule.get("for")), ("labels.severity", get(rule, "labels", "severity")),
                             ("annotations.summary", get(rule, "annotations", "summary")),
-                            ("annotations.mend", get(rule, "annotations", "mend"))):
+                            ("annotations.fix", get(rule, "annotations", "fix"))):
             if not value:
                 yield at(manifest, (*path, *name.split(".")), "missing", "give it: somebody is woken by this")
 

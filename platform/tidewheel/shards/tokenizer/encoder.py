@@ -108,11 +108,11 @@ class Encoder(ABC):
         eos = self._mark("eos", _EOS_NAMES)
         if self.bos is None and settings.bos == "document":
             raise InputError(f"the tokenizer has no begin-of-text token; looked for {', '.join(_BOS_NAMES)}",
-                             where="tokenizer", mend="name it with tokenize.bos_token, or set tokenize.bos to none")
+                             where="tokenizer", fix="name it with tokenize.bos_token, or set tokenize.bos to none")
         if eos is None:
             raise InputError(f"the tokenizer has no end-of-text token; looked for {', '.join(_EOS_NAMES)}",
-                             where="tokenizer", mend="name it with tokenize.eos_token, or add one of these as a "
-                                                     "special token")
+                             where="tokenizer", fix="name it with tokenize.eos_token, or add one of these as a "
+                                                    "special token")
         self.eos: int = eos
         pad = self._mark("pad", _PAD_NAMES)
         self.pad: int = eos if pad is None else pad
@@ -131,7 +131,7 @@ class Encoder(ABC):
         token = requested if isinstance(requested, int) else self._id(requested)
         if token is None or not 0 <= token < self.vocabulary_size:
             raise InputError(f"the tokenizer has no token {requested!r}", where="tokenizer",
-                             mend=f"correct tokenize.{kind}_token; there are: {', '.join(list(self.special)[:12])}")
+                             fix=f"correct tokenize.{kind}_token; there are: {', '.join(list(self.special)[:12])}")
         return token
 
     def _id(self, name: str) -> int | None:

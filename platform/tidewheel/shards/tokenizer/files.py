@@ -33,8 +33,8 @@ def load(data: bytes, settings: Settings = Settings()) -> Encoder:  # noqa: B008
 def _class_of(data: bytes) -> type[Encoder]:
     head = data[:4096].lstrip()
     if not head:
-        raise InputError("the file is empty", where="tokenizer", mend="give a tokenizer.json, a SentencePiece model or "
-                                                                      "a tiktoken rank file")
+        raise InputError("the file is empty", where="tokenizer", fix="give a tokenizer.json, a SentencePiece model or "
+                                                                     "a tiktoken rank file")
     if head.startswith((b"{", b"[")) or (_is_text(head) and not looks_like_ranks(head)):
         return HuggingFace
     return Tiktoken if looks_like_ranks(head) else SentencePiece
@@ -63,7 +63,7 @@ def of_manifest(place: storage.Store, tokenizer: Mapping[str, Any]) -> Encoder:
                            pad_token=tokenizer["pad"])
         return _FORMATS[tokenizer.get("format", HuggingFace.format)](data, settings)
     except FileNotFoundError:
-        raise ShardError("the set's tokenizer is missing", where=where, mend=REBUILD) from None
+        raise ShardError("the set's tokenizer is missing", where=where, fix=REBUILD) from None
     except (InputError, KeyError, TypeError) as error:
         reason = error.what if isinstance(error, InputError) else str(error)
-        raise ShardError(f"the set's tokenizer cannot be used ({reason})", where=where, mend=REBUILD) from None
+        raise ShardError(f"the set's tokenizer cannot be used ({reason})", where=where, fix=REBUILD) from None

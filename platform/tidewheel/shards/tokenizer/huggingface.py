@@ -39,7 +39,7 @@ class HuggingFace(Encoder):
             tokenizer = Tokenizer.from_str(self.data.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"not a tokenizer.json ({str(error)[:200]})", where="tokenizer",
-                             mend="give the tokenizer.json file of a Hugging Face fast tokenizer") from None
+                             fix="give the tokenizer.json file of a Hugging Face fast tokenizer") from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer

@@ -52,7 +52,7 @@ def _load(data: bytes) -> Any:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
         raise InputError("this is a SentencePiece model, and the package that reads it is missing", where="tokenizer",
-                         mend="pip install 'tidewheel[tokenizers]'") from None
+                         fix="pip install 'tidewheel[tokenizers]'") from None
     model = SentencePieceProcessor()
     try:
         model.load_from_serialized_proto(data)
@@ -60,7 +60,7 @@ def _load(data: bytes) -> Any:
     except (RuntimeError, ValueError, TypeError) as error:
         raise InputError(f"neither a tokenizer.json nor a SentencePiece model nor a tiktoken file "
                          f"({str(error).splitlines()[0][:150] if str(error) else type(error).__name__})",
-                         where="tokenizer", mend="give the file that the tokenizer's library wrote") from None
+                         where="tokenizer", fix="give the file that the tokenizer's library wrote") from None
     if size < 1:
-        raise InputError("a SentencePiece model without pieces", where="tokenizer", mend="give another file")
+        raise InputError("a SentencePiece model without pieces", where="tokenizer", fix="give another file")
     return model

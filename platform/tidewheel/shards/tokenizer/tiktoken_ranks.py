@@ -47,19 +47,19 @@ class Tiktoken(Encoder):
             import tiktoken
         except ImportError:
             raise InputError("this is a tiktoken file, and the package that reads it is missing", where="tokenizer",
-                             mend="pip install 'tidewheel[tokenizers]'") from None
+                             fix="pip install 'tidewheel[tokenizers]'") from None
         ranks = read_ranks(self.data)
         pattern, special = self._encoding(len(ranks))
         taken = set(ranks.values())
         if clash := [name for name, number in special.items() if number in taken or number < 0]:
             raise InputError(f"the special tokens {', '.join(clash)} have ids that the file gives to others",
-                             where="tokenizer", mend="correct tokenize.encoding or tokenize.special_tokens")
+                             where="tokenizer", fix="correct tokenize.encoding or tokenize.special_tokens")
         try:
             self._encoding_of_file: Any = tiktoken.Encoding("tidewheel", pat_str=pattern, mergeable_ranks=ranks,
                                                             special_tokens=special)
         except (ValueError, KeyError) as error:
             raise InputError(f"tiktoken does not take the pattern ({str(error)[:150]})", where="tokenizer",
-                             mend="correct tokenize.pattern") from None
+                             fix="correct tokenize.pattern") from None
         self._special_ids = set(special.values())
         self._known = taken | self._special_ids
         return special, max(self._known) + 1
@@ -70,10 +70,10 @@ class Tiktoken(Encoder):
         name = settings.encoding or (None if settings.pattern else _BY_RANKS.get(ranks))
         if name is None and settings.pattern is None:
             raise InputError(f"{ranks} ranks: not one of the encodings known here", where="tokenizer",
-                             mend=f"set tokenize.encoding to one of {', '.join(ENCODINGS)}, or give tokenize.pattern "
-                                  "and tokenize.special_tokens")
+                             fix=f"set tokenize.encoding to one of {', '.join(ENCODINGS)}, or give tokenize.pattern "
+                                 "and tokenize.special_tokens")
         if name is not None and name not in ENCODINGS:
-            raise InputError(f"no encoding {name!r}", where="tokenizer", mend=f"there are: {', '.join(ENCODINGS)}")
+            raise InputError(f"no encoding {name!r}", where="tokenizer", fix=f"there are: {', '.join(ENCODINGS)}")
         pattern, special = ENCODINGS[name] if name else ("", {})
         return settings.pattern or pattern, {**special, **settings.special_tokens}
 
@@ -150,4 +150,4 @@ def from_gpt2(merges: bytes, vocabulary: bytes) -> bytes:
 
 
 def _wrong(what: str) -> InputError:
-    return InputError(what, where="tokenizer", mend="give the file as it was published")
+    return InputError(what, where="tokenizer", fix="give the file as it was published")

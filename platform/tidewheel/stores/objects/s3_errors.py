@@ -78,33 +78,33 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
         place = f"region {region}" if region else "another region"
         return StorageError(
             f"the bucket {bucket!r} is in {place} ({reason})", where=where,
-            mend=f"set AWS_REGION={region or 'to the region of the bucket'}, and if AWS_ENDPOINT_URL is set, that to "
-                 "the endpoint of the region")
+            fix=f"set AWS_REGION={region or 'to the region of the bucket'}, and if AWS_ENDPOINT_URL is set, that to "
+                "the endpoint of the region")
     if code(error) == SKEW_CODE:
         return StorageError(f"this machine's clock is wrong, so the store refuses its signatures ({reason})",
-                            where=where, mend="set the clock (chrony, ntp); `tidewheel doctor --storage URI` tells by "
+                            where=where, fix="set the clock (chrony, ntp); `tidewheel doctor --storage URI` tells by "
                             "how much it is off")
     match problem(error):
         case Problem.EXPIRED:
             return StorageAwayError(f"the credentials have expired ({reason})", where=where,
-                                    mend="renew them where they came from (`aws sso login`, the credentials file): "
+                                    fix="renew them where they came from (`aws sso login`, the credentials file): "
                                     "each try reads them anew")
         case Problem.UNREACHABLE:
             return StorageAwayError(f"the object store does not answer ({reason})", where=where,
-                                    mend="check AWS_ENDPOINT_URL and that the server is up")
+                                    fix="check AWS_ENDPOINT_URL and that the server is up")
     if isinstance(error, PermissionError | bx.NoCredentialsError | bx.PartialCredentialsError | bx.ProfileNotFound):
         return StorageError(f"access refused ({reason})", where=where,
-                            mend="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role that may read "
+                            fix="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a role that may read "
                             "and write this bucket; `tidewheel doctor --storage URI` tests it")
     if isinstance(error, bx.ParamValidationError):
         return StorageError(f"{bucket!r} is not a possible bucket name", where=where,
-                            mend="3 to 63 small letters, digits, dots and dashes")
+                            fix="3 to 63 small letters, digits, dots and dashes")
     if isinstance(error, SilentError):
         return StorageAwayError(f"the object store takes requests but does not answer in time ({reason})", where=where,
-                                mend="look at the store's health and the way to it; a proxy or a firewall in between "
+                                fix="look at the store's health and the way to it; a proxy or a firewall in between "
                                 "shows itself like this, too")
     return StorageAwayError(f"the object store failed ({reason})", where=where,
-                            mend="try again; if it persists, check AWS_ENDPOINT_URL and the store's health")
+                            fix="try again; if it persists, check AWS_ENDPOINT_URL and the store's health")
 
 
 def short(error: BaseException) -> str:

@@ -185,7 +185,7 @@ class ObjectStore(Store):
                 refused = self.ask("delete_many", names[begin:begin + batch])
                 if refused:
                     raise StorageError(f"{len(refused)} objects cannot be deleted ({refused[0]})",
-                                       where=join(self.uri, prefix), mend="allow s3:DeleteObject on this bucket")
+                                       where=join(self.uri, prefix), fix="allow s3:DeleteObject on this bucket")
 
     # -- listings ------------------------------------------------------------------------------
     def list(self, prefix: str = "") -> Sequence[Stamp]:

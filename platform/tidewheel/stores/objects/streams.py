@@ -67,7 +67,7 @@ class Reader(io.RawIOBase):
         data = self._store.read(self._key, self._position, end - self._position)
         if len(data) != end - self._position:
             raise StorageError(f"got {len(data)} bytes instead of {end - self._position}",
-                               where=self._store.at(self._key), mend="the object changed while it was read: try again")
+                               where=self._store.at(self._key), fix="the object changed while it was read: try again")
         self._position += len(data)
         return data
 

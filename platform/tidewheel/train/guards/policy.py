@@ -83,10 +83,10 @@ class Guard:
             ConfigError: the policy is to stop, or too many steps in a row were skipped.
         """
         if verdict.action == "stop":
-            raise ConfigError(f"{verdict.reason} at step {step}", where=where, mend=_CALMER)
+            raise ConfigError(f"{verdict.reason} at step {step}", where=where, fix=_CALMER)
         if verdict.action == "skip" and self.in_a_row > self.config.max_skips:
             raise ConfigError(f"{self.in_a_row} steps in a row without an update up to step {step}: {verdict.reason}",
-                              where=where, mend=_CALMER if "spike" not in verdict.reason else
+                              where=where, fix=_CALMER if "spike" not in verdict.reason else
                               f"raise guards.z_score ({self.config.z_score:g}) or set guards.spike=ignore if the level "
                               f"has changed for good; else {_CALMER}")
 
@@ -105,7 +105,7 @@ class Guard:
         if rollbacks >= self.config.max_rollbacks:
             raise ConfigError(f"{verdict.reason} at step {step} after {rollbacks} rollbacks, "
                               f"guards.max_rollbacks is {self.config.max_rollbacks}", where=where,
-                              mend=f"look at what was passed over with `tidewheel shards trace --run {where} --step "
+                              fix=f"look at what was passed over with `tidewheel shards trace --run {where} --step "
                               f"{step}`; then raise the limit, or {_CALMER}")
 
     def state(self) -> dict[str, Any]:

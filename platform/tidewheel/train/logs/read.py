@@ -124,8 +124,8 @@ def parse_since(text: str, now: float | None = None) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise ConfigError(f"{text!r} is no time", where="--since",
-                          mend="give 10m (ten minutes ago; s, h and d too), 14:30, 2026-11-23T14:30, or "
-                               "2026-11-23T14:30Z for UTC") from None
+                          fix="give 10m (ten minutes ago; s, h and d too), 14:30, 2026-11-23T14:30, or "
+                              "2026-11-23T14:30Z for UTC") from None
 
 
 def _process(key: str) -> str:

@@ -57,4 +57,4 @@ def _check_complete(named: Sequence[Named], parts: Sequence[torch.optim.Optimize
         count = held.count(id(parameter))
         if count != 1:
             raise ConfigError(f"the optimizer {kind} updates {name} {count} times", where="optimizer.kind",
-                              mend="give each parameter to one of the torch optimizers that build_all returns")
+                              fix="give each parameter to one of the torch optimizers that build_all returns")

@@ -110,5 +110,5 @@ def _check_state(name: str, state: dict[str, torch.Tensor], declared: set[str]) 
     wrong = sorted(key for key, value in state.items() if key not in declared or not isinstance(value, torch.Tensor))
     if wrong:
         raise ConfigError(f"the optimizer keeps {', '.join(wrong)} of {name}, which a checkpoint would not hold",
-                          where="optimizer.kind", mend="name in STATE the tensors that it keeps for each parameter; "
+                          where="optimizer.kind", fix="name in STATE the tensors that it keeps for each parameter; "
                           "they are there, zero, before the first update, and stay tensors")

@@ -75,7 +75,7 @@ class Schedule(Part):
             factor = float(self.factor(done, total, start))
         if not 0.0 <= factor < math.inf:
             raise ConfigError(f"the schedule {name_of(type(self))} gives {factor} at {done:,} of {total:,} {self.unit}",
-                              where="schedule.kind", mend="return a share of the peak learning rate, 0 or more")
+                              where="schedule.kind", fix="return a share of the peak learning rate, 0 or more")
         return peak * factor
 
 

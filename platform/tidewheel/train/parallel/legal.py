@@ -145,7 +145,7 @@ def check_data(config: TrainConfig, vocabulary_size: int, sequence_length: int) 
     """
     reason = shape(config.parallel, config.model, vocabulary_size) or length(config.parallel, sequence_length)
     if reason is not None:
-        raise ConfigError(reason, where="parallel", mend="change it, or pack the data differently")
+        raise ConfigError(reason, where="parallel", fix="change it, or pack the data differently")
 
 
 def length(parallel: ParallelConfig, sequence_length: int) -> str | None:
@@ -173,20 +173,20 @@ def check_world(config: TrainConfig, world_size: int) -> None:
     if world_size in possible:
         if (reason := schedule(config, world_size)) is not None:
             raise ConfigError(reason, where="parallel.pipeline_schedule",
-                              mend="change micro_sequences, global_sequences or the number of workers, or choose gpipe "
-                                   "or zbv_zero_bubble, which take any number")
+                              fix="change micro_sequences, global_sequences or the number of workers, or choose gpipe "
+                                  "or zbv_zero_bubble, which take any number")
         return
     near = nearest(world_size, possible)
     if world_size % parallel.unit:
         raise ConfigError(f"{world_size} worker(s) cannot hold {describe(parallel)}; nearest number that can: {near}",
-                          where="parallel", mend=f"start {near} workers, or make the mesh smaller")
+                          where="parallel", fix=f"start {near} workers, or make the mesh smaller")
     data = world_size // parallel.unit
     if virtual % data:
         raise ConfigError(f"{data} workers cannot share {virtual} virtual ranks evenly", where="batch.virtual_ranks",
-                          mend="make it a multiple of every number of workers the run may have, such as 12 or 60")
+                          fix="make it a multiple of every number of workers the run may have, such as 12 or 60")
     raise ConfigError(f"{data} data-parallel workers are no multiple of parallel.replicate {parallel.replicate}; "
                       f"nearest number of workers that is legal: {near}", where="parallel.replicate",
-                      mend=f"start {near} workers, or change replicate")
+                      fix=f"start {near} workers, or change replicate")
 
 
 def describe(parallel: ParallelConfig) -> str:

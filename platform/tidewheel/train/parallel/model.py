@@ -281,7 +281,7 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         return _fully_sharded(part, config, mesh, shards, device, num_parameters, order)
     if parallel.offload:
         raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",
-                          where="parallel.offload", mend="leave it out, or start more workers")
+                          where="parallel.offload", fix="leave it out, or start more workers")
     part.to_empty(device=device)
     group = mesh.of(*GRADIENTS)
     ordered: dict[str, Any] = {}

@@ -65,7 +65,7 @@ def _block_plan(block: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Parallel
             module = block.get_submodule(name)
         except AttributeError:
             raise ConfigError(f"tensor_parallel() names {name!r}, which a block does not have", where="model.kind",
-                              mend="name the modules as the block's attributes") from None
+                              fix="name the modules as the block's attributes") from None
         if cut == "gathered":
             others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)  # of attention: rope, mask
             plan[name] = PrepareModuleInput(input_layouts=(Shard(1), *others),

@@ -27,7 +27,7 @@ class WeightsAndBiases(Tracker):
     def check(self) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError("Weights & Biases is asked for, and its package is not installed",
-                              where="metrics.trackers", mend="pip install wandb, on all nodes, or take wandb out")
+                              where="metrics.trackers", fix="pip install wandb, on all nodes, or take wandb out")
 
     def open(self, run: TrackedRun) -> Sink | None:
         from tidewheel.train.trackers.clients.service_run import ServiceRun

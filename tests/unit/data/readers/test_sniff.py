@@ -202,7 +202,7 @@ def test_too_many_files_that_cannot_be_read_end_the_run_before_it_starts(tmp_pat
     told = r"a.json: this is a PNG image; 1 more: a PDF document \(2 of 3 files"
     with pytest.raises(InputError, match=told) as error:
         job(tmp_path)
-    assert "read.paths" in error.value.mend
+    assert "read.paths" in error.value.fix
 
 
 def test_a_plan_shows_files_by_format_and_a_record_of_each(tmp_path, capsys):

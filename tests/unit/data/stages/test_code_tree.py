@@ -163,7 +163,7 @@ def test_inputs_and_plan_name_the_files(tree):
 def test_the_error_for_no_files_counts_the_skipped_ones(tree):
     with pytest.raises(InputError, match=r"no file of the source tree is read \(other_language 1\)") as error:
         job(tree, "project/src/lib.rs", code={"languages": ["Zig"]})
-    assert "read.code" in error.value.mend
+    assert "read.code" in error.value.fix
 
 
 def test_invalid_code_settings_are_refused(tree):

@@ -118,7 +118,7 @@ def test_missing_data_sets_raise(tmp_path, server, path, told, fix):
     with pytest.raises((StorageError, InputError)) as error:
         job(tmp_path, path)
     assert told in error.value.what
-    assert fix in error.value.mend
+    assert fix in error.value.fix
     assert error.value.where.startswith("hf://")
 
 
@@ -130,7 +130,7 @@ def test_refusals_of_the_hub_raise(tmp_path, server, refusal, told, fix):
     with pytest.raises(StorageError) as error:
         job(tmp_path)
     assert told in error.value.what
-    assert fix in error.value.mend
+    assert fix in error.value.fix
 
 
 def test_a_missing_network_raises(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_missing_network_raises(tmp_path, monkeypatch):
     with pytest.raises(StorageAwayError, match="cannot be reached") as error:
         job(tmp_path)
     assert gone.endpoint in error.value.what
-    assert "hf download" in error.value.mend
+    assert "hf download" in error.value.fix
 
 
 def test_offline_mode_raises(tmp_path, server, monkeypatch):

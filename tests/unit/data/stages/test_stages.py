@@ -61,7 +61,7 @@ def test_missing_inputs_raise_before_anything_is_written(folder, tmp_path, confi
     with pytest.raises(error) as raised:
         pipeline.run(config(), input=str(folder), output=str(tmp_path / "new"))
     assert told in str(raised.value)
-    assert "mend:" in str(raised.value)
+    assert "fix:" in str(raised.value)
     assert not (tmp_path / "new").exists()
 
 

@@ -39,7 +39,7 @@ class AdamW8bit(TorchaoAdamW8bit):
         if part.shape[-1] % self.block_size:
             raise ConfigError(f"a weight {list(p.shape)} is cut into columns of {part.shape[-1]}, no multiple of "
                               f"{self.block_size}", where="optimizer.kind adamw8bit",
-                              mend="lower parallel.tensor, or use adamw")
+                              fix="lower parallel.tensor, or use adamw")
         if part.numel() == 0:  # a rank without rows has nothing to quantise
             moment = torch.zeros_like(part)
         else:

@@ -35,8 +35,8 @@ class ServiceRun:
     def __init__(self, config: WeightsAndBiases, run: TrackedRun) -> None:
         if config.mode == "online" and not _has_key():  # the client would ask at a terminal that is not there
             raise ConfigError("no key for Weights & Biases in this worker", where="metrics.trackers",
-                              mend="set WANDB_API_KEY in the workers' environment (never in a configuration), or "
-                                   "wandb's mode to offline")
+                              fix="set WANDB_API_KEY in the workers' environment (never in a configuration), or "
+                                  "wandb's mode to offline")
         import wandb
 
         self._recorded = run.recorded
