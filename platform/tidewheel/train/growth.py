@@ -18,8 +18,8 @@ from tidewheel.storage import store
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.record import RunRecord
-from tidewheel.train.retry import StorageWait
 from tidewheel.train.runtime import Control
+from tidewheel.train.storage_wait import StorageWait
 
 POLL_SECONDS = 2.0
 """Between two looks for the next wave; less if collectives have a short time limit."""

@@ -32,11 +32,11 @@ from tidewheel.train.record import TrainResult
 from tidewheel.train.recording import Recording
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.resuming import Resuming
-from tidewheel.train.retry import StorageWait
 from tidewheel.train.run import Run
 from tidewheel.train.runtime import Control, Preempted, Runtime
 from tidewheel.train.saving import Saving
 from tidewheel.train.step import SAVE, STOP, StepResult, train_step
+from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Timeline, ledger
 from tidewheel.train.training import Training
 

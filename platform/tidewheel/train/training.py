@@ -26,10 +26,10 @@ from tidewheel.train.parallel import ParallelModel
 from tidewheel.train.positions import Positions, Window
 from tidewheel.train.precision import LossScale
 from tidewheel.train.record import RunRecord
-from tidewheel.train.retry import StorageWait
 from tidewheel.train.run import Run
 from tidewheel.train.run_state import Progress
 from tidewheel.train.runtime import Runtime, read_again
+from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Category, Timeline
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.train.helpers import config, write_shards
-from tidewheel import jsonlog, storage
-from tidewheel import retry as retries
+from tidewheel import jsonlog, retry, storage
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.cluster.s3_server import S3Server
@@ -15,11 +14,11 @@ from tidewheel.elastic.trainer import LocalControl
 from tidewheel.errors import StorageAwayError, StorageError
 from tidewheel.jsonlog import JsonLog
 from tidewheel.storage import LocalStore
-from tidewheel.train import checks, retry
+from tidewheel.train import checks, storage_wait
 from tidewheel.train.loop import train
 from tidewheel.train.record import RunRecord
-from tidewheel.train.retry import StorageWait
 from tidewheel.train.runtime import Runtime
+from tidewheel.train.storage_wait import StorageWait
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -126,7 +125,7 @@ def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generat
     settings = config(folder, f"back{generation}", "steps=2", "evaluation.every_steps=0", "evaluation.sample_tokens=0",
                       "data.validation=''")
     control = Training(JsonLog(storage.store(settings.run_uri), "events.jsonl"), None)
-    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
     calls = {"read_data": 0, "last_step": 0}
 
     def flaky(name: str, real):
@@ -151,7 +150,7 @@ def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generat
 
 
 def test_waiting_for_storage_has_an_end(monkeypatch):
-    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
     told, calls = [], []
 
     def away() -> None:
@@ -166,9 +165,9 @@ def test_waiting_for_storage_has_an_end(monkeypatch):
 
 def test_requests_inside_a_wait_have_no_budgets_of_their_own(monkeypatch):
     """A failing request ends with the wait, and its tries are not multiplied by it."""
-    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.01)
-    quick = retries.RetryPolicy(budget_seconds=1e6, pause_seconds=0.1, longest_pause_seconds=0.1)
-    monkeypatch.setattr(retries.random, "random", lambda: 1.0)
+    monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
+    quick = retry.RetryPolicy(budget_seconds=1e6, pause_seconds=0.1, longest_pause_seconds=0.1)
+    monkeypatch.setattr(retry.random, "random", lambda: 1.0)
     tries, events = [], []
 
     def request() -> None:
@@ -177,7 +176,7 @@ def test_requests_inside_a_wait_have_no_budgets_of_their_own(monkeypatch):
 
     def read() -> None:
         try:
-            retries.call(request, quick, may_help=lambda _: True)
+            retry.call(request, quick, may_help=lambda _: True)
         except ConnectionResetError as error:
             raise StorageAwayError(str(error), where="s3://bucket", fix="wait") from error
 
