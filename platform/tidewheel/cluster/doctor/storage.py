@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from tidewheel.cluster.doctor.check import Check
@@ -20,7 +19,9 @@ LARGE_BYTES = 40 << 20
 """More than two parts of an upload (`streams.PART_BYTES`): enough to measure the bandwidth in a short time."""
 SKEW_WARNING, SKEW_FAILURE = 60.0, 840.0
 """Seconds. Stores refuse requests whose signature is 15 minutes off (RequestTimeTooSkewed)."""
-MEND = "check the URI, the AWS_* variables and the store's own health"
+STAMP_SECONDS = 1.0
+"""Resolution of the time that a store gives an object."""
+FIX = "check the URI, the environment's credentials and the store's own health"
 
 
 @dataclass
@@ -53,7 +54,7 @@ class _Probe:
             self.checks.append(Check(name, "failure", f"{error.where or self.uri}: {error.what}", error.fix))
             return False
         except Exception as error:
-            self.checks.append(Check(name, "failure", f"{type(error).__name__}: {error}"[:300], MEND))
+            self.checks.append(Check(name, "failure", f"{type(error).__name__}: {error}"[:300], FIX))
             return False
         self.checks.append(Check(name, "ok" if works else status, detail, "" if works else fix))
         return works
@@ -67,10 +68,10 @@ def storage(uri: str) -> list[Check]:
     except TidewheelError as error:
         return [Check("storage", "failure", f"{uri} cannot be reached: {error.what}", error.fix)]
     except Exception as error:
-        return [Check("storage", "failure", f"{uri} cannot be reached: {type(error).__name__}: {error}"[:300], MEND)]
+        return [Check("storage", "failure", f"{uri} cannot be reached: {type(error).__name__}: {error}"[:300], FIX)]
     probe = _Probe(uri, root, f".tidewheel-doctor-{uuid.uuid4().hex}")
     try:
-        if probe.attempt("put", lambda: _put(probe), MEND):
+        if probe.attempt("put", lambda: _put(probe), FIX):
             probe.attempt("list", lambda: _list(probe), "use a store whose listing shows at once what was written")
             probe.attempt("conditional put", lambda: _conditional(probe), "two drivers of one workflow could run the "
                           "same step: start one only, or use a store with If-None-Match", "warning")
@@ -127,16 +128,18 @@ def _large(probe: _Probe) -> tuple[bool, str]:
 
 
 def _clock(probe: _Probe) -> tuple[bool, str]:
-    """Compare this machine's clock with the Date of an answer, which is in whole seconds."""
-    answer = probe.store.call("head_object", probe.key("small"))  # type: ignore[attr-defined]
-    stamp = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    if not stamp:
-        return True, "the store does not tell the time"
-    off = (datetime.now(UTC) - parsedate_to_datetime(stamp)).total_seconds()
+    """Compare this machine's clock with the time at which the store says that an object was written."""
+    before = datetime.now(UTC).timestamp()
+    probe.store.write(probe.key("clock"), b"time")
+    after = datetime.now(UTC).timestamp()
+    stamp = probe.store.written_at(probe.key("clock"))
+    if before - STAMP_SECONDS <= stamp <= after + STAMP_SECONDS:
+        return True, "agrees with the store's"
+    off = before - stamp if stamp < before else after - stamp
     if abs(off) > SKEW_FAILURE:
         raise TidewheelError(f"{off:+.0f} s off the store's clock", where=probe.uri,
                              fix="synchronise this machine's clock (chrony, ntp)")
-    return abs(off) < SKEW_WARNING, f"{off:+.0f} s off the store's clock" if abs(off) > 1 else "agrees with the store's"
+    return abs(off) < SKEW_WARNING, f"{off:+.0f} s off the store's clock"
 
 
 def _delete(probe: _Probe) -> tuple[bool, str]:
