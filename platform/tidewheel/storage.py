@@ -369,6 +369,16 @@ class LocalStore(Store):
         raise StorageAwayError("the folder is gone, or another one is in its place", where=self.uri,
                                fix="mount its disk again, or move it back: what was written is in the folder that was")
 
+    @contextlib.contextmanager
+    def _writable(self, path: Path) -> Iterator[None]:
+        """Turn errors of writing `path` into StorageErrors. A folder that is gone is the cause of any other error."""
+        try:
+            with writable(path):
+                yield
+        except StorageError:
+            self._require_root()
+            raise
+
     def _path(self, key: str) -> Path:
         return self.root / safe_key(key)
 
@@ -382,7 +392,7 @@ class LocalStore(Store):
         path = self._path(key)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
         self._require_root()
-        with writable(path):
+        with self._writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             sink = temporary.open("wb")
         try:
@@ -390,10 +400,10 @@ class LocalStore(Store):
                 hashing = HashingWriter(key, Guarded(sink, path))
                 yield hashing  # what the caller raises here is the caller's own and passes through
                 time_limit.current().check()
-                with writable(path):
+                with self._writable(path):
                     sink.flush()
                     os.fsync(sink.fileno())
-            with writable(path):
+            with self._writable(path):
                 os.replace(temporary, path)
                 _fsync_folder(path.parent)
                 self._written = key, _identity(self.root)
@@ -405,7 +415,7 @@ class LocalStore(Store):
         path = self._path(key)
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
         self._require_root()
-        with writable(path):
+        with self._writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with temporary.open("wb") as sink:

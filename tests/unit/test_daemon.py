@@ -52,7 +52,7 @@ def test_what_hangs_is_left_behind_and_what_waits_behind_it_is_cancelled(held):
     hung.result(SECONDS)
     thread.stop()
     assert waiting.cancelled()
-    with pytest.raises(RuntimeError, match="told to stop"):
+    with pytest.raises(RuntimeError, match="has been stopped"):
         thread.submit(print)
 
 

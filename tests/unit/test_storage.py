@@ -502,3 +502,22 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
         with pytest.raises(StorageError):
             operation()
     assert os.listdir(tmp_path / "folder") == ["y"]
+
+
+def test_a_folder_that_goes_away_during_a_write_is_the_error_that_is_raised(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    disk = LocalStore(root)
+    disk.write("before", b"1")
+
+    def write() -> None:
+        with disk.writer("during") as sink:
+            sink.write(b"2")
+            root.rename(tmp_path / "elsewhere")
+
+    with pytest.raises(StorageAwayError, match="the folder is gone"):
+        write()
+    (tmp_path / "elsewhere").rename(root)
+    disk.write("after", b"3")
+    assert disk.read("before") == b"1"
+    assert disk.read("after") == b"3"
+    assert not disk.exists("during")

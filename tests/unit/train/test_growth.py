@@ -187,7 +187,7 @@ def test_a_set_made_anew_while_it_is_waited_for(whole: Path, tmp_path: Path):
                 for shards in growing._waves(made_anew):
                     known = growing.publish(self.place, known, shards)
 
-    with pytest.raises(ShardError, match="made anew with other content"):
+    with pytest.raises(ShardError, match="rewritten with other content"):
         run(growing_config(folder), Other(folder))
 
 

@@ -29,7 +29,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.parts import is_own, name_of, source_hash
 from tidewheel.storage import Store
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 HEAD_BYTES = 64 << 10
 _READ_BYTES = 4096
 
@@ -202,7 +202,7 @@ def _ordered(names: tuple[str, ...]) -> dict[str, type[Reader]]:
         try:
             reader = READERS.find(name)
         except ConfigError as error:
-            _log.warning("read.format: auto goes on without the reader %s of an installed package: %s", name, error)
+            logger.warning("read.format: auto skips the reader %s of an installed package: %s", name, error)
             continue
         if not any(field.is_required() for field in reader.model_fields.values()):
             usable.append(reader)
