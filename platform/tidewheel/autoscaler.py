@@ -1,4 +1,4 @@
-"""Find out whether the cluster may get more nodes, before work is refused because there are too few."""
+"""Check whether an autoscaler may add nodes, before a job is refused because the cluster is too small."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import time
 from typing import Any
 
 START_SECONDS = 30.0
-"""Time within which an autoscaler that starts with the cluster reports its state."""
+"""An autoscaler that starts with the cluster reports its state within this time."""
 ANSWER_SECONDS = 10.0
+"""Timeout of one status request to Ray."""
 
 
-def can_grow(patience_seconds: float = 0.0) -> bool:
-    """Return whether an autoscaler runs that may add nodes (v2, as with KubeRay and `ray up`).
+def can_grow(wait_seconds: float = 0.0) -> bool:
+    """Return whether a running autoscaler may add nodes (version 2, which KubeRay and `ray up` start).
 
     Nodes of an autoscaled cluster have a node type from the start; the autoscaler reports its state a second or two
     later. Ray's own libraries ask `get_max_resources_from_cluster_config` instead, which is None in open-source Ray
     2.60, because nothing there calls `report_cluster_config`.
 
     Args:
-        patience_seconds: longest wait for the state of an autoscaler that has just started.
+        wait_seconds: how long to wait for the state of an autoscaler that has just started.
     """
     import ray
     from ray.core.generated import autoscaler_pb2
 
     messages: Any = autoscaler_pb2
-    until = time.monotonic() + patience_seconds
+    until = time.monotonic() + wait_seconds
     while True:
         worker: Any = ray._private.worker.global_worker
         status = messages.GetClusterStatusReply.FromString(

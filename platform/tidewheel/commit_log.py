@@ -1,10 +1,10 @@
-"""The commit log of a run: who owns the run, in which epoch, and which checkpoints count.
+"""The commit log of a run: which driver owns the run, in which epoch, and which checkpoints count.
 
-One driver owns a run at a time. Each take-over begins a new epoch; a commit of an older epoch fails, whatever its
-writer believes. The log lies beside the checkpoints, in `checkpoints/commits/`: one small JSON object per record,
-numbered. The newest record says everything a reader needs, so older ones are deleted. See `commit_protocol`.
+One driver owns a run at a time. Each take-over starts a new epoch, and commits of older epochs fail. The log is in
+`checkpoints/commits/`, one small numbered JSON object per record. The newest record holds everything that a reader
+needs, so older ones are deleted. See `commit_protocol`.
 
-The number of a worker group says in which epoch it ran: generation = epoch * GENERATIONS_PER_EPOCH + index.
+The number of a worker group encodes its epoch: generation = epoch * GENERATIONS_PER_EPOCH + index.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ FOLDER = "commits"
 GENERATIONS_PER_EPOCH = 1_000_000
 TAKE_OVER, COMMIT, RETIRE, RELEASE = "take_over", "commit", "retire", "release"
 PAUSE_SECONDS = 0.05
+"""Pauses between tries of a contested slot are random, up to this many seconds times the number of the try."""
 
 
 def first_generation(epoch: int) -> int:
-    """Return the number of an epoch's first worker group; all numbers of older epochs are smaller."""
+    """Return the number of an epoch's first worker group. The numbers of older epochs are smaller."""
     return epoch * GENERATIONS_PER_EPOCH
 
 
@@ -41,16 +42,16 @@ def epoch_of(generation: int) -> int:
 
 @dataclass(frozen=True)
 class Record:
-    """One record of the log; the newest one is the state of the run."""
+    """One record of the log. The newest one is the state of the run."""
 
     number: int
-    """Slot in the row."""
+    """Number of the record's slot."""
     epoch: int
-    """How often the run was taken over before."""
+    """Number of earlier owners."""
     kind: str
-    """What was appended: take_over, commit, retire or release."""
+    """The operation: take_over, commit, retire or release."""
     owner: dict[str, Any]
-    """The driver that owns the run; fields of `lease.Holder`."""
+    """Driver that owns the run, as the fields of `lease.Holder`."""
     since: float
     """Unix seconds of the owner's take-over."""
     time: float
@@ -58,30 +59,33 @@ class Record:
     generation: int = -1
     """Worker group of the newest commit; -1 before the first."""
     checkpoints: tuple[str, ...] = ()
-    """Names of the checkpoints that count, in the order of their commits."""
+    """Names of the committed checkpoints, in commit order."""
     released: bool = False
-    """The owner has ended and given the run back."""
+    """Whether the owner has ended and released the run."""
     conditional: bool = True
-    """Slots are taken by conditional creates."""
+    """Whether slots are taken by conditional creates."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Record:
-        """Return the record in JSON values; unknown fields of later versions are left out."""
+        """Return the record with these JSON values, without fields that a later release added."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         return cls(**{**known, "checkpoints": tuple(known.get("checkpoints", ()))})
 
     @property
     def holder(self) -> Holder:
-        """The owner as a process."""
+        """The owner's process."""
         return Holder(**self.owner)
 
 
 @dataclass
 class CommitLog:
-    """The commit log below a run's `checkpoints` folder; safe to use from several processes and threads.
+    """Commit log in a run's `checkpoints` folder. Safe to use from several processes and threads.
 
-    Raises (all methods):
-        StorageError: the store does not answer. Whether a record was appended is then unknown; calling again is safe.
+    Every method raises StorageError if the store does not answer. The record may or may not have been appended then;
+    calling the method again is safe.
+
+    Args:
+        checkpoints: the run's `checkpoints` folder.
     """
 
     checkpoints: Store
@@ -91,19 +95,19 @@ class CommitLog:
         self._store = self.checkpoints.child(FOLDER)
 
     def head(self) -> Record | None:
-        """Return the newest record; None when the run never had an owner."""
+        """Return the newest record; None if the run has never had an owner."""
         number, values = self._run(protocol.newest())
         return None if values is None else Record.of({**values, "number": number})
 
     def take_over(self, owner: Holder, expected: Record | None, committed: Iterable[str] = (), *,
                   first_epoch: int = 0) -> Record | None:
-        """Begin a new epoch and return its record; None when the log has changed since `expected` was read.
+        """Start a new epoch and return its record; None if the log has changed since `expected` was read.
 
         Args:
             owner: the new owner.
-            expected: the head on which the caller decided.
-            committed: names of the checkpoints that count in a run that has no log yet.
-            first_epoch: number of the epoch in a run that has no log yet.
+            expected: head of the log on which the caller based its decision.
+            committed: names of the committed checkpoints, for a run without a log.
+            first_epoch: number of the new epoch, for a run without a log.
         """
         now = time.time()
         conditional = creates_are_conditional(self._store)
@@ -123,14 +127,14 @@ class CommitLog:
         return Record.of(values)
 
     def commit(self, name: str, generation: int) -> Record:
-        """Make checkpoint `name` count. Committing it again changes nothing.
+        """Commit checkpoint `name`. Committing it again changes nothing.
 
         Args:
-            name: of a checkpoint whose files and manifest are written.
+            name: name of the checkpoint. Its files and manifest are already written.
             generation: number of the worker group that wrote it.
 
         Raises:
-            OwnershipError: another driver owns the run, or a later worker group has committed since.
+            OwnershipError: another driver owns the run, or a later worker group has already committed.
         """
         stale: list[int] = []
 
@@ -146,37 +150,41 @@ class CommitLog:
         head = self._change(epoch_of(generation), change)
         if stale:
             raise OwnershipError(f"worker group {stale[0]} has committed since; {name} is of group {generation}",
-                                 where=self.checkpoints.uri, fix="nothing to do: the later group goes on")
+                                 where=self.checkpoints.uri, fix="nothing to do: the later group continues the run")
         return head
 
     def retire(self, names: Iterable[str], epoch: int) -> Record:
-        """Let checkpoints `names` no longer count, so that their files can be deleted.
+        """Remove checkpoints from the committed ones, so that their files can be deleted.
+
+        Args:
+            names: names of the checkpoints.
+            epoch: epoch of the calling driver.
 
         Raises:
             OwnershipError: another driver owns the run.
         """
-        gone = set(names)
+        retired = set(names)
 
         def change(head: Record) -> Record | None:
-            kept = tuple(name for name in head.checkpoints if name not in gone)
+            kept = tuple(name for name in head.checkpoints if name not in retired)
             return None if kept == head.checkpoints else _next(head, RETIRE, checkpoints=kept)
 
         return self._change(epoch, change)
 
     def release(self, epoch: int) -> None:
-        """Give the run back, so that the next driver need not wait. A run that was taken over is no error."""
+        """Release the run, so that the next driver need not wait. Do nothing if another driver has taken it over."""
         try:
             self._change(epoch, lambda head: _next(head, RELEASE, released=True))
         except OwnershipError:
-            return  # the new owner has it
+            return  # another driver owns the run
 
-    # -- signs of life -----------------------------------------------------------------------------
+    # -- heartbeats --------------------------------------------------------------------------------
     def beat(self, epoch: int, count: int) -> None:
-        """Write the owner's sign of life number `count`."""
+        """Write heartbeat number `count` of the owner of `epoch`."""
         self._store.write_json(_alive(epoch), {"beat": count, "time": time.time()})
 
     def last_beat(self, epoch: int) -> tuple[int, float]:
-        """Return (count, Unix seconds) of the owner's newest sign of life; (-1, 0.0) before the first."""
+        """Return (count, Unix seconds) of the newest heartbeat of `epoch`; (-1, 0.0) before the first."""
         try:
             values = self._store.read_json(_alive(epoch))
         except FileNotFoundError:
@@ -199,22 +207,22 @@ class CommitLog:
         return head
 
     def _run(self, steps: protocol.Protocol) -> Any:
-        """Carry out the requests of a protocol; what it returns."""
+        """Execute the requests of a protocol and return its result."""
         answer: Any = None
         try:
             while True:
-                answer = self._carry_out(steps.send(answer))
+                answer = self._execute(steps.send(answer))
         except StopIteration as stop:
             return stop.value
         except ValueError as error:
             raise StorageError(f"a record is damaged: {error}", where=self._store.uri,
-                               fix="delete the damaged record, the one with the highest number: the one before it "
-                               "counts then") from None
+                               fix="delete the damaged record, which has the highest number; then the record "
+                               "before it counts") from None
         except SlotsContested:
             raise StorageAwayError("other writers of this run came first at every try", where=self._store.uri,
-                                   fix="try again; stop the other writer if it is not meant to be there") from None
+                                   fix="try again, and stop the other writer if it should not be running") from None
 
-    def _carry_out(self, request: protocol.Request) -> Any:
+    def _execute(self, request: protocol.Request) -> Any:
         match request:
             case protocol.List():
                 return [entry.key for entry in self._store.list()]
@@ -234,14 +242,19 @@ class CommitLog:
 
 
 def taken_over(where: str, head: Record | None) -> OwnershipError:
-    """Return the error that a driver ends with once its run has another owner."""
+    """Return the error that ends a driver whose run has another owner.
+
+    Args:
+        where: URI of the run's checkpoints.
+        head: newest record of the log; None if the log is gone.
+    """
     if head is None:
         return OwnershipError("the run's commit log is gone", where=where,
-                              fix="the folder was deleted while the run went on; start the run again")
+                              fix="the folder was deleted during the run; start the run again")
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(head.since))
     return OwnershipError(f"the run was taken over by {head.holder} at {since} (epoch {head.epoch})", where=where,
-                          fix="nothing of this driver counts from then on; look at the other one, or start this one "
-                          "again once the other has ended")
+                          fix="nothing that this driver writes counts any more; look at the other driver, or start "
+                          "this one again after the other has ended")
 
 
 def _next(head: Record, kind: str, **changed: Any) -> Record:

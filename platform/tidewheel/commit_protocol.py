@@ -1,13 +1,12 @@
-"""The protocol of a run's commit log, as plain generators: each yields one request to a store and is sent its answer.
+"""The protocol of a run's commit log, as plain generators. Each yields requests to a store and receives the answers.
 
-Nothing here touches a store or a clock, so tests run every interleaving of two writers, with crashes, lost answers and
-puts that land late. `commit_log` carries the requests out.
+Nothing here touches a store or a clock, so tests can run every interleaving of two writers, with crashes, lost answers
+and puts that land late. `commit_log` executes the requests.
 
-The log is a row of numbered slots. A slot is taken once: by a create that fails when the object exists, or, where a
-store ignores that condition, by Disk Paxos (Gafni and Lamport, 2003) on objects that are written once under names of
-their own. A take-over of the run is a record in the same row as the commits. So a writer that was taken over finds the
-slot of its next commit gone; a look at a lease before the commit could not promise that, however short the time
-between the two.
+The log is a sequence of numbered slots. Each slot is written once: by a create that fails if the object exists, or, on
+stores that ignore that condition, by Disk Paxos (Gafni and Lamport, 2003) on objects that are written once under unique
+names. Take-overs and commits share the sequence, so a writer whose run was taken over finds the slot of its next commit
+occupied. Checking a lease before the commit could not guarantee this, however short the time between the two.
 """
 
 from __future__ import annotations
@@ -18,26 +17,27 @@ from dataclasses import dataclass
 from typing import Any
 
 KEPT_SLOTS = 32
-"""Older slots are deleted. A writer that slept through so many is told apart by a look at the row after its create."""
+"""Number of newest slots that are kept. A writer that slept through more of them notices it when it lists the log after
+its create."""
 BALLOTS = 64
-"""Tries of one slot without conditional creates, before the writer reports that another one keeps coming first."""
+"""Number of tries before a writer reports that other writers keep coming first."""
 
 
 @dataclass(frozen=True)
 class List:
-    """Ask for the names of all objects of the log."""
+    """Request for the names of all objects of the log."""
 
 
 @dataclass(frozen=True)
 class Get:
-    """Ask for the bytes of an object; None when there is none."""
+    """Request for the bytes of an object; the answer is None if it does not exist."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Create:
-    """Write an object unless it exists; True when this request wrote it."""
+    """Request to write an object unless it exists; the answer is whether this request wrote it."""
 
     name: str
     data: bytes
@@ -45,7 +45,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Put:
-    """Write an object."""
+    """Request to write an object."""
 
     name: str
     data: bytes
@@ -53,14 +53,14 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete an object."""
+    """Request to delete an object."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait a random time before the try of number `attempt`, so that two writers do not stop each other for ever."""
+    """Request to wait a random time before try number `attempt`, so that writers do not block each other forever."""
 
     attempt: int
 
@@ -79,56 +79,58 @@ def slot_name(number: int) -> str:
 
 
 def slot_numbers(names: Sequence[str]) -> list[int]:
-    """Return the numbers of the slots among the names of a log, ascending."""
+    """Return the slot numbers among the object names of a log, ascending."""
     return sorted(int(name[:8]) for name in names if len(name) == 13 and name[:8].isdigit() and name.endswith(".json"))
 
 
 def newest() -> Protocol:
-    """Return (number, record) of the newest slot; (-1, None) when the log is empty."""
+    """Return (number, record) of the newest slot; (-1, None) if the log is empty."""
     while True:
         numbers = slot_numbers((yield List()))
         if not numbers:
             return -1, None
         data = yield Get(slot_name(numbers[-1]))
-        if data is not None:  # else newer slots have pushed it out since
+        if data is not None:  # otherwise it was deleted meanwhile, because newer slots exist
             return numbers[-1], json.loads(data)
 
 
 def append(number: int, record: dict[str, Any], writer: str, conditional: bool) -> Protocol:
-    """Try to take slot `number` with `record`; return whether the slot holds this record and the row ends with it or
-    goes on from it.
+    """Try to append `record` in slot `number`; return whether the record is part of the log now.
 
     Args:
-        number: of the slot: the newest one the caller has seen, plus one.
-        record: JSON values.
-        writer: unique to this call. It tells this record from any other, also from an equal one.
-        conditional: the store honours "create unless it exists".
+        number: number of the slot: one more than the newest that the caller has seen.
+        record: the record, as JSON values.
+        writer: an id unique to this call, which distinguishes this record from an equal one.
+        conditional: whether the store honours "create unless it exists".
+
+    Raises:
+        SlotsContested: other writers came first at every try.
     """
     data = json.dumps({**record, "number": number, "writer": writer}, sort_keys=True).encode()
     if conditional:
         yield from _create(number, data)
     else:
         yield from _decide(number, data, writer)
-    # A slot that was deleted can be created once more. Then the row has gone on without this record.
+    # A deleted slot can be created once more; the log has then gone on without this record.
     numbers = slot_numbers((yield List()))
     if numbers and numbers[-1] >= number + KEPT_SLOTS:
         return False
-    held = yield Get(slot_name(number))
-    return held == data
+    content = yield Get(slot_name(number))
+    return content == data
 
 
 def _create(number: int, data: bytes) -> Protocol:
-    """Create the slot. Whether it is ours is read from it: an answer may be that to a repeated request."""
+    """Create the slot. The caller reads who won from the slot, because a repeated request gets a misleading answer."""
     yield Create(slot_name(number), data)
 
 
 def _decide(number: int, data: bytes, writer: str) -> Protocol:
-    """Agree with all other writers on what slot `number` holds, and write it there.
+    """Agree with all other writers on the content of slot `number`, and write it.
 
-    Each try has a ballot above all it has seen. The writer announces the ballot, looks at what was accepted under
-    lower ones, accepts the value of the highest of them (its own when there is none), and looks again: when no higher
-    ballot was announced by then, the value is decided. Every object is written once, so a put that lands late changes
-    nothing that was decided.
+    Each try has a higher ballot than all it has seen. The writer announces its ballot and lists what lower ballots have
+    accepted. It accepts the value of the highest of these, or its own value if there is none, and lists again. If no
+    higher ballot has been announced by then, the value is decided. Every object is written once, so a put that lands
+    late changes nothing that was decided.
     """
     prefix = f"ballots-{number:08d}/"
     for attempt in range(BALLOTS):
@@ -145,13 +147,13 @@ def _decide(number: int, data: bytes, writer: str) -> Protocol:
         value = data
         if accepted:
             value = yield Get(max(accepted, key=_owner))
-            if value is None:  # tidied away: the row has gone on far beyond this slot
+            if value is None:  # deleted by `tidy`: the log has gone far beyond this slot
                 return
         yield Put(f"{prefix}{ballot:06d}-{writer}.accepted", value)
         names = [name for name in (yield List()) if name.startswith(prefix)]
         if any(_owner(name) > mine for name in names):
             continue
-        yield Put(slot_name(number), value)  # decided: whoever writes the slot writes these bytes
+        yield Put(slot_name(number), value)  # decided: every writer of this slot writes these bytes
         return
     raise SlotsContested
 
@@ -167,28 +169,37 @@ def _owner(name: str) -> tuple[int, str]:
 
 def take_over(expected: int, record: Callable[[int, dict[str, Any] | None], dict[str, Any]], writer: str,
               conditional: bool) -> Protocol:
-    """Try to begin a new epoch behind slot `expected`; return its record, or None when the row has moved on.
+    """Try to start a new epoch after slot `expected`; return its record, or None if the log has newer slots.
 
     Args:
-        expected: the newest slot the caller has decided on; -1 for an empty log.
-        record: from the new epoch's number and the newest record to the record to append.
+        expected: newest slot that the caller has seen; -1 for an empty log.
+        record: makes the record to append from the new epoch's number and the newest record.
+        writer: an id unique to this call.
+        conditional: whether the store honours "create unless it exists".
     """
     number, head = yield from newest()
     if number != expected:
         return None
     epoch = 0 if head is None else int(head["epoch"]) + 1
-    mine = record(epoch, head)
-    taken = yield from append(number + 1, mine, writer, conditional)
-    return {**mine, "number": number + 1, "writer": writer} if taken else None
+    values = record(epoch, head)
+    appended = yield from append(number + 1, values, writer, conditional)
+    return {**values, "number": number + 1, "writer": writer} if appended else None
 
 
 def commit(epoch: int, change: Callable[[dict[str, Any]], dict[str, Any] | None], writer: str,
            conditional: bool) -> Protocol:
-    """Append a record of the owner of `epoch`; return (True, record), or (False, newest record) when another epoch
-    has begun.
+    """Append a record of the owner of `epoch`.
+
+    Return (True, newest record), or (False, newest record) if another epoch has started.
 
     Args:
-        change: from the newest record to the one to append; None: nothing needs to be appended.
+        epoch: epoch of the caller.
+        change: makes the record to append from the newest record; returns None if nothing needs to be appended.
+        writer: an id unique to this call.
+        conditional: whether the store honours "create unless it exists".
+
+    Raises:
+        SlotsContested: other writers came first at every try.
     """
     for attempt in range(BALLOTS):
         if attempt:
@@ -196,17 +207,17 @@ def commit(epoch: int, change: Callable[[dict[str, Any]], dict[str, Any] | None]
         number, head = yield from newest()
         if head is None or int(head["epoch"]) != epoch:
             return False, head
-        mine = change(head)
-        if mine is None:
+        values = change(head)
+        if values is None:
             return True, head
-        taken = yield from append(number + 1, mine, f"{writer}.{attempt}", conditional)
-        if taken:
-            return True, {**mine, "number": number + 1}
+        appended = yield from append(number + 1, values, f"{writer}.{attempt}", conditional)
+        if appended:
+            return True, {**values, "number": number + 1}
     raise SlotsContested
 
 
 def tidy(number: int) -> Protocol:
-    """Delete what no reader needs once slot `number` is the newest."""
+    """Delete the objects that no reader needs after slot `number` is written."""
     names = yield List()
     last = number - KEPT_SLOTS
     for name in names:

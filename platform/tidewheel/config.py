@@ -1,7 +1,7 @@
 """Typed configuration with one loader: YAML, then `--set key=value`, then validation, once.
 
-Rooms keep their settings beside the code that uses them, as subclasses of `Config`. An unknown key
-is an error that names the nearest known one.
+Each package keeps its settings beside the code that uses them, as subclasses of `Config`. An unknown key is an error
+that suggests the nearest known one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ C = TypeVar("C", bound="Config")
 
 
 class Config(pydantic.BaseModel):
-    """Base of every configuration: immutable, and it knows no unknown keys."""
+    """Base of every configuration. It is immutable and rejects unknown keys."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -36,14 +36,14 @@ class Config(pydantic.BaseModel):
     def decisive(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as JSON values.
 
-        Keys of finished work are made of these, so that a setting which a later version adds leaves them as they were.
-        A default must not change without a new version of the part that it belongs to.
+        Keys of finished work are hashes of these values, so a setting that a later release adds leaves old keys valid.
+        A changed default needs a new version of its part.
         """
         dumped = self.canonical()
         values: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if name not in dumped:  # it says how others came about, and decides nothing by itself
+            if name not in dumped:  # excluded from dumps: it only records where other settings came from
                 continue
             default = field.get_default(call_default_factory=True)
             if field.is_required() or value != default:
@@ -51,11 +51,11 @@ class Config(pydantic.BaseModel):
         return values
 
     def decisive_beside(self, default: object) -> dict[str, Any]:
-        """Return `decisive` of the value of a field with this default."""
+        """Return `decisive` as seen from a field whose default value is `default`."""
         return self.decisive()
 
     def recipe_hash(self) -> str:
-        """Return the hash of `decisive`: equal for equal recipes, however they were written."""
+        """Return the hash of `decisive`. Equal recipes have equal hashes, however they are written."""
         return recipe_hash(self.decisive())
 
 
@@ -71,13 +71,13 @@ def _decisive(value: Any, dumped: Any, default: Any = None) -> Any:
 
 
 def recipe_hash(value: Any) -> str:
-    """First 16 hex digits of the SHA-256 of `value` as canonical JSON (sorted keys, no spaces)."""
+    """Return the first 16 hex digits of the SHA-256 of `value` as canonical JSON (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 Setting = str | int | float | bool | None | Sequence["Setting"] | Mapping[str, "Setting"]
-"""A value of a setting, or settings by name, as YAML has them."""
+"""A YAML value: a scalar, a list, or settings by name."""
 
 
 def load(cls: type[C], path: str | Path, overrides: Sequence[str] = (),
@@ -85,10 +85,10 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = (),
     """Read a configuration file.
 
     Args:
-        cls: what it must be.
-        path: of a YAML file.
-        overrides: "a.b=value", the value in YAML.
-        settings: take the place of those in the file, before `overrides` do; see `merged`.
+        cls: type of the configuration.
+        path: path or URI of a YAML file.
+        overrides: overrides of the form "a.b=value", with a YAML value. They are applied last.
+        settings: settings that replace those in the file; see `merged`.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or a key or value in it is wrong.
@@ -108,8 +108,8 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = (),
         values = {} if values is None else values
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}" if mark else where
-        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=place,
+        line = f"{where}:{mark.line + 1}" if mark else where
+        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=line,
                           fix="check indentation and quotes at that line") from None
     if not isinstance(values, dict):
         raise ConfigError(f"expected keys and values, found {type(values).__name__}", where=where,
@@ -118,43 +118,57 @@ def load(cls: type[C], path: str | Path, overrides: Sequence[str] = (),
 
 
 def merged(cls: type[Config], values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return `values` of `cls` with `settings` in the place of their like, group by group.
+    """Return `values` updated with `settings`, group by group.
 
-    A group of another `kind` takes the place of the one in `values` as a whole: settings of one part are none of
-    another.
+    A group of another `kind` replaces the whole group in `values`, since one part's settings mean nothing to another.
+
+    Args:
+        cls: type of the configuration.
+        values: settings of the file.
+        settings: settings that replace those in `values`.
     """
-    found = dict(values)
+    updated = dict(values)
     for name, setting in settings.items():
         default = _default_kind(cls, name)
-        before = found.get(name)
+        before = updated.get(name)
         if default is not None and isinstance(before, str):
             before = {"kind": before}
         if isinstance(setting, Mapping) and isinstance(before, Mapping) and (
                 default is None or setting.get("kind", before.get("kind", default)) == before.get("kind", default)):
-            found[name] = _merged(before, setting)
+            updated[name] = _merged(before, setting)
         else:
-            found[name] = setting
-    return found
+            updated[name] = setting
+    return updated
 
 
 def _merged(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    found = dict(values)
+    updated = dict(values)
     for name, setting in settings.items():
-        before = found.get(name)
+        before = updated.get(name)
         both = isinstance(setting, Mapping) and isinstance(before, Mapping)
-        found[name] = _merged(before, setting) if both else setting  # type: ignore[arg-type]
-    return found
+        updated[name] = _merged(before, setting) if both else setting  # type: ignore[arg-type]
+    return updated
 
 
 def _default_kind(cls: type[Config], name: str) -> str | None:
-    """Return the kind of a field that holds a part, when none is given; None for any other field."""
+    """Return the default kind of a field that holds a part; None for any other field."""
     field = cls.model_fields.get(name)
     defaults = [getattr(annotation, "default", None) for annotation in (field.metadata if field else ())]
     return next((default for default in defaults if isinstance(default, str)), None)
 
 
 def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "settings") -> C:
-    """Validate `values` with `overrides` applied as `cls`; see `load`."""
+    """Return the configuration with these values.
+
+    Args:
+        cls: type of the configuration.
+        values: settings by name, as YAML has them.
+        overrides: overrides of the form "a.b=value", with a YAML value.
+        where: source of the values, for error messages.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
     merged = json.loads(json.dumps(values, default=str))
     for override in overrides:
         _name_kinds(cls, merged)
@@ -166,7 +180,7 @@ def build(cls: type[C], values: Mapping[str, Any], overrides: Sequence[str] = ()
 
 
 def _name_kinds(cls: type[Config], values: dict[str, Any]) -> None:
-    """Write parts that are given by name alone as groups, {"kind": name}, so that a setting of one can be set."""
+    """Replace each part that is given by name alone by {"kind": name}, so that overrides can reach its settings."""
     for name, value in values.items():
         if isinstance(value, str) and _default_kind(cls, name) is not None:
             values[name] = {"kind": value}
@@ -216,19 +230,25 @@ def _index(node: list[Any], part: str, path: str) -> int:
 
 
 def unknown_key(key: str, known: Iterable[str], value: Any) -> pydantic.ValidationError:
-    """Return the error that names the nearest known key, for a group of settings whose keys pydantic does not know."""
+    """Return the error about an unknown key, with the nearest known one, for groups that pydantic does not check.
+
+    Args:
+        key: the unknown key.
+        known: keys that exist.
+        value: value of the unknown key.
+    """
     return below(key, [{"type": _unknown(_hint(key, known)), "loc": (), "input": value}])
 
 
 def below(key: str, problems: Sequence[InitErrorDetails]) -> pydantic.ValidationError:
-    """Return the error of problems in the group `key`, whose places are told from there on."""
+    """Return the error about problems in the group `key`; their paths are relative to the group."""
     return pydantic.ValidationError.from_exception_data("settings", [
         {**problem, "loc": (key, *problem.get("loc", ()))} for problem in problems])
 
 
 def problems_of(cls: type[Config], error: pydantic.ValidationError) -> list[InitErrorDetails]:
-    """Return the problems of an error about `cls`, for another one; unknown keys with the nearest known one."""
-    found: list[InitErrorDetails] = []
+    """Return the problems of an error about `cls`, to raise in another one, with the nearest key for unknown ones."""
+    problems: list[InitErrorDetails] = []
     for problem in error.errors(include_url=False):
         loc, context = problem["loc"], problem.get("ctx", {})
         if problem["type"] == "extra_forbidden":
@@ -237,8 +257,8 @@ def problems_of(cls: type[Config], error: pydantic.ValidationError) -> list[Init
             kind = _unknown(context["hint"])
         else:
             kind = PydanticCustomError("setting", "{message}", {"message": problem["msg"]})
-        found.append({"type": kind, "loc": loc, "input": problem.get("input")})
-    return found
+        problems.append({"type": kind, "loc": loc, "input": problem.get("input")})
+    return problems
 
 
 def _unknown(hint: str) -> PydanticCustomError:
@@ -252,7 +272,7 @@ def _hint(key: str, known: Iterable[str]) -> str:
 
 
 def explain(cls: type[Config], error: pydantic.ValidationError) -> str:
-    """Return one line for each problem with its dotted key; for an unknown key with the nearest known one."""
+    """Return the problems of an error about `cls`, each with its dotted key, separated by semicolons."""
     lines = []
     for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"])
@@ -269,14 +289,14 @@ def explain(cls: type[Config], error: pydantic.ValidationError) -> str:
 
 
 def _known_keys(cls: type[Config], loc: tuple[int | str, ...]) -> list[str]:
-    """Field names of the group at `loc`: follows nested Config classes through lists, unions and dicts."""
+    """Return the field names of the group at `loc`, through nested Config classes, lists, unions and dicts."""
     groups: list[type[Config]] = [cls]
     for part in loc:
         inner: list[type[Config]] = []
         for group in groups:
             if str(part) in group.model_fields:
                 inner += _configs_in(group.model_fields[str(part)].annotation)
-        # list indices and union tags do not name a field: stay where we are
+        # list indices and union tags name no field: stay in this group
         groups = inner or groups
     return sorted({name for group in groups for name in group.model_fields})
 
@@ -284,4 +304,4 @@ def _known_keys(cls: type[Config], loc: tuple[int | str, ...]) -> list[str]:
 def _configs_in(annotation: Any) -> list[type[Config]]:
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
-    return [found for arg in typing.get_args(annotation) for found in _configs_in(arg)]
+    return [config for argument in typing.get_args(annotation) for config in _configs_in(argument)]

@@ -1,4 +1,4 @@
-"""Daemon threads for work that may hang in storage and must not delay the end of the process."""
+"""Daemon threads for calls that may hang in storage and must not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DaemonThread:
         self._stopped = False
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run `function(*arguments)` after the calls submitted before; return its future.
+        """Run `function(*arguments)` after earlier calls, and return its future.
 
         Raises:
             RuntimeError: `stop` was called.
@@ -45,10 +45,10 @@ class DaemonThread:
         return future
 
     def stop(self, *, wait: bool = True) -> None:
-        """Cancel the calls that have not begun, and end the thread. It may be called again.
+        """Cancel the calls that have not started, and end the thread. Calling it again is safe.
 
         Args:
-            wait: wait until the call under way is done; otherwise it goes on by itself.
+            wait: wait for the running call; otherwise it goes on in the background.
         """
         self._stopped = True
         self._calls.put(None)
@@ -66,14 +66,14 @@ class DaemonThread:
                 future.set_result(function())
             except BaseException as error:  # raised again by `Future.result`
                 future.set_exception(error)
-            del call, future, function  # they keep the call's arguments alive
+            del call, future, function  # these names keep the call's arguments alive
 
 
 def result(future: Future[T], limit: TimeLimit) -> T:
-    """Return the result of `future`, waiting for it no longer than `limit` allows.
+    """Return the result of `future`, and wait for it until `limit` at most.
 
     Raises:
-        StorageAwayError: the limit has passed without a result.
+        StorageAwayError: the limit passed without a result.
     """
     woken = threading.Event()
     future.add_done_callback(lambda _: woken.set())

@@ -1,4 +1,4 @@
-"""Errors of the operating system about files, as StorageErrors with a hint."""
+"""Turn the operating system's errors about files into StorageErrors with a fix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from tidewheel.errors import StorageAwayError, StorageError
 
 
 class Guarded:
-    """A file object that raises its write errors as StorageErrors."""
+    """File object that raises StorageErrors when a write fails.
+
+    Args:
+        sink: the file.
+        path: its path, for error messages.
+    """
 
     def __init__(self, sink: BinaryIO, path: Path) -> None:
         self._sink, self._path = sink, path
 
     def write(self, data: Any, /) -> int:
+        """Write `data` under the thread's time limit; return the number of bytes written."""
         time_limit.current().check()
         with writable(self._path):
             return self._sink.write(data)
@@ -40,7 +46,12 @@ def closing(sink: BinaryIO, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn errors of reading `path` into StorageErrors; a missing file stays a FileNotFoundError."""
+    """Turn the errors of reading `path` in the block into StorageErrors.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        StorageError: the file cannot be read.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -57,7 +68,12 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn errors of writing `path` into StorageErrors with a hint."""
+    """Turn the errors of writing `path` in the block into StorageErrors.
+
+    Raises:
+        StorageAwayError: the server of a network file system is unavailable.
+        StorageError: the file cannot be written.
+    """
     try:
         yield
     except PermissionError:
@@ -79,7 +95,11 @@ _AWAY = (errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT,
 
 
 def unlistable(error: OSError) -> None:
-    """Handle errors of `os.walk`: a missing folder is empty, any other error raises StorageError."""
+    """Handle an error of `os.walk`. A missing folder counts as empty.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise StorageError(f"cannot list: {error.strerror}", where=str(error.filename),
                            fix="change the folder's owner or mode")

@@ -1,8 +1,7 @@
 """Errors whose cause a user can fix.
 
-Every error here says what is wrong, where, and how to fix it. The command line prints the message
-without a stack trace and exits with `TidewheelError.exit_code`; anything else is a bug of ours and
-keeps its trace.
+Every error here says what is wrong, where, and how to fix it. The command line prints the message without a stack trace
+and exits with `TidewheelError.exit_code`. Any other exception is a bug in Tidewheel and keeps its stack trace.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from collections.abc import Iterator
 
 
 def without_credentials(text: str) -> str:
-    """A text without the user and password of any URI in it."""
+    """Return a text without the user names and passwords of the URIs in it."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 class TidewheelError(Exception):
-    """A problem that a user can fix. Its message leaves out user names and passwords of URIs.
+    """Problem that a user can fix. Its message omits the user names and passwords of URIs.
 
     Args:
         what: what is wrong, with the offending value.
-        where: the file, key or URI it is in.
-        fix: what to do about it.
+        where: file, key or URI with the problem.
+        fix: what the user can do.
     """
 
     exit_code = 2
@@ -36,7 +35,7 @@ class TidewheelError(Exception):
         text = f"{self.where}: {self.what}" if self.where else self.what
         return f"{text}\n  fix: {self.fix}" if self.fix else text
 
-    def __reduce__(self):  # keyword-only arguments survive the trip from a Ray worker to the driver
+    def __reduce__(self):  # lets keyword-only arguments survive pickling, from a Ray worker to the driver
         return _rebuild, (type(self), self.what, self.where, self.fix)
 
 
@@ -45,74 +44,81 @@ def _rebuild(cls: type[TidewheelError], what: str, where: str, fix: str) -> Tide
 
 
 class ConfigError(TidewheelError):
-    """A configuration file or `--set` override is wrong."""
+    """Wrong configuration file or `--set` override."""
 
 
 class InputError(TidewheelError):
-    """The documents given to a pipeline cannot be used."""
+    """Input of a pipeline that cannot be used."""
 
 
 class StorageError(TidewheelError):
-    """A URI cannot be read or written: missing, refused, or damaged."""
+    """URI that cannot be read or written: it is missing, access is denied, or the content is damaged."""
 
 
 class StorageAwayError(StorageError):
-    """The store does not answer, or fails: the same call may succeed later."""
+    """Store that is unavailable. The same call may succeed later."""
 
 
 class ShardError(TidewheelError):
-    """A shard set is damaged, incomplete or does not fit the model."""
+    """Shard set that is damaged, incomplete or does not fit the model."""
 
 
 class CheckpointError(TidewheelError):
-    """A checkpoint is damaged, incomplete or does not fit the run."""
+    """Checkpoint that is damaged, incomplete or does not fit the run."""
 
 
 class OwnershipError(TidewheelError):
-    """Another driver owns the run, or has taken it over."""
+    """Run that another driver owns or has taken over."""
 
 
 class ClusterError(TidewheelError):
-    """The Ray cluster is missing, too small, or lost for good."""
+    """Ray cluster that is missing, too small, or lost for good."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The innermost `TidewheelError` in a chain of causes (Ray wraps what its tasks raise), or `error`."""
-    seen: BaseException | None = error
-    found: BaseException | None = None
+    """Return the innermost `TidewheelError` in the chain of causes of `error`, or `error` if there is none.
+
+    The chain includes the errors of tasks, which Ray wraps in errors of its own.
+    """
+    current: BaseException | None = error
+    innermost: BaseException | None = None
     visited: set[int] = set()
-    while seen is not None and id(seen) not in visited:
-        visited.add(id(seen))
-        if isinstance(seen, TidewheelError):
-            found = seen
-        cause = getattr(seen, "cause", None)  # where Ray keeps it
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
+        if isinstance(current, TidewheelError):
+            innermost = current
+        cause = getattr(current, "cause", None)  # Ray keeps the cause here
         if not isinstance(cause, BaseException):
-            cause = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-        seen = cause
-    return found or error
+            cause = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        current = cause
+    return innermost or error
 
 
 def related(error: BaseException) -> Iterator[BaseException]:
-    """`error` and every error that it keeps alive: causes, contexts, the members of groups, what Ray or
-    torch.distributed.checkpoint wrapped."""
-    waiting: list[BaseException] = [error]
+    """Yield `error` and every error that it keeps alive.
+
+    These are causes, contexts, members of exception groups, and errors wrapped by Ray or torch.distributed.checkpoint.
+    """
+    pending: list[BaseException] = [error]
     visited: set[int] = set()
-    while waiting:
-        current = waiting.pop()
+    while pending:
+        current = pending.pop()
         if id(current) in visited:
             continue
         visited.add(id(current))
         yield current
         held = [current.__cause__, current.__context__, getattr(current, "cause", None)]
-        held += getattr(current, "exceptions", ())  # of an exception group
-        failures = getattr(current, "failures", None)  # of torch's CheckpointException, by rank
+        held += getattr(current, "exceptions", ())  # members of an exception group
+        failures = getattr(current, "failures", None)  # torch's CheckpointException: errors by rank
         if isinstance(failures, dict):
             held += [part for failure in failures.values() if isinstance(failure, tuple) for part in failure]
-        waiting += [other for other in held if isinstance(other, BaseException)]
+        pending += [other for other in held if isinstance(other, BaseException)]
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables that `error` and all errors behind it keep alive; their tracebacks can still be
-    printed. Frames that still run keep theirs."""
-    for one in related(error):
-        traceback.clear_frames(one.__traceback__)
+    """Clear the local variables that `error` and its `related` errors keep alive.
+
+    The tracebacks can still be printed. Frames that are still running keep their variables.
+    """
+    for other in related(error):
+        traceback.clear_frames(other.__traceback__)

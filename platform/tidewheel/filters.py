@@ -1,9 +1,9 @@
-"""The filters of a pipeline, `tw.filters`: each is the class of its settings, under the name that recipes use.
+"""The filters of a pipeline, `tw.filters`: one settings class per filter, under the name that recipes use.
 
     tw.filters.gopher_quality(min_words=60)
 
-Those of installed packages (entry points of the group `tidewheel.filters`) are here too. Checkers and editors know the
-built-in ones; import the class of another one from its package, and give that.
+The filters of installed packages (entry points of the group `tidewheel.filters`) are here too. Type checkers and
+editors know only the built-in filters; for another one, import its class from its package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidewheel.data.filter import FILTERS
 
-if TYPE_CHECKING:  # what an editor sees; a test compares it with what there is
+if TYPE_CHECKING:  # for editors; a test compares this list with the built-in filters
     from tidewheel.data.filters.c4 import C4 as c4
     from tidewheel.data.filters.classifier import Classifier as classifier
     from tidewheel.data.filters.fineweb import FineWeb as fineweb
@@ -28,12 +28,12 @@ __all__ = ["c4", "classifier", "fineweb", "gopher_quality", "gopher_repetition",
            "urls", "words"]
 
 
-if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake
+if not TYPE_CHECKING:  # a type checker reports any name that is not imported above
     def __getattr__(name: str) -> Any:
-        """Return the class of a filter, imported when it is first used.
+        """Return the class of a filter; import it on first use.
 
         Raises:
-            AttributeError: there is none of this name.
+            AttributeError: no filter has this name.
         """
         if name not in FILTERS.names():
             raise AttributeError(f"tidewheel.filters has no filter {name!r}; it has {', '.join(FILTERS.names())}")

@@ -1,8 +1,8 @@
-"""Data sets of the Hugging Face hub as a store to read from: hf://datasets/owner/name[@revision][/folder].
+"""Read-only store of data sets on the Hugging Face hub: hf://datasets/owner/name[@revision][/folder].
 
-Through huggingface_hub's file system, with its settings: HF_ENDPOINT, HF_TOKEN or `hf auth login`, HF_HUB_OFFLINE. A
-revision without a name is the branch `main`. `commit_of` resolves a branch or tag to the commit that it stands for now;
-a store of a commit gives the same bytes for ever.
+The store uses huggingface_hub's file system and its settings: HF_ENDPOINT, HF_TOKEN or `hf auth login`,
+HF_HUB_OFFLINE. The default revision is the branch `main`. `commit_of` resolves a branch or tag to its present commit.
+The files of a commit never change.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from tidewheel.storage import Stamp, Store, Upload, Writer, join, safe_key
 SCHEME = "hf://"
 WRITE_ELSEWHERE = "write to a folder or s3://bucket/prefix, and upload the result with `hf upload`"
 _BLOCK_BYTES = 4 << 20
-_SECONDS = 20  # for an answer about a data set
+_TIMEOUT_SECONDS = 20  # for a request about a data set
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _URI = re.compile(r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<path>.*))?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a URI names: a data set "owner/name", its revision ("" if left out), and a path in it ("" for all)."""
+class HubUri:
+    """Parts of a hub URI.
+
+    Args:
+        id: data set, as "owner/name".
+        revision: branch, tag or commit; "" for the default.
+        path: folder or file in the data set; "" for all of it.
+    """
 
     id: str
     revision: str
@@ -38,58 +44,59 @@ class Place:
 
     @property
     def repository(self) -> str:
-        """The URI of the whole data set at this revision."""
+        """URI of the whole data set at this revision."""
         return f"{SCHEME}datasets/{self.id}" + (f"@{self.revision}" if self.revision else "")
 
     def at(self, revision: str) -> str:
-        """The URI of the same path at another revision; "" for none."""
-        return join(Place(self.id, revision, "").repository, self.path)
+        """Return the URI of the same path at another revision; "" is the default one."""
+        return join(HubUri(self.id, revision, "").repository, self.path)
 
 
 def is_hub(uri: str) -> bool:
-    """True for URIs of the hub."""
+    """Return whether a URI is one of the hub."""
     return uri.lower().startswith(SCHEME)
 
 
 def is_commit(revision: str) -> bool:
-    """True for the full name of a commit."""
+    """Return whether a revision is the full name of a commit."""
     return _COMMIT.fullmatch(revision) is not None
 
 
-def place_of(uri: str) -> Place:
-    """Return what a URI of the hub names.
+def parse(uri: str) -> HubUri:
+    """Return the parts of a hub URI.
 
     Raises:
-        StorageError: it names no data set.
+        StorageError: the URI names no data set.
     """
-    found = _URI.match(uri)
-    if not found:
+    match = _URI.match(uri)
+    if not match:
         raise StorageError("not the URI of a data set on the Hugging Face hub", where=uri,
-                           fix="write hf://datasets/owner/name, with @revision and /folder behind it if need be; "
+                           fix="write hf://datasets/owner/name, followed by @revision and /folder if needed; "
                                "a slash in a revision is %2F")
-    return Place(found["id"], found["revision"] or "", (found["path"] or "").strip("/"))
+    return HubUri(match["id"], match["revision"] or "", (match["path"] or "").strip("/"))
 
 
-def commit_of(place: Place) -> str:
-    """Return the commit that the revision of a data set stands for now.
+def commit_of(dataset: HubUri) -> str:
+    """Return the commit that a data set's revision refers to now.
 
     Raises:
-        StorageError: there is no such data set or revision, it may not be read, or the hub does not answer.
+        StorageError: the data set or revision does not exist or may not be read, or the hub does not answer.
     """
     from urllib.parse import unquote
 
-    with _explained(place.repository):
+    with _explained(dataset.repository):
         api = _hub().HfApi(endpoint=_endpoint())
-        found = api.repo_info(place.id, repo_type="dataset", revision=unquote(place.revision) or None, timeout=_SECONDS)
-    return str(found.sha)
+        info = api.repo_info(dataset.id, repo_type="dataset", revision=unquote(dataset.revision) or None,
+                             timeout=_TIMEOUT_SECONDS)
+    return str(info.sha)
 
 
 class HubStore(Store):
-    """A data set on the hub, or a folder of one; read-only."""
+    """Read-only store of a data set on the hub, or of a folder in one."""
 
     def __init__(self, uri: str) -> None:
-        self.place = place_of(uri)
-        super().__init__(join(self.place.repository, self.place.path))
+        self.dataset = parse(uri)
+        super().__init__(join(self.dataset.repository, self.dataset.path))
 
     def open(self, key: str) -> BinaryIO:
         with _explained(self.at(key)):
@@ -117,7 +124,7 @@ class HubStore(Store):
         return None
 
     def check(self) -> None:
-        commit_of(self.place)
+        commit_of(self.dataset)
 
     def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
         raise self._read_only()
@@ -135,7 +142,7 @@ class HubStore(Store):
         raise self._read_only()
 
     def _read_only(self) -> StorageError:
-        return StorageError("the Hugging Face hub is only read from", where=self.uri, fix=WRITE_ELSEWHERE)
+        return StorageError("the Hugging Face hub is read-only", where=self.uri, fix=WRITE_ELSEWHERE)
 
     def _info(self, key: str) -> dict[str, Any]:
         files = self._files("")
@@ -145,19 +152,19 @@ class HubStore(Store):
 
     def _files(self, prefix: str) -> dict[str, dict[str, Any]]:
         root = join(self.uri, *([safe_key(prefix)] if prefix else []))
-        files = _listed(root, _endpoint()) if is_commit(self.place.revision) else _list(root)
+        files = _listed(root, _endpoint()) if is_commit(self.dataset.revision) else _list(root)
         start = root.removeprefix(self.uri).strip("/")
         return {f"{start}/{name}" if start else name: info for name, info in files.items()}
 
 
 @lru_cache(maxsize=32)
 def _listed(root: str, endpoint: str | None) -> dict[str, dict[str, Any]]:
-    """`_list` of a commit, in which nothing changes; one listing serves every thread."""
+    """Return the cached `_list` of a commit, whose files never change. All threads share the cache."""
     return _list(root)
 
 
 def _list(root: str) -> dict[str, dict[str, Any]]:
-    """What is known of each file below a URI, by its path from there."""
+    """Return the file system's information about each file below a URI, by its relative path."""
     with _explained(root):
         files = _file_system().find(root, detail=True, refresh=True)
     start = len(root.removeprefix(SCHEME).rstrip("/")) + 1
@@ -165,7 +172,7 @@ def _list(root: str) -> dict[str, dict[str, Any]]:
 
 
 class _Explained(io.RawIOBase):
-    """A file of the hub whose faults are told as ours."""
+    """File of the hub that raises StorageErrors."""
 
     def __init__(self, stream: Any, where: str) -> None:
         self._stream, self._where = stream, where
@@ -209,13 +216,13 @@ def _endpoint() -> str | None:
 
 
 def _file_system() -> Any:
-    """The file system of this thread; huggingface_hub keeps them apart, and what they have listed."""
+    """Return the file system of this thread; huggingface_hub keeps one for each, with its own cache of listings."""
     return _hub().HfFileSystem(endpoint=_endpoint())
 
 
 @lru_cache(maxsize=1)
 def _network_errors() -> tuple[type[Exception], ...]:
-    """Errors of whichever HTTP client this release of huggingface_hub uses."""
+    """Return the network errors of the HTTP client that this release of huggingface_hub uses."""
     from huggingface_hub.utils import _http
 
     client = getattr(_http, "httpx2", None) or getattr(_http, "httpx", None) or getattr(_http, "requests", None)
@@ -225,7 +232,7 @@ def _network_errors() -> tuple[type[Exception], ...]:
 
 @contextlib.contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Tell what the hub says as a StorageError with a fix; FileNotFoundError of a file stays what it is."""
+    """Turn the hub's errors into StorageErrors with a fix; the FileNotFoundError of a file stays as it is."""
     errors = _hub().errors
     try:
         yield
@@ -239,12 +246,12 @@ def _explained(where: str) -> Iterator[None]:
             raise _refused(cause, where) from None
         raise
     except errors.OfflineModeIsEnabled:
-        raise StorageError("HF_HUB_OFFLINE is set, so that nothing is read from the Hugging Face hub", where=where,
+        raise StorageError("HF_HUB_OFFLINE is set, so nothing is read from the Hugging Face hub", where=where,
                            fix="unset it, or download the data set and give its folder as --input") from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "?")
         raise StorageAwayError(f"the Hugging Face hub answers with status {status}", where=where,
-                               fix="try again later; a token is read from HF_TOKEN or `hf auth login`") from None
+                               fix="try again later, or log in with HF_TOKEN or `hf auth login`") from None
     except _network_errors() as error:
         server = _endpoint() or "https://huggingface.co"
         raise StorageAwayError(f"{server} cannot be reached ({type(error).__name__})", where=where,
@@ -255,10 +262,10 @@ def _explained(where: str) -> Iterator[None]:
 def _refused(error: Exception, where: str) -> StorageError:
     errors = _hub().errors
     if isinstance(error, errors.GatedRepoError):
-        return StorageError("the data set asks for its terms to be accepted", where=where,
+        return StorageError("the data set requires you to accept its terms", where=where,
                             fix="accept them on its page on the hub, and log in with `hf auth login` or HF_TOKEN")
     if isinstance(error, errors.RevisionNotFoundError):
         return StorageError("the data set has no such revision", where=where,
-                            fix="correct the branch, tag or commit behind @, or leave it out for main")
+                            fix="correct the branch, tag or commit after @, or omit it for main")
     return StorageError("there is no such data set on the hub, or it is private", where=where,
-                        fix="correct owner and name; for a private one log in with `hf auth login` or HF_TOKEN")
+                        fix="correct the owner and name; for a private one, log in with `hf auth login` or HF_TOKEN")

@@ -1,16 +1,16 @@
 """Append-only JSON lines that survive restarts, on any store.
 
-On a local folder a log is one file, appended to. Objects cannot be appended to, so on an object store the log
-`metrics.jsonl` is a folder of segments. A writer puts its newest segment again, whole, at each flush until it is about
-`SEGMENT_BYTES` long, and begins the next: a run of a month has hundreds of segments, and nothing is compacted or
-deleted. Segments sort without clocks, by `g<order>-<ordinal>-<writer>-<segment>.jsonl`: the order that the writer was
-given (the generation of workers, say), behind the writers of that order that were there before it, its own in turn.
-Logs of older versions, a part for each flush named by the clock, are read too; they sort first.
+In a local folder a log is one file. Objects cannot be appended to, so on an object store the log `metrics.jsonl` is a
+folder of segments. At each flush a writer rewrites its newest segment as a whole, and starts another one when it has
+about `SEGMENT_BYTES`. A run of a month has hundreds of segments, and nothing is compacted or deleted. The names of
+segments, `g<order>-<ordinal>-<writer>-<segment>.jsonl`, sort without clocks: by the writer's order (the generation of
+workers, for example), then by the sequence in which writers of one order joined, then by segment number. `read` also
+accepts the logs of older releases, which have one object per flush, named by the clock; these sort first.
 
-`append` never fails because of storage. Lines wait in memory, `MOST_WAITING_BYTES` at most; beyond that the oldest are
-dropped, and the log says so as soon as it can be written again. `read` gives the same lines from any store: a line that
-a killed writer left half-written is left out, and one that was written twice is read once, as whoever takes over from
-a writer that is gone appends what it may not have written (`JsonLog.unwritten`).
+`append` never fails because of storage. At most `MAX_PENDING_BYTES` of lines wait in memory. Beyond that the oldest are
+dropped, and the log records how many as soon as it can be written again. `read` returns the same lines from any store.
+It omits the line that a killed writer left half-written, and returns a line that was written twice only once: a process
+that takes over from a lost writer appends all lines that this writer may not have written (`JsonLog.unwritten`).
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from tidewheel.errors import StorageError
 from tidewheel.storage import Store
 
 EVENTS = "events.jsonl"
-"""The log whose records are events. Only here readers see the note of lines that were dropped."""
+"""Log of a run's events. Only here `read` returns the notes about dropped lines by default."""
 FLUSH_SECONDS = 5.0
-"""Between two writes of a log to an object store."""
+"""Time between two writes of a log to an object store."""
 SEGMENT_BYTES = 1 << 20
-"""A segment that is this long is not written again. Twice as much halves the objects and doubles what is sent."""
-BESIDE = 999_999_999_999
-"""Order of a writer that belongs to no generation and has few lines: an evaluator, an agent."""
-MOST_WAITING_BYTES = 16 << 20
-"""Of lines that storage does not take; hours of a run's metrics."""
+"""A segment of this length is complete. Twice the length halves the number of objects and doubles the bytes sent."""
+NO_GENERATION = 999_999_999_999
+"""Order of a writer that belongs to no generation and has few lines, such as an evaluator or an agent."""
+MAX_PENDING_BYTES = 16 << 20
+"""Lines that may wait in memory while storage fails; enough for hours of a run's metrics."""
 RETRY_SECONDS = 1.0
-"""A local file that could not be written is tried again after this long."""
+"""Time before a failed write to a local file is tried again."""
 CLOSE_SECONDS = 0.5
-"""The last write has this long before whoever closes the log goes on; a store that is well takes less."""
+"""`close` waits this long for the last write; a healthy store takes less."""
 DROPPED = "log_dropped"
-"""Kind of the record that says how many lines are missing before it."""
+"""Kind of the record that counts the lines dropped before it."""
 _BLOCK_BYTES = 256 << 10
 _READS_AT_ONCE = 8
 
 
 class JsonLog:
-    """Writer of one log; thread-safe. Several writers may append to the same log.
+    """Thread-safe writer of one log. Several writers may append to the same log.
 
     Args:
         store: the run's store.
         key: name of the log, such as "metrics.jsonl".
         flush_seconds: on an object store, collect lines for this long before writing.
-        order: on an object store, these lines are read behind those of writers with a lower number.
-        alone: do not look for earlier writers of the same order (a request to list): their lines need no order.
+        order: on an object store, these lines are read after those of writers with a lower order.
+        alone: skip the list request that finds earlier writers of the same order.
     """
 
     def __init__(self, store: Store, key: str, flush_seconds: float = FLUSH_SECONDS, *, order: int = 0,
@@ -67,46 +67,47 @@ class JsonLog:
         path = store.local_path(key)
         self._local = path is not None
         self._sink: _File | _Segments = _File(path) if path is not None else _Segments(store, key, order, alone)
-        self._waiting: deque[bytes] = deque()
-        self._waiting_bytes, self._dropped = 0, 0
-        self._sending: list[bytes] = []  # a try that failed, which may have arrived nevertheless
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._dropped = 0
+        self._sending: list[bytes] = []  # lines of the present or failed try, which may have arrived anyway
         self._last_flush = time.monotonic()
         self._failed_at: float | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add one line; never fails because of storage.
+        """Append one line. This never fails because of storage.
 
-        Local logs are written at once, remote ones soon, by a thread: nobody waits for the store.
+        Local logs are written at once. Remote logs are written soon, in a thread, so callers never wait for the store.
         """
         self._append(json.dumps(record, separators=(",", ":"), default=_plain).encode() + b"\n")
 
     def unwritten(self) -> list[str]:
-        """Lines that are in this process only."""
+        """Return the lines that are only in this process."""
         with self._lock:
-            return [line.decode() for line in (*self._sending, *self._waiting)]
+            return [line.decode() for line in (*self._sending, *self._pending)]
 
     @property
     def is_written(self) -> bool:
         """Whether all lines have been written out."""
         with self._lock:
-            return not self._sending and not self._waiting
+            return not self._sending and not self._pending
 
     def restore(self, lines: Sequence[str]) -> None:
-        """Append the `unwritten` lines of another writer, which may have written some of them since."""
+        """Append the `unwritten` lines of another writer, which may have written some of them meanwhile."""
         for line in lines:
             self._append(line.encode())
 
     def flush_due(self) -> None:
-        """`flush_soon`, if the last flush is long enough ago."""
+        """Call `flush_soon` if the last flush was at least `flush_seconds` ago."""
         if time.monotonic() - self._last_flush >= self._flush_seconds:
             self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Begin to write out what has been collected, and do not wait. While the store fails, lines are kept."""
+        """Start writing the collected lines, and do not wait. While the store fails, the lines are kept."""
         with self._lock:
-            if not (self._waiting or self._sending) or (self._thread is not None and self._thread.is_alive()):
+            if not (self._pending or self._sending) or (self._thread is not None and self._thread.is_alive()):
                 return
             self._last_flush = time.monotonic()
             if not self._local:
@@ -116,10 +117,10 @@ class JsonLog:
         self._try()
 
     def flush(self) -> None:
-        """Write out what has been collected.
+        """Write the collected lines.
 
         Raises:
-            StorageError: the store fails; the lines are kept.
+            StorageError: the store failed; the lines are kept.
         """
         with self._writing:  # two flushes could otherwise publish out of order
             self._last_flush = time.monotonic()
@@ -134,8 +135,10 @@ class JsonLog:
                     self._sending = []
 
     def close(self) -> None:
-        """The last call: write out what has been collected. A store that fails or is slow is not waited for, but tried
-        in the background as long as the process lives."""
+        """Write the collected lines; nothing may be appended afterwards.
+
+        If the store fails or is slow, the log is written in the background for as long as the process lives.
+        """
         self.flush_soon()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -150,10 +153,10 @@ class JsonLog:
 
     def _append(self, line: bytes) -> None:
         with self._lock:
-            self._waiting.append(line)
-            self._waiting_bytes += len(line)
-            while self._waiting_bytes > MOST_WAITING_BYTES:
-                self._waiting_bytes -= len(self._waiting.popleft())
+            self._pending.append(line)
+            self._pending_bytes += len(line)
+            while self._pending_bytes > MAX_PENDING_BYTES:
+                self._pending_bytes -= len(self._pending.popleft())
                 self._dropped += 1
         if not self._local:
             self.flush_due()
@@ -161,7 +164,7 @@ class JsonLog:
             self._try()
 
     def _next(self) -> list[bytes]:
-        """What to write now: the try that failed, else as many of the waiting lines as there is room for."""
+        """Return the lines to write now: those of the failed try, else the pending lines that fit."""
         with self._lock:
             if self._sending:
                 return self._sending
@@ -169,9 +172,9 @@ class JsonLog:
                 self._sending.append(self._note())
                 self._dropped = 0
             room = self._sink.room()
-            while self._waiting and room > 0:
-                line = self._waiting.popleft()
-                self._waiting_bytes -= len(line)
+            while self._pending and room > 0:
+                line = self._pending.popleft()
+                self._pending_bytes -= len(line)
                 room -= len(line)
                 self._sending.append(line)
             return self._sending
@@ -181,13 +184,13 @@ class JsonLog:
         return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
     def _try(self) -> None:
-        # the store may be back at the next one; who must know calls `flush`
+        # the next try may succeed; callers that need to know use `flush`
         with contextlib.suppress(StorageError, OSError):
             self.flush()
 
 
 class _File:
-    """A local file, appended to."""
+    """Local file that lines are appended to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -197,26 +200,26 @@ class _File:
         return SEGMENT_BYTES
 
     def write(self, lines: Sequence[bytes]) -> None:
-        """Append lines in one call, so that those of several writers never interleave."""
+        """Append lines in one system call, so that those of several writers never interleave."""
         data = b"".join(lines)
         try:
-            if not self._made:  # once: a folder that went away later may be a disk that comes back
+            if not self._made:  # only once: a folder that vanishes later may be on a disk that comes back
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._made = True
             if not self._whole and self._is_torn():
-                data = b"\n" + data  # else the first record would join what a killed writer left, and go with it
+                data = b"\n" + data  # keep the first record off the torn line of a killed writer
             self._whole = False
             with self._path.open("ab", buffering=0) as sink:
                 written = sink.write(data)
         except OSError as error:
             raise StorageError(f"cannot write the log: {error.strerror}", where=str(self._path),
-                               fix="check free space, and that the folder is there and can be written to") from None
+                               fix="check free space, and that the folder exists and can be written to") from None
         if written != len(data):
             raise StorageError("cannot write the log: no space left", where=str(self._path), fix="free some space")
         self._whole = True
 
     def _is_torn(self) -> bool:
-        """Whether the file ends in the middle of a line."""
+        """Return whether the file ends in the middle of a line."""
         try:
             with self._path.open("rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
@@ -227,80 +230,82 @@ class _File:
 
 
 class _Segments:
-    """Objects, of which the newest is put again with what is new."""
+    """Segments on an object store. The newest one is rewritten with new lines."""
 
     def __init__(self, store: Store, key: str, order: int, alone: bool) -> None:
         self._store, self._key = store, key
         self._order, self._writer = f"g{order:012d}-", uuid.uuid4().hex[:8]
         self._ordinal: int | None = 0 if alone else None
         self._number = 0
-        self._held = b""
-        """What the newest segment holds."""
+        self._content = b""
+        """Content of the newest segment."""
         self._ends = False
 
     def room(self) -> int:
-        return SEGMENT_BYTES - len(self._held)
+        return SEGMENT_BYTES - len(self._content)
 
     def write(self, lines: Sequence[bytes]) -> None:
-        """Put the newest segment with these lines; after a failure, to be called with the same ones."""
+        """Add lines to the newest segment. After a failure, the next call must have the same lines."""
         if self._ordinal is None:
-            self._ordinal = self._behind_the_others()
+            self._ordinal = self._next_ordinal()
         name = f"{self._order}{self._ordinal:06d}-{self._writer}-{self._number:06d}.jsonl"
-        content = self._held + b"".join(lines)
+        content = self._content + b"".join(lines)
         try:
             self._store.write(f"{self._key}/{name}", content)
         except BaseException:
-            # It may arrive yet, late: then the segment must not have grown meanwhile.
+            # The request may still arrive late, so this segment must not grow any further.
             self._ends = True
             raise
-        self._held = content
+        self._content = content
         if self._ends or len(content) >= SEGMENT_BYTES:
-            self._held, self._ends = b"", False
+            self._content, self._ends = b"", False
             self._number += 1
 
-    def _behind_the_others(self) -> int:
-        """Number behind those of the writers of this order that are there."""
+    def _next_ordinal(self) -> int:
+        """Return an ordinal above those of all earlier writers of this order."""
         entries = self._store.list_named(self._key, self._order)
         taken = [entry.key.rpartition("/")[2].split("-")[1] for entry in entries]
         return max((int(ordinal) for ordinal in taken), default=-1) + 1
 
 
 def read(store: Store, key: str, *, with_dropped: bool = False) -> list[dict[str, Any]]:
-    """All records of a log, oldest first; [] when there is no log.
+    """Return all records of a log, oldest first; [] if the log does not exist.
 
     Args:
-        with_dropped: also return the notes of dropped lines (`DROPPED`), which only `EVENTS` shows by itself.
+        store: the run's store.
+        key: name of the log.
+        with_dropped: also return the notes about dropped lines (`DROPPED`); for `EVENTS` this is the default.
     """
     if store.local_path(key) is not None:
         raw = store.read(key) if store.exists(key) else b""
     else:
-        with ThreadPoolExecutor(_READS_AT_ONCE) as pool:  # a request each: latency is what counts
+        with ThreadPoolExecutor(_READS_AT_ONCE) as pool:  # latency dominates: one request per segment
             raw = b"".join(pool.map(lambda entry: store.read(entry.key), store.list(key)))
     return list(_records(dict.fromkeys(raw.split(b"\n")), with_dropped or key == EVENTS))
 
 
 def newest_first(store: Store, key: str) -> Iterator[dict[str, Any]]:
-    """Records of a log from its end, read as they are asked for; a line that was written twice may come twice.
+    """Yield the records of a log, newest first, and read it lazily. A line that was written twice may come twice.
 
-    On an object store the newest records take a listing and one request.
+    On an object store the newest records cost a listing and one request.
     """
     if store.local_path(key) is not None:
         if store.exists(key):
             with store.open(key) as stream:
                 yield from _records(_backwards(stream), key == EVENTS)
         return
-    for names in (lambda: store.list_named(key, "g"), lambda: _named_by_the_clock(store, key)):
-        for content in _contents(store, [entry.key for entry in reversed(names())]):
+    for segments in (lambda: store.list_named(key, "g"), lambda: _old_segments(store, key)):
+        for content in _contents(store, [entry.key for entry in reversed(segments())]):
             yield from _records(reversed(content.split(b"\n")), key == EVENTS)
 
 
-def _named_by_the_clock(store: Store, key: str) -> Sequence[Any]:
-    """Parts of an older version, which has one for each flush: listed only if the segments do not suffice."""
+def _old_segments(store: Store, key: str) -> Sequence[Any]:
+    """Return the objects of an older release, which wrote one per flush. They are listed only if needed."""
     return [entry for entry in store.list(key) if not entry.key.startswith(f"{key}/g")]
 
 
 def _contents(store: Store, keys: Sequence[str]) -> Iterator[bytes]:
-    """Contents of objects: of the first, then of more and more at once."""
+    """Yield the contents of objects, in increasingly large parallel reads."""
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         at, count = 0, 1
         while at < len(keys):
@@ -310,7 +315,7 @@ def _contents(store: Store, keys: Sequence[str]) -> Iterator[bytes]:
 
 
 def _backwards(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines of a file, the last first."""
+    """Yield the lines of a file, last line first."""
     at, head = stream.seek(0, os.SEEK_END), b""
     while at:
         begin = max(0, at - _BLOCK_BYTES)
@@ -325,12 +330,12 @@ def _records(lines: Iterable[bytes], with_dropped: bool) -> Iterator[dict[str, A
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # empty, or torn by a kill; the audit of a run notices a record that is missing
+        except ValueError:  # empty, or torn by a kill; the audit of a run reports missing records
             continue
         if isinstance(record, dict) and (record.get("kind") != DROPPED or with_dropped):
             yield record
 
 
 def _plain(value: Any) -> Any:
-    """JSON value of what json does not know: numbers of numpy and torch as numbers, the rest as text."""
+    """Return a JSON value for an object that json cannot write: NumPy and torch scalars as numbers, others as text."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else str(value)

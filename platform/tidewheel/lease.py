@@ -1,15 +1,16 @@
-"""Leases in the store: while one driver holds the lease of a task, no other starts the task.
+"""Leases in a store: while one driver holds the lease of a task, no other driver starts the task.
 
-A lease is a numbered object, `<key>/000007.json`; who creates the next number holds it. The holder rewrites its own
-object every few seconds. A lease is free when it was released, or when its object has not changed for `ttl_seconds` by
-the clock of the one who waits: no two machines' clocks are compared. A holder that finds a higher number has lost.
+A lease is a numbered object, `<key>/000007.json`. The driver that creates the next number holds the lease, and rewrites
+its object every few seconds. A lease is free once it is released, or once its object has not changed for `ttl_seconds`
+by the waiting driver's own clock; clocks of two machines are never compared. A holder that sees a higher number has
+lost the lease.
 
-Creating is atomic where the store can do it (`Store.create`, tried out once). Elsewhere each candidate writes a claim
-of its own, waits, and the least of the claims wins; a candidate that was slow to write its claim takes it back, so that
-nobody who has won is overtaken.
+Creating is atomic if the store supports it (see `conditional_create`). On other stores each candidate writes a claim
+and waits, and the lowest claim wins. A candidate that was slow to write its claim withdraws it, so that it cannot
+displace a winner.
 
-Leases save work that two drivers would do twice. Results never depend on them: outputs are content-addressed, and
-published atomically.
+Leases only save duplicate work. Results never depend on them, because outputs are content-addressed and published
+atomically.
 """
 
 from __future__ import annotations
@@ -31,30 +32,33 @@ from tidewheel.errors import OwnershipError, StorageError
 from tidewheel.storage import Store
 
 TTL_SECONDS = 20.0
+"""A lease that has not been renewed for this long is free."""
 BEAT_SECONDS = 4.0
+"""Time between two renewals."""
 SETTLE_SECONDS = 2.0
+"""Time that a candidate waits for other claims, on stores without atomic creates."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease, for people, and to see at once that a killed process of this machine is gone."""
+    """Process that holds a lease. On its own machine, other processes see at once when it has been killed."""
 
     driver: str
-    """Unique."""
+    """Unique id."""
     host: str
     pid: int
     started: str
-    """Start time of the process, from the kernel: a reused process id is another process."""
+    """Start time of the process, from the kernel; it distinguishes processes with the same id."""
     machine: str = ""
-    """Boot and process-id namespace: containers and machines may share a host name. "" is unknown."""
+    """Boot id and process-id namespace, because containers and machines may share a host name. "" is unknown."""
 
     @classmethod
     def me(cls) -> Holder:
-        """Return this process."""
+        """Return the holder for this process."""
         return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), _started(os.getpid()), _machine())
 
     def is_gone(self) -> bool:
-        """Return True when the process certainly has ended. A holder on another machine may be alive."""
+        """Return whether the process has certainly ended. A holder on another machine may always be alive."""
         here = self.host == socket.gethostname() and self.machine in ("", _machine())
         return here and bool(self.started) and _started(self.pid) != self.started
 
@@ -63,7 +67,16 @@ class Holder:
 
 
 class Leases:
-    """Leases below one folder of a store, for one driver."""
+    """Leases of one driver in one folder of a store.
+
+    Args:
+        store: the folder.
+        holder: the driver.
+        ttl_seconds: a lease that has not been renewed for this long is free.
+        settle_seconds: time to wait for other claims, on stores without atomic creates.
+        sleep: replaces `time.sleep` in tests.
+        clock: replaces `time.monotonic` in tests.
+    """
 
     def __init__(self, store: Store, holder: Holder, *, ttl_seconds: float = TTL_SECONDS,
                  settle_seconds: float = SETTLE_SECONDS, sleep: Callable[[float], Any] = time.sleep,
@@ -77,12 +90,15 @@ class Leases:
         self._lock = threading.Lock()
 
     def acquire(self, name: str) -> bool:
-        """Try to take the lease; False while somebody else holds it. Ask again later: that is how age is told."""
+        """Try to take the lease; return False while another driver holds it.
+
+        Check again later: the age of a lease is the time during which repeated calls saw no renewal.
+        """
         newest = self._newest(name)
         if newest and not self._free(name, newest):
             return False
         key = self._take(name, _number(newest) + 1 if newest else 0)
-        if key is None or self._newest(name) != key:  # a number that was removed can be created once more
+        if key is None or self._newest(name) != key:  # a deleted number can be created once more
             return False
         with self._lock:
             self._held[name] = key
@@ -92,13 +108,13 @@ class Leases:
         return True
 
     def beat(self) -> list[str]:
-        """Say that this driver lives; the names of leases that it has lost to others."""
+        """Renew all leases of this driver; return the names of those that it has lost to others."""
         with self._lock:
             self._beats += 1
             held = dict(self._held)
         lost = [name for name, key in held.items() if (self._newest(name) or key) > key]
         for name, key in held.items():
-            with self._lock:  # one that is given back meanwhile stays free
+            with self._lock:  # a lease that is released meanwhile stays free
                 if name not in lost and self._held.get(name) == key:
                     self._write(key)
         with self._lock:
@@ -107,30 +123,32 @@ class Leases:
         return lost
 
     def release(self, name: str) -> None:
-        """Give it back; a lease that was lost meanwhile is no error."""
+        """Release the lease. Do nothing if another driver has taken it."""
         with self._lock:
             key = self._held.pop(name, None)
         if key is not None:
             self._write(key, released=True)
 
     def look(self, name: str) -> dict[str, Any] | None:
-        """What the newest lease says: "driver", "host", "pid", "time" of the last beat; None when nobody holds it."""
+        """Return the holder's fields and the "time" of its last renewal (Unix seconds); None if the lease is free."""
         newest = self._newest(name)
-        found = self._read(newest) if newest else None
-        return None if found is None or found["released"] or Holder(**found["holder"]).is_gone() else {
-            **found["holder"], "time": found["time"]}
+        content = self._read(newest) if newest else None
+        if content is None or content["released"] or Holder(**content["holder"]).is_gone():
+            return None
+        return {**content["holder"], "time": content["time"]}
 
     def _free(self, name: str, key: str) -> bool:
         content = self._read(key)
         if content is None or content["released"] or Holder(**content["holder"]).is_gone():
             return True
-        mark, now = f"{key} {content['beat']}", self._clock()
+        mark = f"{key} {content['beat']}"
+        now = self._clock()
         if self._seen.get(name, ("", 0.0))[0] != mark:
             self._seen[name] = (mark, now)
         return now - self._seen[name][1] > self._ttl
 
     def _take(self, name: str, number: int) -> str | None:
-        """The key of lease `number`, if it is ours now."""
+        """Return the key of lease `number` if this driver now holds it, else None."""
         key = f"{name}/{number:06d}.json"
         if creates_are_conditional(self._store):
             return key if self._store.create(key, self._content()) else None
@@ -140,7 +158,7 @@ class Leases:
         claim = f"{name}/{number:06d}-{self.holder.driver}.json"
         self._write(claim)
         if self._clock() - began > self._settle / 2:
-            self._store.delete(claim)  # too slow: another may have looked before our claim was there
+            self._store.delete(claim)  # too slow: another candidate may not have seen this claim
             return None
         self._sleep(self._settle)
         if min(other for other in self._objects(name) if _number(other) == number) != claim:
@@ -152,16 +170,16 @@ class Leases:
         return sorted(entry.key for entry in self._store.list(name))
 
     def _newest(self, name: str) -> str | None:
-        """The object that counts: of the highest number, the least claim."""
-        found = self._objects(name)
-        return min((key for key in found if _number(key) == _number(found[-1])), default=None) if found else None
+        """Return the key of the object that counts: the lowest claim of the highest number; None if there is none."""
+        keys = self._objects(name)
+        return min((key for key in keys if _number(key) == _number(keys[-1])), default=None) if keys else None
 
     def _read(self, key: str) -> dict[str, Any] | None:
         try:
-            found: dict[str, Any] = self._store.read_json(key)
+            content: dict[str, Any] = self._store.read_json(key)
         except FileNotFoundError:
             return None
-        return found
+        return content
 
     def _write(self, key: str, *, released: bool = False) -> None:
         self._store.write(key, self._content(released))
@@ -172,39 +190,49 @@ class Leases:
 
 
 class Held:
-    """A lease that a thread renews; see `holding`."""
+    """Lease that a thread renews; see `holding`.
+
+    Args:
+        leases: the driver's leases.
+        name: name of this lease.
+        beat_seconds: time between two renewals.
+    """
 
     def __init__(self, leases: Leases, name: str, beat_seconds: float) -> None:
         self._leases, self._name, self._beat_seconds = leases, name, beat_seconds
         self._ended = threading.Event()
         self.lost = False
-        """Somebody else has it: this process showed no sign of life for too long."""
+        """Whether another driver has taken the lease, because this process did not renew it in time."""
         self._thread = threading.Thread(target=self._renew, name=f"lease {name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Renew no more."""
+        """Stop renewing the lease."""
         self._ended.set()
 
     def _renew(self) -> None:
         while not self.lost and not self._ended.wait(self._beat_seconds):
             try:
                 self.lost = bool(self._leases.beat())
-            except StorageError:  # it is away for a moment: the lease lives some beats longer
+            except StorageError:  # unavailable for a moment: the lease outlives a few missed renewals
                 continue
 
 
 @contextlib.contextmanager
 def holding(store: Store, name: str, what: str, *, say: Callable[[str], None] | None = None,
             ttl_seconds: float = TTL_SECONDS, beat_seconds: float = BEAT_SECONDS) -> Iterator[Held]:
-    """Hold the lease `name` below `store` inside the block, and give it back at the end.
+    """Hold the lease `name` in `store` during the block, and release it at the end.
 
     Args:
-        what: the task, for the error: "a pipeline is writing here".
-        say: called with one line when a holder is found of which it is not known whether it lives.
+        store: folder of the lease.
+        name: name of the lease.
+        what: description of the task for messages, such as "a pipeline is writing here".
+        say: called with one line of text while it is unknown whether the present holder is alive.
+        ttl_seconds: a lease that has not been renewed for this long is free.
+        beat_seconds: time between two renewals.
 
     Raises:
-        OwnershipError: somebody else holds it and lives.
+        OwnershipError: another driver holds the lease and is alive.
         StorageError: the store does not answer.
     """
     leases = Leases(store, Holder.me(), ttl_seconds=ttl_seconds)
@@ -215,12 +243,12 @@ def holding(store: Store, name: str, what: str, *, say: Callable[[str], None] | 
             continue
         holder = Holder(**{key: value for key, value in seen.items() if key != "time"})
         if first is None and say is not None:
-            say(f"{store.uri}: {what}: {holder}; looking for up to {ttl_seconds:g} s whether it lives")
+            say(f"{store.uri}: {what}: {holder}; waiting up to {ttl_seconds:g} s to see whether it is alive")
         if first is not None and seen["time"] != first:
             alive = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seen["time"]))
             raise OwnershipError(f"{what}: {holder}, last sign of life {alive}", where=store.uri,
-                                 fix="wait until it has ended or stop it, then give the command again; or write to "
-                                 "another place")
+                                 fix="wait until it has ended or stop it, then repeat the command; or write to another "
+                                 "folder")
         first = seen["time"]
         time.sleep(beat_seconds / 2)
     held = Held(leases, name, beat_seconds)
@@ -228,7 +256,7 @@ def holding(store: Store, name: str, what: str, *, say: Callable[[str], None] | 
         yield held
     finally:
         held.close()
-        with contextlib.suppress(StorageError):  # a lease that is not given back lapses
+        with contextlib.suppress(StorageError):  # a lease that is not released expires
             leases.release(name)
 
 
@@ -237,7 +265,7 @@ def _number(key: str) -> int:
 
 
 def _machine() -> str:
-    """Identity of this boot and of this process-id namespace; "" where the kernel does not tell."""
+    """Return the boot id and the process-id namespace of this process; "" if the kernel does not expose them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -246,7 +274,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Start time of a process in the kernel's ticks; "" when there is none, or no way to know."""
+    """Return a process's start time in kernel ticks; "" if it has ended, "unknown" on systems without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]

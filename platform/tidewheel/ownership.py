@@ -1,9 +1,10 @@
-"""Own a run while training it: take it over, show signs of life, notice when somebody else has taken it.
+"""Own a run while training it: take it over, send heartbeats, and notice when another driver has taken it over.
 
-A driver that finds an owner looks whether that one still lives. Its process has ended, or it gave the run back: the
-driver takes over at once. It shows signs of life: the driver refuses and says who it is. It shows none for the lease's
-time, by the driver's own clock: the driver takes over. No two machines' clocks are compared, and nothing depends on
-the lease being right: an owner that was only slow finds its next commit refused (`commit_log`).
+A driver whose run has an owner checks whether that owner is alive. If the owner's process has ended, or it has released
+the run, the driver takes over at once. If the owner sends heartbeats, the driver ends with an error that names it. If
+the owner sends none for the duration of the lease, by the driver's own clock, the driver takes over. Clocks of two
+machines are never compared, and safety does not depend on the lease: an owner that was only slow finds its next commit
+refused (`commit_log`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from tidewheel.lease import Holder
 from tidewheel.storage import Store
 
 CHECKPOINTS = "checkpoints"
-LOOKS_PER_BEAT = 4
+CHECKS_PER_BEAT = 4
+"""While a driver waits for a heartbeat, it checks this many times per interval."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds between two signs of life, and how long an owner may show none before the run can be taken over."""
+    """Seconds between two heartbeats, and seconds without one after which the run can be taken over."""
 
     beat: float
     lease: float
@@ -34,11 +36,11 @@ class Timing:
 
 LOCAL = Timing(2.0, 15.0)
 REMOTE = Timing(10.0, 45.0)
-"""An object store bills each sign of life: 8,640 a day."""
+"""Heartbeats are rarer on an object store, which bills each of them: 8,640 a day."""
 
 
 def timing(run: Store) -> Timing:
-    """Return the times that go with the kind of store a run is in."""
+    """Return the intervals for the kind of store that holds the run."""
     return LOCAL if run.local_path("run.json") is not None else REMOTE
 
 
@@ -49,13 +51,15 @@ def acquire(run: Store, *, committed: Callable[[], Iterable[str]] = tuple, force
 
     Args:
         run: the run's folder.
-        committed: names of the checkpoints of a run that was written before there were commit logs.
-        force: do not look whether the owner lives. It is fenced off: nothing it writes counts from then on.
-        say: called with one line when the owner has to be waited for.
-        times: default: by the kind of store.
+        committed: returns the names of the checkpoints of a run that predates commit logs.
+        force: take over even if the owner is alive. The owner is fenced: nothing that it writes counts any more.
+        say: called with one line of text if the driver has to wait to see whether the owner is alive.
+        times: intervals; the default depends on the kind of store.
+        sleep: replaces `time.sleep` in tests.
+        clock: replaces `time.monotonic` in tests.
 
     Raises:
-        OwnershipError: another driver owns the run and lives.
+        OwnershipError: another driver owns the run and is alive.
         StorageError: the store does not answer.
     """
     log = CommitLog(run.child(CHECKPOINTS))
@@ -63,9 +67,9 @@ def acquire(run: Store, *, committed: Callable[[], Iterable[str]] = tuple, force
     while True:
         head = log.head()
         if head is not None and not (force or _may_be_taken(log, head, run, times, say, sleep, clock)):
-            continue  # the log has changed: look again
+            continue  # the log has changed: check again
         if head is None:
-            # Worker groups of a run that an older version began have numbers of epoch 0 already.
+            # Worker groups of a run that an older release started already have numbers of epoch 0.
             record = log.take_over(Holder.me(), None, committed(), first_epoch=int(run.exists("run.json")))
         else:
             record = log.take_over(Holder.me(), head)
@@ -75,16 +79,16 @@ def acquire(run: Store, *, committed: Callable[[], Iterable[str]] = tuple, force
 
 def _may_be_taken(log: CommitLog, head: Record, run: Store, times: Timing, say: Callable[[str], None] | None,
                   sleep: Callable[[float], Any], clock: Callable[[], float]) -> bool:
-    """Return True when the owner in `head` has ended, False when the log has changed; raise while it lives."""
+    """Return True if the owner in `head` has ended, False if the log has changed; raise if the owner is alive."""
     if head.released or head.holder.is_gone():
         return True
     began = clock()
     seen = log.last_beat(head.epoch)
     if say is not None:
         say(f"{run.uri} is owned by {head.holder} since {_utc(head.since)}; "
-            f"looking for up to {times.lease:g} s whether it lives")
+            f"waiting up to {times.lease:g} s to see whether it is alive")
     while clock() - began < times.lease:
-        sleep(times.beat / LOOKS_PER_BEAT)
+        sleep(times.beat / CHECKS_PER_BEAT)
         if head.holder.is_gone():
             return True
         newest = log.head()
@@ -102,8 +106,8 @@ def _owned(run: Store, head: Record, alive: float) -> OwnershipError:
     return OwnershipError(
         f"the run is being trained by {head.holder} since {_utc(head.since)} (epoch {head.epoch}; last sign of life "
         f"{_utc(alive)})", where=run.uri,
-        fix="wait for it or stop it, or choose another run.id; --take-over takes the run away from it: nothing the "
-        "other driver writes counts from then on")
+        fix="wait for it or stop it, or choose another run.id; --take-over takes the run away from it: nothing that "
+        "the other driver writes counts any more")
 
 
 def _utc(unix: float) -> str:
@@ -111,11 +115,13 @@ def _utc(unix: float) -> str:
 
 
 class Renewal:
-    """A thread that shows signs of life for the owner of `epoch`, and looks whether a newer epoch has begun.
+    """Thread that sends heartbeats for the owner of `epoch`, and checks whether a newer epoch has started.
 
     Args:
         run: the run's folder.
-        on_lost: called once, from the thread, with the error that says who has taken the run over.
+        epoch: epoch of this driver.
+        on_lost: called once, in the thread, with the error that names the new owner.
+        times: intervals; the default depends on the kind of store.
     """
 
     def __init__(self, run: Store, epoch: int, on_lost: Callable[[OwnershipError], None], *,
@@ -124,12 +130,12 @@ class Renewal:
         self._times = times or timing(run)
         self._ended = threading.Event()
         self.lost: OwnershipError | None = None
-        """Why the run is no longer this driver's."""
+        """The error that ended this driver's ownership; None while it owns the run."""
         self._thread = threading.Thread(target=self._renew, name="run owner", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Show no more signs of life."""
+        """Stop sending heartbeats."""
         self._ended.set()
 
     def _renew(self) -> None:
@@ -144,7 +150,7 @@ class Renewal:
                     self._on_lost(self.lost)
                     return
             except StorageError:
-                # Nothing is known while the store is away. Commits are refused then, too, so nothing can go wrong.
+                # The owner is unknown while the store is unavailable. Commits fail then, too, so this is safe.
                 count += 1
             self._ended.wait(self._times.beat)
 
@@ -152,10 +158,17 @@ class Renewal:
 @contextlib.contextmanager
 def owning(run: Store, *, committed: Callable[[], Iterable[str]] = tuple, force: bool = False,
            say: Callable[[str], None] | None = None) -> Iterator[Record]:
-    """Own the run inside the block; give it back at the end, also when the block raises. See `acquire`."""
+    """Own the run during the block, and release it at the end, even if the block raises. See `acquire`.
+
+    Args:
+        run: the run's folder.
+        committed: returns the names of the checkpoints of a run that predates commit logs.
+        force: take over even if the owner is alive.
+        say: called with one line of text if the driver has to wait to see whether the owner is alive.
+    """
     record = acquire(run, committed=committed, force=force, say=say)
     try:
         yield record
     finally:
-        with contextlib.suppress(StorageError):  # a run that is not given back is free once its lease has lapsed
+        with contextlib.suppress(StorageError):  # a run that is not released is free once its lease has expired
             CommitLog(run.child(CHECKPOINTS)).release(record.epoch)

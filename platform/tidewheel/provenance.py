@@ -1,4 +1,4 @@
-"""What something was made with: versions of packages, the commit of the code, settings without passwords."""
+"""Record how an output was made: package versions, the commit of the code, settings without passwords."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tidewheel.errors import without_credentials
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of packages that decide a result."""
-    found = {}
+    """Return {package: installed version, or "not installed"}."""
+    installed = {}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def python_version() -> str:
@@ -29,7 +29,7 @@ def python_version() -> str:
 
 
 def git_commit() -> str:
-    """Return the commit of the code, with "+" behind it when files differ from it; "" outside a git checkout."""
+    """Return the commit of the code, with a "+" if tracked files have changed; "" outside a git checkout."""
     folder = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
@@ -41,7 +41,7 @@ def git_commit() -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return JSON values without the user and password of any URI."""
+    """Return JSON values without the user names and passwords of URIs."""
     if isinstance(value, dict):
         return {key: without_secrets(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

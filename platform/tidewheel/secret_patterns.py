@@ -1,4 +1,4 @@
-"""What a key looks like in a text: one list, for manifests and for uploads."""
+"""Patterns of credentials in text, shared by the checks of Kubernetes manifests and of uploads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ KEYS = {
     "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}\b",
     "a Slack token": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
 }
-"""Regular expressions by what they match. None of them fits prose or code by chance."""
+"""Regular expressions by the credential that they match. None matches prose or code by chance."""
 URL_PASSWORD = r"://[^/\s:@]+:[^/\s@]+@"
-"""A user and a password inside a URL. Code that builds such a URL looks the same."""
+"""A user and a password inside a URL. Code that builds such a URL matches too."""
 
-_EACH = [(name, re.compile(pattern)) for name, pattern in KEYS.items()]
+_COMPILED = [(name, re.compile(pattern)) for name, pattern in KEYS.items()]
 
 
 def key_in(text: str) -> str | None:
-    """Return what kind of key `text` holds, never the key itself; None without one."""
-    return next((name for name, pattern in _EACH if pattern.search(text)), None)
+    """Return the kind of credential that `text` contains, never the credential itself; None if there is none."""
+    return next((name for name, pattern in _COMPILED if pattern.search(text)), None)

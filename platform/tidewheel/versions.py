@@ -1,4 +1,4 @@
-"""Versions of parts, which the keys of finished work are made of.
+"""Versions of parts, from which the keys of finished work are computed.
 
 A part's version is a promise: equal input and settings give equal output. Its author raises the number when the
 output changes, and only then. A comment, a rename or a faster loop leaves every key as it was.
@@ -17,8 +17,8 @@ class Version:
 
     Args:
         part: name of the part, unique in the package.
-        number: raised when equal input and settings give another output than before.
-        uses: parts whose output this one's follows from.
+        number: version number, raised whenever equal input and settings give another output than before.
+        uses: versions of the parts that the output depends on.
     """
 
     part: str
@@ -26,18 +26,18 @@ class Version:
     uses: tuple[Version, ...] = ()
 
     def using(self, *others: Version) -> Version:
-        """Return this version with further parts that the output follows from."""
+        """Return this version with more parts that the output depends on."""
         return replace(self, uses=(*self.uses, *others))
 
     def numbers(self) -> dict[str, int]:
-        """Return {part: number} of this part and of all that it uses, sorted by name.
+        """Return {part: number} of this part and of all parts that it uses, sorted by name.
 
         Raises:
-            ValueError: two parts have one name.
+            ValueError: two parts have the same name.
         """
-        found = {self.part: self.number}
+        numbers = {self.part: self.number}
         for other in self.uses:
             for part, number in other.numbers().items():
-                if found.setdefault(part, number) != number:
-                    raise ValueError(f"two parts are called {part!r}, with versions {found[part]} and {number}")
-        return dict(sorted(found.items()))
+                if numbers.setdefault(part, number) != number:
+                    raise ValueError(f"two parts are called {part!r}, with versions {numbers[part]} and {number}")
+        return dict(sorted(numbers.items()))

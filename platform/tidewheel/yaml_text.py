@@ -1,7 +1,7 @@
-"""YAML from people: plain values, no key twice, and aliases that cannot grow beyond memory.
+"""Load YAML that people write: plain values, no duplicate keys, and no aliases that expand beyond memory.
 
-A few hundred bytes of nested aliases stand for billions of values. Loading shares them; whatever then walks the value,
-to print or to check it, never ends. So documents are measured before they are built.
+A few hundred bytes of nested aliases can stand for billions of values. Loading shares them, but code that walks the
+value, to print or to check it, never ends. So this module measures a document before it builds values.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import yaml
 
 MAX_ALIASED = 1_000_000
-"""Values and characters that the aliases of one document may stand for, beyond what is written out. A configuration
-repeats a few hundred."""
+"""Values and characters that the aliases of one document may add. The aliases of a usual configuration add a few
+hundred."""
 MAX_DEPTH = 100
-"""Lists and mappings inside each other. PyYAML takes time that grows with the square of the depth."""
+"""Nesting depth of lists and mappings. PyYAML's time grows with the square of the depth."""
 
 
 class _Checked:
-    """Checks for a loader of PyYAML, before it builds values."""
+    """Mix-in that checks a document before PyYAML builds its values."""
 
     def construct_document(self, node: yaml.Node) -> Any:
         written: dict[int, int] = {}
@@ -53,28 +53,33 @@ class _Loader(_Checked, yaml.SafeLoader):
 
 
 class _FastLoader(_Checked, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """For generated manifests of thousands of lines; its messages say less."""
+    """Loader for generated manifests of thousands of lines, in C; its error messages are shorter."""
 
 
 def load(text: str) -> Any:
     """Return the value of one document.
 
     Raises:
-        yaml.YAMLError: not YAML, a key is there twice, it is nested too deep, or its aliases are a bomb.
+        yaml.YAMLError: the text is not YAML, a key occurs twice, values are nested too deeply, or aliases expand to
+            too much.
     """
     return yaml.load(text, _Loader)
 
 
 def load_all(text: str) -> list[Any]:
-    """Return the values of all documents; see `load`."""
+    """Return the values of all documents.
+
+    Raises:
+        yaml.YAMLError: as in `load`.
+    """
     try:
         return list(yaml.load_all(text, _FastLoader))
-    except RecursionError:  # the C parser has no hook to count the depth in, and takes linear time
+    except RecursionError:  # the C parser has no hook that could count the depth; its time is linear
         raise yaml.YAMLError("it is nested too deep") from None
 
 
 def _expanded(node: yaml.Node, sizes: dict[int, int], written: dict[int, int]) -> int:
-    """Size of a node with its aliases written out; `written` gets the own size of each node, once."""
+    """Return the size of a node with its aliases expanded; put each node's own size into `written`."""
     key = id(node)
     if key in sizes:
         if sizes[key] < 0:

@@ -141,7 +141,7 @@ def test_a_killed_driver_s_run_is_taken_over_at_once(folder):
     second = drive(folder)
     output, _ = second.communicate(timeout=280)
     assert "done 150" in output
-    assert "looking for up to" not in output
+    assert "waiting up to" not in output
     check(run)
 
 

@@ -166,7 +166,7 @@ def test_a_file_is_read_backwards(tmp_path: Path, block: int, monkeypatch: pytes
 @pytest.mark.parametrize("key", ["events.jsonl", "m.jsonl"])
 def test_lines_wait_in_bounded_memory_and_the_log_says_what_is_missing(place: Store, key: str, tmp_path: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonlog, "MOST_WAITING_BYTES", 50 * len('{"step":100}\n'))
+    monkeypatch.setattr(jsonlog, "MAX_PENDING_BYTES", 50 * len('{"step":100}\n'))
     log = JsonLog(place, key, flush_seconds=3600)
     with monkeypatch.context() as broken:
         broken.setattr(type(place), "write", lambda *_: (_ for _ in ()).throw(StorageError("down")))

@@ -33,10 +33,10 @@ class EvaluationActor:
                  node: str = "") -> None:
         from tidewheel import storage
         from tidewheel.inference.watch import watch
-        from tidewheel.jsonlog import BESIDE, JsonLog
+        from tidewheel.jsonlog import NO_GENERATION, JsonLog
 
         self._log = ProcessLog(log, "evaluator", node or _node())
-        events = JsonLog(storage.store(run_uri), "events.jsonl", flush_seconds=0, order=BESIDE)
+        events = JsonLog(storage.store(run_uri), "events.jsonl", flush_seconds=0, order=NO_GENERATION)
         self._ended = threading.Event()
 
         def on_event(kind: str, detail: dict[str, Any]) -> None:

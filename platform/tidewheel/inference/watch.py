@@ -12,7 +12,7 @@ from tidewheel.checkpoint.manager import OnEvent
 from tidewheel.checkpoint.verify import list_checkpoints
 from tidewheel.errors import TidewheelError
 from tidewheel.inference.evaluate import Evaluator
-from tidewheel.jsonlog import BESIDE, JsonLog
+from tidewheel.jsonlog import NO_GENERATION, JsonLog
 from tidewheel.storage import Store
 from tidewheel.train import evaluation
 
@@ -37,7 +37,7 @@ def watch(run_uri: str, *, every_steps: int, ended: threading.Event, on_event: O
         seconds: time between two checks for a new checkpoint.
     """
     run = storage.store(run_uri)
-    log = JsonLog(run, "metrics.jsonl", order=BESIDE)
+    log = JsonLog(run, "metrics.jsonl", order=NO_GENERATION)
     last_step: int | None = None
     evaluator: Evaluator | None = None
     reported = ""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tidewheel.errors import StorageError
-from tidewheel.jsonlog import CLOSE_SECONDS, DROPPED, MOST_WAITING_BYTES, SEGMENT_BYTES, JsonLog
+from tidewheel.jsonlog import CLOSE_SECONDS, DROPPED, MAX_PENDING_BYTES, SEGMENT_BYTES, JsonLog
 from tidewheel.private_folders import make_private
 from tidewheel.storage import Store
 
@@ -131,7 +131,7 @@ class NodeLog:
             return False
         self._handed.append((folder / name, len(data), len(lines)))
         self._handed_bytes += len(data)
-        while self._handed_bytes > MOST_WAITING_BYTES:
+        while self._handed_bytes > MAX_PENDING_BYTES:
             self._forget_oldest()
         return True
 

@@ -16,7 +16,7 @@ def _two_nodes_of_two_cpus(monkeypatch: pytest.MonkeyPatch):
     there = [Node("a", "127.0.0.1", 1, {"CPU": 2.0, "accelerator": 1.0}, labels={GROUP_LABEL: "gpu"}),
              Node("b", "127.0.0.2", 1, {"CPU": 2.0})]
     monkeypatch.setattr(nodes, "usable", lambda selector: [node for node in there if matches(selector, node.labels)])
-    monkeypatch.setattr(trainer, "can_grow", lambda patience_seconds: False)
+    monkeypatch.setattr(trainer, "can_grow", lambda wait_seconds: False)
 
 
 def sizes(most: int, elastic: dict[str, Any] | None = None, **parallel: int) -> tuple[int, ...]:

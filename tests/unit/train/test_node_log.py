@@ -131,7 +131,7 @@ def test_while_the_store_fails_lines_stay_on_the_node(place, monkeypatch):
 
 
 def test_what_nobody_uploads_for_long_is_dropped_and_said(place, monkeypatch):
-    monkeypatch.setattr(node_log, "MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr(node_log, "MAX_PENDING_BYTES", 1000)
     first, log = (NodeLog(place, KEY, generation=0, rank=rank) for rank in range(2))
     first.flush()
     for number in range(100):

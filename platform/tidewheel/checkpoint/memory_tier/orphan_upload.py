@@ -14,7 +14,7 @@ from tidewheel.checkpoint.memory_tier.upload import upload
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, OwnershipError, StorageError
-from tidewheel.jsonlog import BESIDE, JsonLog
+from tidewheel.jsonlog import NO_GENERATION, JsonLog
 from tidewheel.time_limit import TimeLimit, bounded
 
 WORKERS_ARE_BACK = "workers are back"
@@ -122,7 +122,7 @@ class OrphanUpload:
         """Write an event to the run's events.jsonl at once, because the agent may stop. If storage fails, the event is
         written with the next one."""
         if self._log is None:
-            self._log = JsonLog(storage.store(self.checkpoints.rpartition("/")[0]), "events.jsonl", order=BESIDE)
+            self._log = JsonLog(storage.store(self.checkpoints.rpartition("/")[0]), "events.jsonl", order=NO_GENERATION)
         self._log.append({"time": time.time(), "kind": kind, "detail": detail})
         with contextlib.suppress(StorageError):
             self._log.flush()

@@ -20,7 +20,7 @@ def resolved(uris: Iterable[str], output: str) -> dict[str, str]:
     Raises:
         StorageError: a data set or revision does not exist, or the hub does not answer.
     """
-    places = {place.repository: place for place in (hub.place_of(uri) for uri in uris if hub.is_hub(uri))}
+    places = {place.repository: place for place in (hub.parse(uri) for uri in uris if hub.is_hub(uri))}
     if not places:
         return {}
     recorded = _recorded(store(output))
@@ -39,7 +39,7 @@ def at_commit(uri: str, commits: Mapping[str, str]) -> str:
     """Return a hub URI with its commit as revision; return other URIs unchanged."""
     if not hub.is_hub(uri):
         return uri
-    place = hub.place_of(uri)
+    place = hub.parse(uri)
     return place.at(commits[place.repository])
 
 
@@ -47,10 +47,10 @@ def as_given(uri: str, commits: Mapping[str, str]) -> str:
     """Return the URI that `at_commit` got, so that names of files do not depend on the commit."""
     if not hub.is_hub(uri):
         return uri
-    place = hub.place_of(uri)
+    place = hub.parse(uri)
     names = [name for name, commit in commits.items()
-             if commit == place.revision and hub.place_of(name).id == place.id]
-    return place.at(hub.place_of(names[0]).revision) if names else uri
+             if commit == place.revision and hub.parse(name).id == place.id]
+    return place.at(hub.parse(names[0]).revision) if names else uri
 
 
 def _recorded(output: Store) -> dict[str, str]:

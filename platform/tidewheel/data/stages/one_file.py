@@ -27,7 +27,7 @@ def of_input(config: PipelineConfig, input: str) -> tuple[PipelineConfig, str]:
 def _is_file(input: str) -> bool:
     if not is_remote(input):
         return Path(input).is_file()
-    if hub.is_hub(input) and not hub.place_of(input).path:
+    if hub.is_hub(input) and not hub.parse(input).path:
         return False
     if input.endswith("/") or "." not in input.rpartition("/")[2]:  # most likely a folder: save the request
         return False

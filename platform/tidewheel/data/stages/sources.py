@@ -186,8 +186,8 @@ def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | 
         if ".." in prefix.split("/"):
             return None
     elif hub.is_hub(pattern):
-        named = hub.place_of(pattern)
-        place = store(hub.Place(named.id, named.revision, "").repository)
+        named = hub.parse(pattern)
+        place = store(hub.HubUri(named.id, named.revision, "").repository)
         prefix = named.path
     else:
         place, prefix = _locate(pattern.rstrip("/"), input, is_relative)

@@ -3,7 +3,7 @@
 `logging_process` redirects log records, and on a cluster everything that the process prints, to a file on the node
 (`output`). A thread reads its lines, adds time and position, removes secrets, and writes them to the run's
 logs/workers/ and to a file in Ray's log folder. Training waits for neither. While the store is unavailable, up to
-`jsonlog.MOST_WAITING_BYTES` of lines wait in memory and on the node, and the log says how many were dropped.
+`jsonlog.MAX_PENDING_BYTES` of lines wait in memory and on the node, and the log says how many were dropped.
 
 A process that is killed leaves its file behind. Another worker of its node passes on the content, or the next worker
 there, or a task that the driver sends at the end (`pass_on_abandoned`).
@@ -123,7 +123,7 @@ class WorkerLog:
                     self._log.append(line.as_json())
                 _write(self._file, lines, self._output.state.style)
                 self._show(lines)
-            kept = max(self._output.state.offset, self._reader.offset - jsonlog.MOST_WAITING_BYTES)
+            kept = max(self._output.state.offset, self._reader.offset - jsonlog.MAX_PENDING_BYTES)
             self._output.advance(self._reader.offset if self._log.is_written else kept)
 
     def _show(self, lines: list[LogLine]) -> None:

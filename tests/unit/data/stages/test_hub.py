@@ -109,8 +109,8 @@ def test_content_of_a_workflow_step_is_the_content_of_the_files(tmp_path, server
 
 
 @pytest.mark.parametrize(("path", "told", "fix"), [
-    ("hf://datasets/owner/wrods", "no such data set", "correct owner and name"),
-    (f"{NAME}@v2", "no such revision", "behind @"), ("hf://datasets/words", "not the URI of a data set", "owner/name"),
+    ("hf://datasets/owner/wrods", "no such data set", "correct the owner and name"),
+    (f"{NAME}@v2", "no such revision", "after @"), ("hf://datasets/words", "not the URI of a data set", "owner/name"),
     ("hf://models/owner/words", "not the URI of a data set", "owner/name"),
     (f"{NAME}/nothing", "no file matches", "read.paths"), (f"{NAME}/*.csv", "no file matches", "read.paths")])
 def test_missing_data_sets_raise(tmp_path, server, path, told, fix):
@@ -123,7 +123,7 @@ def test_missing_data_sets_raise(tmp_path, server, path, told, fix):
 
 
 @pytest.mark.parametrize(("refusal", "told", "fix"), [
-    ((403, "GatedRepo"), "asks for its terms to be accepted", "log in"), ((403, ""), "status 403", "HF_TOKEN"),
+    ((403, "GatedRepo"), "requires you to accept its terms", "log in"), ((403, ""), "status 403", "HF_TOKEN"),
     ((500, ""), "status 500", "again later")])
 def test_refusals_of_the_hub_raise(tmp_path, server, refusal, told, fix):
     server.refusal = refusal
@@ -176,5 +176,5 @@ def test_a_store_reads_ranges_and_reports_missing_files(server):
         assert place.fingerprint(name).startswith("hub-")
         with pytest.raises(FileNotFoundError):
             place.read("b")
-    assert hub.place_of(f"{NAME}@{commit}/more").at("") == f"{NAME}/more"
+    assert hub.parse(f"{NAME}@{commit}/more").at("") == f"{NAME}/more"
     assert [stamp.key for stamp in store(f"{NAME}@{commit}").list("more")] == ["more/a.jsonl"]

@@ -196,7 +196,7 @@ def test_a_store_that_is_away_holds_up_nobody_and_its_lines_come_later(place: st
 
 def test_a_buffer_that_is_full_drops_the_oldest_and_the_log_says_so(place: storage.Store,
                                                                     monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jsonlog, "MOST_WAITING_BYTES", 20_000)
+    monkeypatch.setattr(jsonlog, "MAX_PENDING_BYTES", 20_000)
     monkeypatch.setattr(jsonlog, "RETRY_SECONDS", 0.0)
     write, away = jsonlog._File.write, [True]
 
