@@ -51,7 +51,7 @@ def resolve(config: PipelineConfig, *, input: str, output: str) -> Job:
     tokenizer, template = _tokenizer(config, input), chat_template(config, input)
     references = _filter_files(config, input)
     if hub.is_hub(output):
-        raise StorageError("the Hugging Face hub is only read from", where=output, fix=hub.WRITE_ELSEWHERE)
+        raise StorageError("the Hugging Face hub is read-only", where=output, fix=hub.WRITE_ELSEWHERE)
     target = store(output)
     if is_remote(output):
         target.check()

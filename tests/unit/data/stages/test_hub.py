@@ -160,9 +160,9 @@ def test_a_missing_package_raises(tmp_path, monkeypatch):
 def test_the_hub_is_read_only(tmp_path):
     recipe = build(PipelineConfig, {"read": {"paths": ["*"]}, "steps": ["dedup_exact"]})
     (tmp_path / "a.jsonl").write_bytes(lines("a"))
-    with pytest.raises(StorageError, match="only read from"):
+    with pytest.raises(StorageError, match="hub is read-only"):
         resolve(recipe, input=str(tmp_path), output=NAME)
-    with pytest.raises(StorageError, match="only read from"):
+    with pytest.raises(StorageError, match="hub is read-only"):
         store(NAME).write("a", b"")
 
 
