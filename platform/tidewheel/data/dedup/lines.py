@@ -1,7 +1,7 @@
-"""Lines and paragraphs that stand in several documents: texts cut into them, who keeps which, the others cut out.
+"""Deduplication of lines and paragraphs: split texts, decide which documents keep a repeated piece, cut out the rest.
 
-Exact, by 128-bit hashes of the normalised text (CCNet and Dolma remove repeated paragraphs in this way: Wenzek et al.
-2020, section 3.1; Soldaini et al. 2024, with a Bloom filter). All functions are pure.
+Pieces are compared exactly, by 128-bit hashes of the normalised text. CCNet (Wenzek et al. 2020, section 3.1) and Dolma
+(Soldaini et al. 2024, with a Bloom filter) remove repeated paragraphs in this way. All functions are pure.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NEWLINE = 10
 
 @dataclass(frozen=True)
 class Pieces:
-    """Documents cut into pieces that together are the documents.
+    """Pieces of documents; concatenated, they are the documents.
 
     Args:
-        texts: the pieces, each with the line ends after it; u of them, over the documents' own bytes.
-        offsets: int64 [n + 1]: document d has the pieces [offsets[d], offsets[d + 1]).
+        texts: u pieces, each with the line ends after it; views of the documents' bytes.
+        offsets: document d has the pieces [offsets[d], offsets[d + 1]), int64 [n + 1].
     """
 
     texts: pa.LargeStringArray
@@ -36,15 +36,15 @@ class Pieces:
 
     @property
     def documents(self) -> np.ndarray:
-        """Document of each piece, int64 [u]."""
+        """Index of the document of each piece, int64 [u]."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
 
 def split(texts: Texts, unit: str) -> Pieces:
-    """Cut n documents into lines (`unit` "line") or into paragraphs ("paragraph": lines up to a blank one)."""
+    """Split n documents into lines (`unit` "line") or paragraphs (`unit` "paragraph": lines up to a blank one)."""
     data, offsets = buffers(texts)
     ends = np.flatnonzero(data[offsets[0] : offsets[-1]] == _NEWLINE) + offsets[0] + 1
-    bounds = np.sort(np.concatenate([offsets, ends]), kind="stable")  # two sorted runs: merged
+    bounds = np.sort(np.concatenate([offsets, ends]), kind="stable")  # merges two sorted arrays
     bounds = bounds[np.diff(bounds, prepend=-1) != 0]
     if unit == "paragraph" and len(bounds) > 1:
         blank = pc.equal(pc.binary_length(pc.utf8_trim_whitespace(_strings(data, bounds))), 0).to_numpy(
@@ -62,37 +62,48 @@ def _strings(data: np.ndarray, bounds: np.ndarray) -> pa.LargeStringArray:
 
 
 def hashes(pieces: Pieces, min_characters: int) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64 [u, 2], bool [u]): the hash of each piece, and whether it counts.
+    """Return the hash of each piece, uint64 [u, 2], and whether the piece counts, bool [u].
 
-    A piece that is shorter than `min_characters` (white space around it aside), or has no letter or digit, does not.
+    A piece counts if it has at least `min_characters` characters without the white space around it, and a letter or
+    digit. The hash of other pieces is 0.
     """
     trimmed = pc.utf8_trim_whitespace(pieces.texts)
     counts = pc.and_(pc.greater_equal(pc.utf8_length(trimmed), min_characters),
                      pc.match_substring_regex(trimmed, r"[\pL\pN]")).to_numpy(zero_copy_only=False)
-    found = np.zeros((len(pieces.texts), 2), np.uint64)
-    found[counts] = text_hashes(pieces.texts.filter(pa.array(counts)))
-    return found, counts
+    piece_hashes = np.zeros((len(pieces.texts), 2), np.uint64)
+    piece_hashes[counts] = text_hashes(pieces.texts.filter(pa.array(counts)))
+    return piece_hashes, counts
 
 
 def rows(texts: Texts, order: pa.Table, unit: str, min_characters: int) -> pa.Table:
-    """The pieces of n documents that count, each once a document: `ROW_SCHEMA`; `order` has `ORDER_COLUMNS`, n rows."""
+    """Return the distinct pieces of each document that count (`ROW_SCHEMA`).
+
+    Args:
+        texts: n documents.
+        order: n rows with `ORDER_COLUMNS`, which rank the documents.
+        unit: "line" or "paragraph".
+        min_characters: length of the shortest piece that counts.
+    """
     pieces = split(texts, unit)
-    found, counts = hashes(pieces, min_characters)
-    documents, found = pieces.documents[counts], found[counts]
-    places = np.lexsort((found[:, 1], found[:, 0], documents))
-    documents, found = documents[places], found[places]
+    all_hashes, counts = hashes(pieces, min_characters)
+    sorting = np.lexsort((all_hashes[counts, 1], all_hashes[counts, 0], pieces.documents[counts]))
+    documents = pieces.documents[counts][sorting]
+    piece_hashes = all_hashes[counts][sorting]
     first = np.ones(len(documents), bool)
-    first[1:] = (documents[1:] != documents[:-1]) | (found[1:] != found[:-1]).any(axis=1)
-    chosen = order.take(pa.array(documents[first]))
-    return pa.table([pa.array(found[first, 0]), pa.array(found[first, 1]),
-                     *(chosen[name] for name, _ in ORDER_COLUMNS)], schema=ROW_SCHEMA)
+    first[1:] = (documents[1:] != documents[:-1]) | (piece_hashes[1:] != piece_hashes[:-1]).any(axis=1)
+    ranks = order.take(pa.array(documents[first]))
+    return pa.table([pa.array(piece_hashes[first, 0]), pa.array(piece_hashes[first, 1]),
+                     *(ranks[name] for name, _ in ORDER_COLUMNS)], schema=ROW_SCHEMA)
 
 
 def repeats(table: pa.Table, *, max_repeats: int, keep: str) -> pa.Table:
-    """Who loses which piece: rows of one partition of the hashes (`ROW_SCHEMA`) -> `REPEAT_SCHEMA`, in any order.
+    """Return which documents lose which pieces (`REPEAT_SCHEMA`), in any order.
 
-    Of a piece that stands in more than `max_repeats` documents the first so many in the total order keep it
-    (`keep` "first") or none does ("none"); `survivor` is the best of those that keep it.
+    Args:
+        table: rows of one hash partition (`ROW_SCHEMA`).
+        max_repeats: documents lose a piece only if more documents than this contain it.
+        keep: "first" to let the best `max_repeats` documents keep the piece; `survivor` is then the best of them.
+            "none" to remove the piece from all.
     """
     quality = pc.if_else(pc.is_nan(table["quality"]), pa.scalar(None, pa.float32()), table["quality"])
     table = table.set_column(table.schema.get_field_index("quality"), "quality", quality)
@@ -102,24 +113,24 @@ def repeats(table: pa.Table, *, max_repeats: int, keep: str) -> pa.Table:
     begins = np.flatnonzero(np.concatenate([[True], (high[1:] != high[:-1]) | (low[1:] != low[:-1])])[:count])
     sizes = np.diff(np.concatenate([begins, [count]]))
     head = np.repeat(begins, sizes)
-    gone = np.repeat(sizes, sizes) > max_repeats
+    is_removed = np.repeat(sizes, sizes) > max_repeats
     ids = table["id"].combine_chunks()
     survivors = pa.nulls(count, pa.string())
     if keep == "first":
-        gone &= np.arange(count) - head >= max_repeats
+        is_removed &= np.arange(count) - head >= max_repeats
         survivors = ids.take(pa.array(head))
-    mask = pa.array(gone)
+    mask = pa.array(is_removed)
     return pa.table([ids, table["hash_hi"], table["hash_lo"], survivors], schema=REPEAT_SCHEMA).filter(mask)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Documents without the pieces they lose.
+    """Documents after their repeated pieces are cut out.
 
     Args:
         texts: n texts.
-        pieces: int64 [n], pieces cut out of each.
-        survivors: n ids or None: the document that keeps the first piece cut out.
+        pieces: number of pieces cut out of each text, int64 [n].
+        survivors: id of the document that keeps the first piece cut out of each text; None if there is none.
     """
 
     texts: pa.LargeStringArray
@@ -128,35 +139,40 @@ class Cut:
 
 
 def cut(documents: pa.Table, repeated: pa.Table, unit: str, min_characters: int) -> Cut:
-    """Cut out of documents (columns id and text) what `repeated` (`REPEAT_SCHEMA`) says; others stay as they are.
+    """Cut repeated pieces out of documents. Edited texts also lose the line ends at their beginning and end.
 
-    Of an edited text the line ends at its beginning and end go too.
+    Args:
+        documents: columns id and text.
+        repeated: pieces to cut out (`REPEAT_SCHEMA`).
+        unit: "line" or "paragraph".
+        min_characters: length of the shortest piece that counts.
     """
-    concerned = pc.is_in(documents["id"], value_set=repeated["id"].combine_chunks())
-    if not pc.all(concerned, min_count=0).as_py():  # most documents lose nothing: only the others are looked into
-        part = cut(documents.filter(concerned), repeated, unit, min_characters)
-        return _spread(documents["text"], np.flatnonzero(concerned.to_numpy()), part)
+    is_edited = pc.is_in(documents["id"], value_set=repeated["id"].combine_chunks())
+    if not pc.all(is_edited, min_count=0).as_py():  # split only the few documents that lose something
+        part = cut(documents.filter(is_edited), repeated, unit, min_characters)
+        return _expand(documents["text"], np.flatnonzero(is_edited.to_numpy()), part)
     pieces = split(documents["text"], unit)
-    found, counts = hashes(pieces, min_characters)
+    piece_hashes, counts = hashes(pieces, min_characters)
     ids = documents["id"].combine_chunks().take(pa.array(pieces.documents[counts]))
-    wanted = pa.table({"place": np.flatnonzero(counts), "id": ids, "hash_hi": found[counts, 0],
-                       "hash_lo": found[counts, 1]})
-    matched = wanted.join(repeated, ["id", "hash_hi", "hash_lo"], join_type="inner", use_threads=False).sort_by("place")
-    places = matched["place"].to_numpy()
-    gone = np.zeros(len(pieces.texts), bool)
-    gone[places] = True
-    owners = pieces.documents[places]
-    lost = np.bincount(owners, minlength=len(documents))
+    candidates = pa.table({"piece": np.flatnonzero(counts), "id": ids, "hash_hi": piece_hashes[counts, 0],
+                           "hash_lo": piece_hashes[counts, 1]})
+    matches = candidates.join(repeated, ["id", "hash_hi", "hash_lo"], join_type="inner", use_threads=False)
+    matches = matches.sort_by("piece")
+    matched_pieces = matches["piece"].to_numpy()
+    is_removed = np.zeros(len(pieces.texts), bool)
+    is_removed[matched_pieces] = True
+    owners = pieces.documents[matched_pieces]
+    removed = np.bincount(owners, minlength=len(documents))
     survivors: list[str | None] = [None] * len(documents)
     first = np.flatnonzero(np.diff(owners, prepend=-1))
-    for owner, survivor in zip(owners[first].tolist(), matched["survivor"].take(pa.array(first)).to_pylist(),
+    for owner, survivor in zip(owners[first].tolist(), matches["survivor"].take(pa.array(first)).to_pylist(),
                                strict=True):
         survivors[owner] = survivor
-    return Cut(_joined(pieces, gone, lost > 0), lost, survivors)
+    return Cut(_join(pieces, is_removed, removed > 0), removed, survivors)
 
 
-def _spread(texts: pa.ChunkedArray, rows: np.ndarray, part: Cut) -> Cut:
-    """The cut of all documents from that of `rows`; the others stay as they are."""
+def _expand(texts: pa.ChunkedArray, rows: np.ndarray, part: Cut) -> Cut:
+    """Return the result for all documents, given that for `rows`; the other documents stay as they are."""
     order = np.arange(len(texts))
     order[rows] = len(texts) + np.arange(len(rows))
     whole = texts.combine_chunks().cast(pa.large_string())
@@ -168,11 +184,11 @@ def _spread(texts: pa.ChunkedArray, rows: np.ndarray, part: Cut) -> Cut:
     return Cut(pa.concat_arrays([whole, part.texts]).take(pa.array(order)), pieces, survivors)
 
 
-def _joined(pieces: Pieces, gone: np.ndarray, edited: np.ndarray) -> pa.LargeStringArray:
-    """The documents without the pieces that are gone."""
+def _join(pieces: Pieces, is_removed: np.ndarray, is_edited: np.ndarray) -> pa.LargeStringArray:
+    """Return the documents without their removed pieces."""
     lengths = pc.binary_length(pieces.texts).to_numpy(zero_copy_only=False).astype(np.int64)
-    ends = np.concatenate([[0], np.cumsum(np.where(gone, 0, lengths))])
-    kept = pieces.texts.filter(pa.array(~gone))
+    ends = np.concatenate([[0], np.cumsum(np.where(is_removed, 0, lengths))])
+    kept = pieces.texts.filter(pa.array(~is_removed))
     data, offsets = buffers(kept)
     texts = _strings(data, ends[pieces.offsets] + offsets[0])
-    return pc.if_else(pa.array(edited), pc.utf8_trim(texts, "\r\n"), texts)
+    return pc.if_else(pa.array(is_edited), pc.utf8_trim(texts, "\r\n"), texts)

@@ -1,9 +1,8 @@
-"""MinHash signatures of word or character n-grams, and the banding that finds candidate pairs.
+"""MinHash signatures of word or character n-grams, and the band hashes that find candidate pairs.
 
-A shingle is `ngram` consecutive words, or characters (code points), of the normalised text (`text`), in which
-numbers are "0". One of number words only is left out: tables of different numbers would be copies of each other.
-Signatures are bit-identical to datasketch 2.0 `MinHash(scheme="affine32", seed=seed)` updated with the same 32-bit
-shingle hashes.
+A shingle is `ngram` consecutive words or characters (code points) of the normalised text (`text`), in which numbers are
+"0". Shingles that contain only numbers are left out, or tables of different numbers would match. Signatures are
+bit-identical to datasketch 2.0 `MinHash(scheme="affine32", seed=seed)` updated with the same 32-bit shingle hashes.
 """
 
 from __future__ import annotations
@@ -23,20 +22,22 @@ from tidewheel.versions import Version
 
 VERSION = Version("minhash", uses=(text.VERSION,))
 MINHASH_VERSION = f"{text.TEXT_VERSION}/affine32-1"
-MAX_WORDS = 100_000  # longer texts saturate a signature and glue strangers together (Marin caps at 500,000 characters)
+MAX_WORDS = 100_000  # longer texts saturate a signature and match unrelated ones (Marin caps at 500,000 characters)
 MAX_CHARACTERS = 500_000
 Unit = Literal["words", "characters"]
 _POLYNOMIAL = np.uint64(0xD6E8FEB86659FD93)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_NO_NUMBER = np.uint64(0)  # no character hashes to it
+_NO_NUMBER = np.uint64(0)  # no character has this hash
 
 
 @dataclass(frozen=True)
 class MinHashResult:
-    """signatures [n, k] uint32; shingles [n] int32, 0 when the text has none (too short, or numbers only).
+    """MinHash signatures of n documents.
 
-    A signature of a document without shingles is all ones: leave it out of the banding, such a
-    document is compared exactly only.
+    Args:
+        signatures: uint32 [n, k]. The bits of a document without shingles are all ones; leave it out of the banding
+            and compare it exactly.
+        shingles: number of shingles of each document, int32 [n]; 0 if it is too short or contains only numbers.
     """
 
     signatures: np.ndarray
@@ -45,10 +46,17 @@ class MinHashResult:
 
 def minhash(texts: text.Texts, *, ngram: int = 5, num_permutations: int = 112, seed: int = 1, unit: Unit = "words"
             ) -> MinHashResult:
-    """Signatures of the documents' first `MAX_WORDS` words, or `MAX_CHARACTERS` characters of the normalised text.
+    """Return the signatures of documents, from their first `MAX_WORDS` words or `MAX_CHARACTERS` characters.
+
+    Args:
+        texts: the documents.
+        ngram: words or characters per shingle.
+        num_permutations: values per signature.
+        seed: seed of the permutations.
+        unit: "words" or "characters".
 
     Raises:
-        ValueError: ngram or num_permutations below 1.
+        ValueError: `ngram` or `num_permutations` is below 1.
     """
     if ngram < 1 or num_permutations < 1:
         raise ValueError(f"ngram and num_permutations must be at least 1, got {ngram} and {num_permutations}")
@@ -63,35 +71,58 @@ def minhash(texts: text.Texts, *, ngram: int = 5, num_permutations: int = 112, s
 
 def sign(words: np.ndarray, offsets: np.ndarray, ngram: int, chosen: tuple[np.ndarray, np.ndarray],
          signatures: np.ndarray, shingles: np.ndarray) -> None:
-    """The same from word hashes (`text.Words`): fills signatures (all ones) and shingles (zeros); chosen: (a, b)."""
+    """Compute signatures from word hashes (`text.Words`), in place.
+
+    Args:
+        words: uint64 [w].
+        offsets: document d has the words [offsets[d], offsets[d + 1]), int64 [n + 1].
+        ngram: words per shingle.
+        chosen: (a, b) from `permutations`.
+        signatures: uint32 [n, k], all bits ones; overwritten.
+        shingles: int32 [n], zeros; overwritten with the number of shingles of each document.
+    """
     _signatures(words, offsets, ngram, MAX_WORDS, _number_word(), *chosen, signatures, shingles)
 
 
 def shingle_hashes(texts: text.Texts, *, ngram: int = 5, unit: Unit = "words") -> list[np.ndarray]:
-    """The 32-bit hashes that `minhash` permutes, one uint32 array a document, in text order."""
-    found = []
+    """Return the 32-bit hashes that `minhash` permutes, a uint32 array for each document, in text order.
+
+    Args:
+        texts: the documents.
+        ngram: words or characters per shingle.
+        unit: "words" or "characters".
+    """
+    arrays = []
     for _, _, hashes, offsets, most, number in _units(texts, unit):
         for start, end in itertools.pairwise(offsets.tolist()):
             out = np.zeros(max(min(end - start, most) - ngram + 1, 0), np.uint32)
-            found.append(out[: _shingles(hashes[start:end], ngram, number, out)])
-    return found
+            arrays.append(out[: _shingles(hashes[start:end], ngram, number, out)])
+    return arrays
 
 
 def shingle_sets(texts: text.Texts, *, ngram: int = 5, unit: Unit = "words") -> list[np.ndarray]:
-    """The distinct `shingle_hashes` of each document, ascending; two 32-bit hashes in 10^5 shingles coincide by chance,
-    so that Jaccard similarities of these sets are exact to about 10^-5."""
+    """Return the distinct `shingle_hashes` of each document in ascending order.
+
+    Among 10^5 shingles, about one pair has equal 32-bit hashes by chance, so Jaccard similarities of these sets are
+    exact to about 10^-5.
+
+    Args:
+        texts: the documents.
+        ngram: words or characters per shingle.
+        unit: "words" or "characters".
+    """
     return [np.unique(hashes) for hashes in shingle_hashes(texts, ngram=ngram, unit=unit)]
 
 
 def exact_jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Intersection over union of two of `shingle_sets`; 0 when both are empty."""
+    """Return intersection over union of two `shingle_sets`; 0 if both are empty."""
     common = int(_common(text.frozen(a), text.frozen(b)))
     union = len(a) + len(b) - common
     return common / union if union else 0.0
 
 
 def _units(texts: text.Texts, unit: Unit) -> Iterator[tuple[int, int, np.ndarray, np.ndarray, int, np.uint64]]:
-    """(first, last, hashes of words or characters, their offsets, how many count, the hash of a number) by chunk."""
+    """Yield (first, last, hashes of words or characters, offsets, maximum per document, hash of a number) by chunk."""
     if unit == "words":
         for first, last, words in text.scan(texts):
             yield first, last, words.hashes, words.offsets, MAX_WORDS, _number_word()
@@ -105,12 +136,12 @@ def _units(texts: text.Texts, unit: Unit) -> Iterator[tuple[int, int, np.ndarray
 
 @lru_cache(maxsize=1)
 def _number_word() -> np.uint64:
-    """Hash of the word "0", which every number is."""
+    """Return the hash of the word "0", which stands for every number."""
     return np.uint64(text.words(["0"]).hashes[0])
 
 
 def permutations(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(a, b) uint32 [count] of h -> a h + b mod 2^32, drawn as datasketch 2.0 draws them for affine32."""
+    """Return (a, b), uint32 [count], of h -> a h + b mod 2^32, drawn as datasketch 2.0 draws them for affine32."""
     generator = np.random.RandomState(seed)
     a = generator.randint(0, 1 << 31, count, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
     b = generator.randint(0, 1 << 32, count, dtype=np.uint32)
@@ -118,7 +149,12 @@ def permutations(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def band_hashes(signatures: np.ndarray, *, bands: int = 14, rows: int = 8) -> np.ndarray:
-    """[n, bands] uint64: one hash for each band of `rows` signature values; equal bands, equal hashes.
+    """Return a hash of each band of `rows` signature values, uint64 [n, bands].
+
+    Args:
+        signatures: uint32 [n, k].
+        bands: number of bands.
+        rows: signature values per band.
 
     Raises:
         ValueError: the signatures have fewer than bands x rows values.
@@ -135,14 +171,21 @@ def band_hashes(signatures: np.ndarray, *, bands: int = 14, rows: int = 8) -> np
 
 
 def estimated_jaccard(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[m, k] x [m, k] -> [m] float64: share of equal signature values; its standard error is sqrt(s(1-s)/k)."""
+    """Return the share of equal values of pairs of signatures [m, k], float64 [m].
+
+    The standard error for a Jaccard similarity s is sqrt(s(1-s)/k).
+    """
     return np.asarray(np.mean(a == b, axis=1, dtype=np.float64))
 
 
 def text_signatures(hashes: np.ndarray, num_permutations: int) -> np.ndarray:
-    """[n, 2] uint64 text hashes (`hashing.text_hashes`) -> [n, k] uint32, to compare documents without shingles by.
+    """Return substitute signatures, uint32 [n, k], for documents without shingles.
 
-    Such documents have no signature. In its place: the text hash, repeated; equal texts agree in all values.
+    Each one repeats the text hash, so equal texts agree in all values.
+
+    Args:
+        hashes: `hashing.text_hashes`, uint64 [n, 2].
+        num_permutations: values per signature, k.
     """
     halves = np.ascontiguousarray(hashes[:, ::-1].astype("<u8")).view("<u4")
     return np.tile(halves, (1, -(-num_permutations // 4)))[:, :num_permutations].astype(np.uint32)

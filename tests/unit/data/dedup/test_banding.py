@@ -1,4 +1,4 @@
-"""The S-curve, and the choice of bands and rows against datasketch's."""
+"""Tests of the S-curve, and of the choice of bands and rows, compared with datasketch's."""
 
 import numpy as np
 import pytest
@@ -14,25 +14,25 @@ from tidewheel.errors import ConfigError
 
 @given(st.integers(20, 90), st.sampled_from([64, 112, 128]))
 @settings(max_examples=12, deadline=None)
-def test_the_banding_is_datasketchs(percent: int, permutations: int):
+def test_optimal_banding_equals_datasketchs(percent: int, permutations: int):
     peer = MinHashLSH(threshold=percent / 100, num_perm=permutations)
     assert optimal_banding(percent / 100, permutations) == (peer.b, peer.r)
 
 
-def test_the_curve_is_that_of_the_literature():
-    found = collision_probability(np.array([0.5, 0.75, 0.85]), 14, 8)
-    np.testing.assert_allclose(found, [0.053, 0.772, 0.988], atol=5e-4)
+def test_collision_probability_equals_published_values():
+    curve = collision_probability(np.array([0.5, 0.75, 0.85]), 14, 8)
+    np.testing.assert_allclose(curve, [0.053, 0.772, 0.988], atol=5e-4)
     assert collision_probability(0.0, 3, 2) == 0
     assert collision_probability(1.0, 3, 2) == 1
 
 
-def test_wrong_arguments():
+def test_optimal_banding_refuses_wrong_arguments():
     for threshold, permutations in ((0.0, 8), (1.0, 8), (0.5, 0)):
         with pytest.raises(ValueError, match="threshold"):
             optimal_banding(threshold, permutations)
 
 
-def test_a_target_becomes_bands_and_rows():
+def test_a_target_similarity_sets_bands_and_rows():
     step = build(DedupNearStep, {"target_jaccard": 0.8})
     assert (step.bands, step.rows, step.num_permutations) == (9, 13, 128)
     assert build(DedupNearStep, step.canonical()) == step

@@ -1,4 +1,4 @@
-"""Repeated lines and paragraphs, against a search in Python."""
+"""Tests of the deduplication of lines and paragraphs, compared with a search in Python."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def order(count, priorities=None):
 
 
 def pieces_of(document, unit):
-    """The pieces of a document, by splitting lines in Python."""
+    """Return the pieces of a document, split in Python."""
     lines = re.findall(r"[^\n]*\n|[^\n]+", document)
     if unit == "line":
         return lines
-    found, blank_before = [], True
-    for place, line in enumerate(lines):
+    paragraphs = []
+    blank_before = True
+    for index, line in enumerate(lines):
         blank = not line.strip()
-        if place == 0 or (not blank and blank_before):
-            found.append("")
-        found[-1] += line
+        if index == 0 or (not blank and blank_before):
+            paragraphs.append("")
+        paragraphs[-1] += line
         blank_before = blank
-    return found
+    return paragraphs
 
 
 def key_of(piece, min_characters):
@@ -49,16 +50,18 @@ def key_of(piece, min_characters):
 
 def by_search(documents, ranks, unit, min_characters, max_repeats, keep):
     owners = {}
-    for place in sorted(range(len(documents)), key=lambda place: ranks[place]):
-        for key in dict.fromkeys(key_of(piece, min_characters) for piece in pieces_of(documents[place], unit)):
+    for index in sorted(range(len(documents)), key=lambda index: ranks[index]):
+        for key in dict.fromkeys(key_of(piece, min_characters) for piece in pieces_of(documents[index], unit)):
             if key is not None:
-                owners.setdefault(key, []).append(place)
-    kept = {key: (found[:max_repeats] if keep == "first" else []) if len(found) > max_repeats else found
-            for key, found in owners.items()}
+                owners.setdefault(key, []).append(index)
+    kept = {}
+    for key, indices in owners.items():
+        repeated = len(indices) > max_repeats
+        kept[key] = (indices[:max_repeats] if keep == "first" else []) if repeated else indices
     edited = []
-    for place, document in enumerate(documents):
+    for index, document in enumerate(documents):
         pieces = pieces_of(document, unit)
-        left = [piece for piece in pieces if (key := key_of(piece, min_characters)) is None or place in kept[key]]
+        left = [piece for piece in pieces if (key := key_of(piece, min_characters)) is None or index in kept[key]]
         edited.append("".join(left).strip("\r\n") if len(left) < len(pieces) else document)
     return edited
 
@@ -66,55 +69,55 @@ def by_search(documents, ranks, unit, min_characters, max_repeats, keep):
 @settings(deadline=None, max_examples=150)
 @given(corpora, st.sampled_from(["line", "paragraph"]), st.integers(1, 12), st.integers(1, 3),
        st.sampled_from(["first", "none"]), st.data())
-def test_the_same_as_a_search(documents, unit, min_characters, max_repeats, keep, data):
+def test_cut_equals_a_search_in_python(documents, unit, min_characters, max_repeats, keep, data):
     priorities = data.draw(st.lists(st.integers(0, 3), min_size=len(documents), max_size=len(documents)))
     column = pa.array(documents, pa.large_string())
     rows = dedup_lines.rows(column, order(len(documents), priorities), unit, min_characters)
-    found = dedup_lines.repeats(rows, max_repeats=max_repeats, keep=keep)
+    repeated = dedup_lines.repeats(rows, max_repeats=max_repeats, keep=keep)
     table = pa.table({"id": order(len(documents))["id"], "text": column})
-    cut = dedup_lines.cut(table, found, unit, min_characters)
-    ranks = [(-priority, place) for place, priority in enumerate(priorities)]
+    cut = dedup_lines.cut(table, repeated, unit, min_characters)
+    ranks = [(-priority, index) for index, priority in enumerate(priorities)]
     assert cut.texts.to_pylist() == by_search(documents, ranks, unit, min_characters, max_repeats, keep)
 
 
 @settings(deadline=None)
 @given(corpora, st.sampled_from(["line", "paragraph"]))
-def test_pieces_are_the_document(documents, unit):
+def test_split_equals_splitting_in_python(documents, unit):
     column = pa.concat_arrays([pa.array(["before\n"], pa.large_string()), pa.array(documents, pa.large_string())])
     pieces = dedup_lines.split(column.slice(1), unit)
-    found = pieces.texts.to_pylist()
+    strings = pieces.texts.to_pylist()
     ends = pieces.offsets.tolist()
-    assert [found[first:last] for first, last in itertools.pairwise(ends)] == [
+    assert [strings[first:last] for first, last in itertools.pairwise(ends)] == [
         pieces_of(document, unit) for document in documents]
 
 
-def test_survivors_and_counts():
+def test_cut_returns_counts_of_pieces_and_survivors():
     documents = ["Read our cookie notice.\nfirst text here\n", "second text here\nread our COOKIE notice\n",
                  "Read our cookie notice.\nread our cookie notice\nfirst text here"]
     table = pa.table({"id": ["00", "01", "02"], "text": pa.array(documents, pa.large_string())})
     rows = dedup_lines.rows(table["text"], order(3, [0, 1, 0]), "line", 5)
-    found = dedup_lines.repeats(rows, max_repeats=1, keep="first")
-    assert sorted(found.select(["id", "survivor"]).to_pylist(), key=str) == sorted([
+    repeated = dedup_lines.repeats(rows, max_repeats=1, keep="first")
+    assert sorted(repeated.select(["id", "survivor"]).to_pylist(), key=str) == sorted([
         {"id": "00", "survivor": "01"}, {"id": "02", "survivor": "01"}, {"id": "02", "survivor": "00"}], key=str)
-    cut = dedup_lines.cut(table, found, "line", 5)
+    cut = dedup_lines.cut(table, repeated, "line", 5)
     assert cut.texts.to_pylist() == ["first text here", documents[1], ""]
     assert cut.pieces.tolist() == [1, 0, 3]
     assert cut.survivors == ["01", None, "01"]
 
 
 @pytest.mark.parametrize("keep", ["first", "none"])
-def test_nothing_in_nothing_out(keep):
+def test_no_documents_give_no_rows(keep):
     rows = dedup_lines.rows(pa.array([], pa.large_string()), order(0), "line", 1)
     assert rows.schema == dedup_lines.ROW_SCHEMA
     assert len(dedup_lines.repeats(rows, max_repeats=1, keep=keep)) == 0
 
 
-def test_order_of_rows_does_not_matter():
+def test_repeats_do_not_depend_on_the_order_of_rows():
     documents = pa.array(["same line of text\nown"] * 5, pa.large_string())
     rows = dedup_lines.rows(documents, order(5, [2, 0, 3, 3, 1]), "line", 3)
-    found = dedup_lines.repeats(rows, max_repeats=2, keep="first")
+    repeated = dedup_lines.repeats(rows, max_repeats=2, keep="first")
     shuffled = dedup_lines.repeats(rows.take(pa.array([*range(1, len(rows)), 0][::-1])), max_repeats=2, keep="first")
     key = [("id", "ascending"), ("hash_hi", "ascending")]
-    assert found.sort_by(key).equals(shuffled.sort_by(key))
-    assert set(found["id"].to_pylist()) == {"00", "01", "04"}
-    assert set(found["survivor"].to_pylist()) == {"02"}
+    assert repeated.sort_by(key).equals(shuffled.sort_by(key))
+    assert set(repeated["id"].to_pylist()) == {"00", "01", "04"}
+    assert set(repeated["survivor"].to_pylist()) == {"02"}
