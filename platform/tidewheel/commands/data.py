@@ -151,7 +151,7 @@ def data_train_classifier(
     from dataclasses import asdict
 
     from tidewheel.config import build
-    from tidewheel.data.fasttext import WANTED
+    from tidewheel.data.fasttext import HIGH_QUALITY
     from tidewheel.data.fasttext.training import TrainClassifier, read_texts
     from tidewheel.data.fasttext.training import train as train_classifier
     from tidewheel.storage import absolute, split
@@ -162,8 +162,8 @@ def data_train_classifier(
     trained = train_classifier(sets[0][0], sets[1][0], settings)
     place.write(name, trained.model)
     found = {"documents": [len(texts) for texts, _ in sets], "unusable": [bad for _, bad in sets],
-             "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality), "label": WANTED,
-             "output": output}
+             "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality),
+             "label": HIGH_QUALITY, "output": output}
     if as_json:
         print(json.dumps(found, indent=2))
         return 0

@@ -158,7 +158,7 @@ def test_the_classifier_decides_which_copy_stays(finished, tmp_path):
     assert [(row["id"], row["survivor"]) for table in tables for row in table.to_pylist()] == [("1", "2")]
 
     (folder / "model.bin").write_bytes(model[:-5])
-    with pytest.raises(ConfigError, match="it ends early"):
+    with pytest.raises(ConfigError, match="it is truncated"):
         pipeline.check(config, input=str(folder), output=str(tmp_path / "out"))
     (folder / "model.bin").unlink()
     with pytest.raises(InputError, match="no such file"):

@@ -1,20 +1,20 @@
-"""Finding evaluation items in documents: seeds of a few words, then an alignment, weighed by rarity.
+"""Search for evaluation items in documents: seeds of a few words, then an alignment weighted by rarity.
 
-Words are those of `text` with digits kept. Around each n-gram that a document shares with an item (`eval_index`)
-the item is aligned with the document, words in order, with a cost for each changed, lost or gained one. The best
-stretch is a match (`Rules`) when it is
+Words are those of `text` with digits kept. Around each n-gram that a document shares with an item (`eval_index`), the
+item is aligned with the document, with a cost for each changed, missing or additional word. The best stretch is a match
+(`Rules`) if it is
 
-- the item but for a few words: of its words and of its weight at least 2/3, at least 7 words; so short items are
-  found with a word changed, and the phrase that they share with many others is not enough; or
-- a part: close to half of the words of an item of 20 or more, without much in between; whatever its weight, so half
-  of a template is found as well.
+- nearly the whole item: at least 2/3 of its words and of its weight, and at least 7 words. A short item is found with
+  one word changed, but a phrase that it shares with many others is not enough; or
+- a part: almost half of the words of an item of 20 words or more, with little in between. The weight does not matter,
+  so half of a template is found too.
 
-Items of 5 to 7 words count only as a whole, formulas (`eval_index`) only to the letter. No other match has less than
-`Rules.bits` of information (numbers and single letters are worth next to none), so that common words in the usual
-order are no evidence.
+Items of 5 to 7 words match only as a whole, and formulas (`eval_index`) only exactly. Other matches need at least
+`Rules.bits` of information, so common words in a common order are no evidence. Numbers and single letters carry hardly
+any information.
 
-References: n-gram overlap is that of Brown et al. 2020 (GPT-3, appendix C); rarity weights and the tolerance for
-edits as in AI2's decon.
+References: n-gram overlap as in Brown et al. 2020 (GPT-3, appendix C); rarity weights and the tolerance for edits as in
+AI2's decon.
 """
 
 from __future__ import annotations
@@ -34,53 +34,55 @@ __all__ = ["EvalIndex", "EvalItem", "Match", "Rules", "contaminated", "find", "f
 
 @dataclass(frozen=True)
 class Rules:
-    """What makes an alignment a match; the order is that of `eval_kernels`' limits."""
+    """Thresholds that make an alignment a match, in the order that `eval_kernels` expects."""
 
     bits: float = 30.0
-    """Information of the matching words."""
+    """Minimum information of the matching words."""
     spelled: float = 3.0
-    """Matching words with letters."""
+    """Minimum number of matching words with letters."""
     short: float = 8.0
-    """Items with fewer words count only as a whole."""
+    """Items with fewer words match only as a whole."""
     words: float = 7.0
-    """Matching words of an item that is found but for a few."""
+    """Minimum number of matching words of a nearly whole item."""
     share: float = 0.7
-    """Their share of the item's words."""
+    """Minimum share of a nearly whole item's words that match."""
     density: float = 0.66
-    """Their share of the document's words from the first to the last."""
+    """Minimum share of matching words among the document's words from the first match to the last."""
     weight: float = 0.7
-    """Their share of the item's weight."""
+    """Minimum share of a nearly whole item's weight that matches."""
     ngram: float = 13.0
-    """Matching words of a part, if the item has as many in `part_words`."""
+    """Minimum number of matching words of a part, unless `part_words` of the item is less."""
     part: float = 0.4
-    """Share of the item's words that a part must have."""
+    """Minimum share of the item's words that a part contains."""
     part_words: float = 0.45
     """A part of an item with few words needs this share of them instead of `ngram` words."""
     part_item: float = 20.0
-    """Items with fewer words have no parts."""
+    """Parts of items with fewer words do not match."""
     part_density: float = 0.8
     """As `density`, for a part."""
     least_weight: float = 35.0
-    """Weight of the matching words of an item that is found but for a few."""
+    """Minimum weight of the matching words of a nearly whole item."""
     short_weight: float = 45.0
-    """Weight of an item that counts only as a whole."""
+    """Minimum weight of an item that matches only as a whole."""
     answer: float = 0.8
-    """Share of an answer's words, if it matches without its question; its density is `part_density`."""
+    """Minimum share of an answer's words if it matches without its question; its density is `part_density`."""
 
     def limits(self) -> np.ndarray:
-        """float64 [15], read-only."""
+        """Return the thresholds as a read-only array, float64 [15]."""
         return text.frozen(np.array([getattr(self, field.name) for field in fields(self)]))
 
 
 @dataclass(frozen=True)
 class Match:
-    """One match in a document.
+    """Match of an item in a document.
 
     Args:
-        benchmark, item: which item.
-        text: the document's own words, from the first that matches to the last.
+        benchmark: name of the item's benchmark.
+        item: id of the item in the benchmark.
+        text: words of the document, from the first match to the last.
         score: share of the item's weight that matches, in (0, 1].
-        start, end: the bytes of `text` in the document's UTF-8.
+        start: first byte of `text` in the document's UTF-8 bytes.
+        end: byte after `text`.
     """
 
     benchmark: str
@@ -92,25 +94,37 @@ class Match:
 
 
 def contaminated(index: EvalIndex, texts: text.Texts, rules: Rules = Rules()) -> list[Match | None]:
-    """The best match of each document, or None. Ties go to the item first in (benchmark, id) order."""
-    return [min(found, key=lambda match: (-match.score, match.benchmark, match.item, match.start)) if found else None
-            for found in find(index, texts, rules)]
+    """Return the best match of each document, or None. Of equal matches, the first by benchmark and id wins.
+
+    Args:
+        index: the items.
+        texts: the documents.
+        rules: thresholds of a match.
+    """
+    return [min(matches, key=lambda match: (-match.score, match.benchmark, match.item, match.start), default=None)
+            for matches in find(index, texts, rules)]
 
 
 def find(index: EvalIndex, texts: text.Texts, rules: Rules = Rules()) -> list[list[Match]]:
-    """All matches of each document, in order of their place; an item once at a place."""
+    """Return all matches of each document by position, without overlapping matches of one item.
+
+    Args:
+        index: the items.
+        texts: the documents.
+        rules: thresholds of a match.
+    """
     data, offsets = text.buffers(texts)
-    found: list[list[Match]] = [[] for _ in range(len(offsets) - 1)]
+    matches: list[list[Match]] = [[] for _ in range(len(offsets) - 1)]
     for document, item, start, end, score, formula in _matches(index, texts, rules):
         piece = data[offsets[document] + start : offsets[document] + end].tobytes().decode("utf-8", "replace")
         if formula and core(piece) != formula:
             continue
-        found[document].append(Match(str(index.names[item]), str(index.items[item]), piece, score, start, end))
-    return found
+        matches[document].append(Match(str(index.names[item]), str(index.items[item]), piece, score, start, end))
+    return matches
 
 
 def _matches(index: EvalIndex, texts: text.Texts, rules: Rules) -> Iterator[tuple[int, int, int, int, float, str]]:
-    """(document, item, first byte, end byte, score, formula), the readings of an item as one."""
+    """Yield (document, item, first byte, byte after the match, score, formula), with the readings of an item merged."""
     limits = rules.limits()
     postings = _tables(index, "gram_length", "post_offsets", "post_reading", "post_place")
     readings = (*_tables(index, "words", "weights", "totals", "bits", "spelled", "offsets", "kind"),
@@ -133,7 +147,7 @@ def _matches(index: EvalIndex, texts: text.Texts, rules: Rules) -> Iterator[tupl
         order = np.lexsort((-stop, start, -score, item, document))
         last: tuple[int, int, int] | None = None
         chosen = []
-        for row in order.tolist():  # of readings of an item at one place the best
+        for row in order.tolist():  # keep the best of overlapping readings of an item
             if last is not None and last[:2] == (document[row], item[row]) and start[row] < last[2]:
                 continue
             last = (document[row], item[row], stop[row])
@@ -147,7 +161,7 @@ def _tables(index: EvalIndex, *names: str) -> tuple[np.ndarray, ...]:
 
 
 def _seeds(index: EvalIndex, words: text.Words) -> np.ndarray:
-    """(document, first word, n-gram) int64 [3, s] of every seed in the documents."""
+    """Return (document, first word, n-gram) of every seed in the documents, int64 [3, s]."""
     tables = _tables(index, "known", "pairs", "filter_2", "filter_3", "filter_5", "keys", "grams")
     room = len(words.hashes) // 8 + 64
     while True:

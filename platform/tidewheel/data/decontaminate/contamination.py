@@ -1,5 +1,4 @@
-"""What becomes of a document in which evaluation items were found: what to tell of it, and what is left when they
-are cut out."""
+"""Handling of contaminated documents: the matches to report, and the text that is left when they are cut out."""
 
 from __future__ import annotations
 
@@ -7,15 +6,17 @@ from collections.abc import Sequence
 
 from tidewheel.data.decontaminate import EvalIndex, Match, Rules, find
 
-MARGIN = 200  # characters removed on each side of a match, and the fewest that a piece keeps (GPT-3, appendix C)
-MAX_PIECES = 10  # a document cut into more is dropped (the same)
+MARGIN = 200
+"""Characters removed on each side of a match, and the minimum length of a remaining piece (GPT-3, appendix C)."""
+MAX_PIECES = 10
+"""A document that is cut into more pieces is dropped (GPT-3, appendix C)."""
 _ROUNDS = 3
 
 
 def primary(matches: Sequence[Match]) -> list[Match]:
-    """The matches that speak for the others: best score first, none over a better one; ties by benchmark and id.
+    """Return the matches that do not overlap a better one, best first; ties are ordered by benchmark and id.
 
-    Items made from one template match wherever one of them stands; counting them all would blame the wrong ones.
+    Items made from one template all match at the same position, and only the best of them is likely to be there.
     """
     chosen: list[Match] = []
     for match in sorted(matches, key=lambda match: (-match.score, match.benchmark, match.item, match.start)):
@@ -25,16 +26,23 @@ def primary(matches: Sequence[Match]) -> list[Match]:
 
 
 def cut(index: EvalIndex, text: str, matches: Sequence[Match], rules: Rules) -> str:
-    """The text without its matches and `MARGIN` characters on each side of them, in pieces with a blank line between.
+    """Return a text without its matches and `MARGIN` characters on each side of them (Brown et al. 2020, appendix C).
 
-    Pieces shorter than `MARGIN` are left out. Empty when nothing is left, or more than `MAX_PIECES` pieces would be:
-    then the document is to be dropped (Brown et al. 2020, appendix C). What is left is searched again.
+    A blank line separates the remaining pieces; pieces shorter than `MARGIN` are removed. The result is searched again.
+    It is empty, and the document should be dropped, if nothing is left or there are more than `MAX_PIECES` pieces.
+
+    Args:
+        index: the items.
+        text: the text.
+        matches: its matches.
+        rules: thresholds of a match.
     """
     for _ in range(_ROUNDS):
         pieces = _pieces(text, matches)
         if len(pieces) > MAX_PIECES:
             return ""
-        text = "\n\n".join(kept for kept in (piece.strip() for piece in pieces) if len(kept) >= MARGIN)
+        stripped = [piece.strip() for piece in pieces]
+        text = "\n\n".join(piece for piece in stripped if len(piece) >= MARGIN)
         matches = find(index, [text], rules)[0] if text else []
         if not matches:
             return text
@@ -42,9 +50,10 @@ def cut(index: EvalIndex, text: str, matches: Sequence[Match], rules: Rules) -> 
 
 
 def _pieces(text: str, matches: Sequence[Match]) -> list[str]:
-    """What the removed stretches leave, in order; white space alone is no piece."""
+    """Return the pieces between the removed stretches, in order, without those of white space only."""
     raw = text.encode()
-    pieces, position = [], 0
+    pieces = []
+    position = 0
     for match in sorted(matches, key=lambda match: match.start):
         begin = max(len(raw[: match.start].decode()) - MARGIN, 0)
         end = len(raw[: match.end].decode()) + MARGIN

@@ -1,4 +1,4 @@
-"""Evaluation items: reading them from storage, and the fingerprint of a set of them."""
+"""Evaluation items: loading them from storage, and fingerprints of sets of items."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ _ENDINGS = (".jsonl", ".jsonl.gz")
 
 @dataclass(frozen=True)
 class EvalItem:
-    """One item: name of its benchmark, its id there, and the texts that must not be trained on: the question with
-    the passage it is about, and the answer, which is searched for alone where it is long."""
+    """Evaluation item whose texts must not be trained on.
+
+    Args:
+        name: name of its benchmark.
+        item: its id in the benchmark.
+        text: the question, after the passage it is about.
+        answer: the answer; a long one is also searched for without the question.
+    """
 
     name: str
     item: str
@@ -31,69 +37,73 @@ class EvalItem:
     answer: str = ""
 
 
-def read_eval_items(place: str | storage.Store, keys: Sequence[str] | None = None) -> list[EvalItem]:
-    """Items of JSONL files (plain or .gz), sorted by benchmark and id.
+def read_eval_items(source: str | storage.Store, keys: Sequence[str] | None = None) -> list[EvalItem]:
+    """Load the items of JSONL files (plain or .gz), sorted by benchmark and id.
+
+    Each line is a JSON object with a text (the first of `TEXT_FIELDS`). Optional fields are a text before it (the first
+    of `CONTEXT_FIELDS`), an answer (the first of `ANSWER_FIELDS`: the longest of a list; a number is an index into
+    "choices"), "id" (default: the line number) and "benchmark" (default: the name of the file).
 
     Args:
-        place: the URI of a file, of a folder (every *.jsonl and *.jsonl.gz below it) or a pattern with
-            * in the file name; or a store, then `keys` says which objects.
-        keys: objects of a store; default all *.jsonl and *.jsonl.gz.
-
-    A line is an object with a text (the first of `TEXT_FIELDS`), and optionally a text that comes before it (the
-    first of `CONTEXT_FIELDS`), an answer (the first of `ANSWER_FIELDS`; of a list the longest; a number is the place
-    of the answer in "choices"), "id" (default: the line's number) and "benchmark" (default: the file's name).
+        source: a store; or the URI of a file, of a folder (every *.jsonl and *.jsonl.gz below it), or a pattern with *
+            in the file name.
+        keys: objects of a store; default: all *.jsonl and *.jsonl.gz.
 
     Raises:
-        InputError: no file matches, or a line is no such object.
+        InputError: no file matches, or a line is not such an object.
     """
-    if isinstance(place, storage.Store):
-        where, names = place, list(keys) if keys is not None else _all(place)
-    elif place.rstrip("/").endswith(_ENDINGS) or "*" in place:
-        where, name = storage.split(place)
-        names = list(where.glob(name)) if "*" in name else [name]
+    if isinstance(source, storage.Store):
+        store = source
+        names = list(keys) if keys is not None else _all(source)
+    elif source.rstrip("/").endswith(_ENDINGS) or "*" in source:
+        store, name = storage.split(source)
+        names = list(store.glob(name)) if "*" in name else [name]
     else:
-        where = storage.store(place)
-        names = _all(where)
-    items = [item for name in names for item in _read(where, name)]
+        store = storage.store(source)
+        names = _all(store)
+    items = [item for name in names for item in _read(store, name)]
     if not items:
-        raise InputError("no evaluation items found", where=str(place),
+        raise InputError("no evaluation items found", where=str(source),
                          fix="give JSONL files with a question and an id on each line")
     return sorted(items, key=lambda item: (item.name, item.item, item.text, item.answer))
 
 
 def fingerprints(items: Iterable[EvalItem]) -> tuple[dict[str, object], ...]:
-    """{"name", "hash", "items"} of each benchmark, sorted by name; the hash covers ids and texts in any order."""
+    """Return {"name", "hash", "items"} of each benchmark, sorted by name.
+
+    The hash covers ids and texts and does not depend on the order of the items.
+    """
     groups: dict[str, list[EvalItem]] = {}
     for item in items:
         groups.setdefault(item.name, []).append(item)
-    found: list[dict[str, object]] = []
+    entries: list[dict[str, object]] = []
     for name in sorted(groups):
         digest = blake3()
         for item in sorted(groups[name], key=lambda item: (item.item, item.text, item.answer)):
             for part in (item.item, item.text, item.answer):
                 data = part.encode()
                 digest.update(len(data).to_bytes(8, "little") + data)
-        found.append({"name": name, "hash": "blake3-" + digest.hexdigest(), "items": len(groups[name])})
-    return tuple(found)
+        entries.append({"name": name, "hash": "blake3-" + digest.hexdigest(), "items": len(groups[name])})
+    return tuple(entries)
 
 
-def _all(place: storage.Store) -> list[str]:
-    return [entry.key for entry in place.list() if entry.key.endswith(_ENDINGS)]
+def _all(store: storage.Store) -> list[str]:
+    return [entry.key for entry in store.list() if entry.key.endswith(_ENDINGS)]
 
 
-def _read(place: storage.Store, name: str) -> list[EvalItem]:
+def _read(store: storage.Store, name: str) -> list[EvalItem]:
     try:
-        data = place.read(name)
+        data = store.read(name)
     except FileNotFoundError:
-        raise InputError("no such file of evaluation items", where=place.at(name),
-                         fix="correct the path in the decontaminate step") from None
+        raise InputError("no such file of evaluation items", where=store.at(name),
+                         fix="correct the path in the step decontaminate") from None
     try:
         lines = (gzip.decompress(data) if name.endswith(".gz") else data).decode("utf-8").split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot be read as UTF-8 text ({error})", where=place.at(name),
-                         fix="give UTF-8 JSONL, plain or gzip") from None
+        raise InputError(f"cannot be read as UTF-8 text ({error})", where=store.at(name),
+                         fix="give UTF-8 JSONL, plain or compressed with gzip") from None
     stem = name.rpartition("/")[2].partition(".")[0]
-    return [_item(line, stem, number, place.at(name)) for number, line in enumerate(lines, 1) if line.strip()]
+    return [_item(line, stem, number, store.at(name)) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _item(line: str, stem: str, number: int, where: str) -> EvalItem:
@@ -101,11 +111,11 @@ def _item(line: str, stem: str, number: int, where: str) -> EvalItem:
         values: Any = json.loads(line)
     except ValueError as error:
         raise InputError(f"not valid JSON ({error})", where=f"{where}:{number}",
-                         fix="one JSON object on each line") from None
+                         fix="give one JSON object on each line") from None
     content = _first(values, TEXT_FIELDS) if isinstance(values, dict) else ""
     if not content:
-        raise InputError("an item has no text", where=f"{where}:{number}",
-                         fix=f"give one of the fields {', '.join(TEXT_FIELDS)}")
+        raise InputError("an evaluation item has no text", where=f"{where}:{number}",
+                         fix=f"give each item one of the fields {', '.join(TEXT_FIELDS)}")
     name = next((str(values[key]) for key in NAME_FIELDS if values.get(key)), stem)
     context = _first(values, CONTEXT_FIELDS)
     identity = values.get("id")
@@ -114,14 +124,14 @@ def _item(line: str, stem: str, number: int, where: str) -> EvalItem:
 
 
 def _first(values: dict[str, Any], names: Sequence[str]) -> str:
-    """The first of these fields that is a string, or empty."""
+    """Return the first of these fields that is a string; "" if there is none."""
     return next((values[name] for name in names if isinstance(values.get(name), str)), "")
 
 
 def _answer(values: dict[str, Any]) -> str:
-    found = next((values[name] for name in ANSWER_FIELDS if values.get(name) is not None), "")
+    answer = next((values[name] for name in ANSWER_FIELDS if values.get(name) is not None), "")
     choices = values.get("choices")
-    if isinstance(found, int) and isinstance(choices, list) and 0 <= found < len(choices):
-        found = choices[found]
-    options = found if isinstance(found, list) else [found]
+    if isinstance(answer, int) and isinstance(choices, list) and 0 <= answer < len(choices):
+        answer = choices[answer]
+    options = answer if isinstance(answer, list) else [answer]
     return max((option for option in options if isinstance(option, str)), key=len, default="")

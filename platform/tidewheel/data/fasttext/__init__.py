@@ -1,4 +1,6 @@
-"""Models in the format of fastText: read, applied and trained."""
+"""Models in fastText's format: loading, inference and training."""
 
-WANTED, OTHER = "__label__hq", "__label__lq"
-"""Labels of the documents to keep, and of the others, in a classifier that is trained here."""
+HIGH_QUALITY = "__label__hq"
+"""Label of the documents to keep in classifiers that Tidewheel trains."""
+LOW_QUALITY = "__label__lq"
+"""Label of the other documents."""

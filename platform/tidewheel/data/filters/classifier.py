@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tidewheel.data.fasttext import WANTED
+from tidewheel.data.fasttext import HIGH_QUALITY
 from tidewheel.data.filter import Batch, Filter, Limits, Verdicts
 from tidewheel.versions import Version
 
@@ -23,7 +23,7 @@ class Classifier(Filter):
 
     file: str
     """The model; `tidewheel data train-classifier` makes one."""
-    label: str = WANTED
+    label: str = HIGH_QUALITY
     """Label whose probability counts."""
     min_score: float = Field(default=0.018112, ge=0, le=1)
     """Smallest probability that is kept. The default keeps about the best 10 % with DCLM's model; for your own take

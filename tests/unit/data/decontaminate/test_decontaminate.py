@@ -1,4 +1,4 @@
-"""Planted items are found, neighbours are not, whatever way the text was dressed."""
+"""Planted items are found in differently formatted texts, and similar texts are not."""
 
 import gzip
 import json
@@ -29,12 +29,12 @@ def filler(count: int, seed: int = 0) -> str:
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.item)
-@pytest.mark.parametrize("dress", [
+@pytest.mark.parametrize("reformat", [
     str, str.upper, lambda t: t.replace(" ", "\n  "), lambda t: t.replace(",", "").replace("?", "!"),
     lambda t: t.replace("e", "é"),
 ])
-def test_whole_items_are_found_however_they_are_dressed(item: EvalItem, dress):
-    planted = dress(item.text)
+def test_whole_items_are_found_in_other_formatting(item: EvalItem, reformat):
+    planted = reformat(item.text)
     document = f"{filler(300)} {planted} {filler(200, 1)}"
     match = contaminated(INDEX, [filler(50), document])[1]
     assert match is not None
@@ -42,7 +42,7 @@ def test_whole_items_are_found_however_they_are_dressed(item: EvalItem, dress):
     assert match.text == planted.rstrip("?!")
 
 
-def test_nothing_is_found_where_nothing_is():
+def test_clean_documents_and_an_empty_index_have_no_matches():
     assert contaminated(INDEX, [filler(2000), "", "Do herons sleep?", "the first one already"]) == [None] * 4
     assert contaminated(EvalIndex.build([]), [LONG]) == [None]
 
@@ -57,7 +57,7 @@ def test_an_edited_or_halved_item_is_found():
     assert half is not None
     assert half.score == pytest.approx(0.5, abs=0.03)
     assert contaminated(INDEX, [MIDDLE.replace("faintest", "oldest")])[0] is not None
-    assert contaminated(INDEX, [SHORT.replace("sleep", "rest")]) == [None]  # short items only as a whole
+    assert contaminated(INDEX, [SHORT.replace("sleep", "rest")]) == [None]  # short items match only as a whole
 
 
 def test_pieces_scattered_over_a_long_document_do_not_add_up():
@@ -76,7 +76,7 @@ def test_stock_phrases_do_not_count():
     assert match is not None
     assert (match.item, match.score) == ("7", 1.0)
     alone = EvalIndex.build([EvalItem("stock", "0", f"{stock} bordan")])
-    assert contaminated(alone, [f"{AROUND} {stock} {AROUND}"])[0] is not None  # rare here: it counts
+    assert contaminated(alone, [f"{AROUND} {stock} {AROUND}"])[0] is not None  # rare in this index, so it counts
 
 
 def test_half_of_a_template_is_found():
@@ -89,21 +89,21 @@ def test_half_of_a_template_is_found():
     assert contaminated(EvalIndex.build(items), [f"{AROUND} {phrase} {AROUND}"]) == [None]
 
 
-@pytest.mark.parametrize("dress", [
+@pytest.mark.parametrize("reformat", [
     lambda t: json.dumps({"q": t}), lambda t: t.replace("'", ""), lambda t: t.replace("'", " "),
     lambda t: t.replace("'", "&#39;").replace('"', "&quot;"), lambda t: t.replace("-", "").replace(".", ""),
 ])
-def test_other_word_boundaries_are_found(dress):
+def test_items_with_other_word_boundaries_are_found(reformat):
     text = "It's Dana's turn:\nwhy won't the \"well-known\" U.S. team's coach\ntell the players' wives?"
     index = EvalIndex.build([EvalItem("b", "1", text)])
-    match = contaminated(index, [f"{filler(40)} {dress(text)} {filler(40, 1)}"])[0]
+    match = contaminated(index, [f"{filler(40)} {reformat(text)} {filler(40, 1)}"])[0]
     assert match is not None
     assert match.score > 0.7
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from(["change", "drop", "add", "swap"]))
 @settings(max_examples=60, deadline=None)
-def test_a_few_words_may_differ(seed: int, edits: int, kind: str):
+def test_an_item_with_a_few_changed_words_is_found(seed: int, edits: int, kind: str):
     draw = random.Random(seed)
     words = MIDDLE.split()
     for _ in range(edits):
@@ -123,13 +123,13 @@ def test_a_few_words_may_differ(seed: int, edits: int, kind: str):
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
-def test_shuffled_words_are_no_item(seed: int):
+def test_shuffled_words_do_not_match(seed: int):
     words = LONG.split()
     random.Random(seed).shuffle(words)
     assert contaminated(INDEX, [" ".join(words)]) == [None]
 
 
-def test_long_answers_are_found_alone_and_short_ones_are_not():
+def test_long_answers_match_without_their_question_and_short_ones_do_not():
     long = "first take away the crates that stay in Alder , then a quarter of what remains , so thirty are left over"
     items = [EvalItem("a", "1", MIDDLE, long), EvalItem("a", "2", LONG, "it was a small town in Bohemia")]
     index = EvalIndex.build(items)
@@ -138,12 +138,12 @@ def test_long_answers_are_found_alone_and_short_ones_are_not():
     assert find(index, [f"{filler(20)} {' '.join(long.split()[:12])} {filler(20)}"]) == [[]]  # half of an answer
 
 
-def test_every_place_is_found_in_order():
+def test_all_matches_are_returned_by_position():
     document = f"{MIDDLE} {filler(40)} {SHORT} {filler(40, 1)} {MIDDLE}"
-    found = find(INDEX, [document])[0]
-    assert [match.item for match in found] == ["middle", "short", "middle"]
+    matches = find(INDEX, [document])[0]
+    assert [match.item for match in matches] == ["middle", "short", "middle"]
     raw = document.encode()
-    assert all(raw[match.start : match.end].decode() == match.text for match in found)
+    assert all(raw[match.start : match.end].decode() == match.text for match in matches)
 
 
 def test_numbers_and_very_short_items_are_not_evidence():
@@ -151,15 +151,15 @@ def test_numbers_and_very_short_items_are_not_evidence():
     assert contaminated(EvalIndex.build(items), ["1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 forks and knives"]) == [None]
 
 
-def test_formulas_are_found_to_the_letter():
+def test_formulas_match_only_exactly():
     index = EvalIndex.build([EvalItem("sums", "1", "((-2 * -8 * 9 + -5) + (7 - -1 - -4 - 1)) =")])
-    found, other = contaminated(index, ["So ((-2*-8*9 + -5) +\n(7 - -1 - -4 - 1)) = 149.", "2, 8, 9, 5, 7, 1, 4, 1"])
-    assert found is not None
-    assert (found.item, found.text) == ("1", "2*-8*9 + -5) +\n(7 - -1 - -4 - 1")
+    match, other = contaminated(index, ["So ((-2*-8*9 + -5) +\n(7 - -1 - -4 - 1)) = 149.", "2, 8, 9, 5, 7, 1, 4, 1"])
+    assert match is not None
+    assert (match.item, match.text) == ("1", "2*-8*9 + -5) +\n(7 - -1 - -4 - 1")
     assert other is None
 
 
-def test_the_best_item_is_reported_and_ties_are_settled_by_name():
+def test_the_best_item_is_reported_and_ties_go_to_the_first_by_name():
     both = EvalIndex.build([*ITEMS, EvalItem("a", "copy", MIDDLE)])
     match = contaminated(both, [f"{LONG[: len(LONG) // 2]} {MIDDLE}"])[0]
     assert match is not None
@@ -168,7 +168,7 @@ def test_the_best_item_is_reported_and_ties_are_settled_by_name():
 
 @given(st.permutations(ITEMS))
 @settings(max_examples=6, deadline=None)
-def test_order_of_items_and_serialisation_change_nothing(items: list[EvalItem]):
+def test_the_index_does_not_depend_on_the_order_of_items_or_serialisation(items: list[EvalItem]):
     index = EvalIndex.build(items)
     assert index.to_bytes() == INDEX.to_bytes()
     copy = EvalIndex.from_bytes(index.to_bytes())
@@ -179,7 +179,7 @@ def test_order_of_items_and_serialisation_change_nothing(items: list[EvalItem]):
 
 @given(st.integers(0, 150), st.integers(0, 150), st.integers(0, 2))
 @settings(max_examples=40, deadline=None)
-def test_found_at_any_place(before: int, after: int, which: int):
+def test_items_are_found_at_any_position(before: int, after: int, which: int):
     match = contaminated(INDEX, [f"{filler(before)} {ITEMS[which].text} {filler(after, 2)}"])[0]
     assert match is not None
     item = ITEMS[which]
@@ -195,7 +195,7 @@ def test_fingerprints_cover_ids_and_texts():
     assert changed[1] != first[1]
 
 
-def test_reading_items(tmp_path):
+def test_items_are_read_from_files_folders_patterns_and_stores(tmp_path):
     lines = [{"id": "q1", "benchmark": "arc", "question": LONG, "choices": ["a"]}, {"text": SHORT}]
     data = "\n".join(json.dumps(line) for line in lines) + "\n"
     (tmp_path / "sub").mkdir()
@@ -216,7 +216,7 @@ def test_reading_items(tmp_path):
     ({"prompt": "One?", "answers": ["short", "the longest", None]}, "One?", "the longest"),
     ({"problem": "One?", "solution": "so", "id": None}, "One?", "so"),
 ])
-def test_fields_of_an_item(tmp_path, line: dict, text: str, answer: str):
+def test_item_fields_become_text_and_answer(tmp_path, line: dict, text: str, answer: str):
     (tmp_path / "set.jsonl").write_text(json.dumps(line) + "\n")
     assert read_eval_items(str(tmp_path)) == [EvalItem("set", "1", text, answer)]
 
@@ -225,7 +225,7 @@ def test_fields_of_an_item(tmp_path, line: dict, text: str, answer: str):
     (b"{nope", "not valid JSON"), (b'{"id": 1}', "no text"), (b"[1]", "no text"), (b"\xff\xfe", "UTF-8"),
     (b"", "no evaluation items"),
 ])
-def test_bad_items_are_told_with_their_place(tmp_path, content: bytes, message: str):
+def test_errors_in_items_name_the_file(tmp_path, content: bytes, message: str):
     (tmp_path / "items.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message) as caught:
         read_eval_items(str(tmp_path / "items.jsonl"))

@@ -1,4 +1,4 @@
-"""The alignment of an item with a document, against the textbook's."""
+"""Tests of the alignment of an item with a document, compared with the textbook algorithm."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -10,7 +10,10 @@ WORDS = st.lists(st.integers(1, 6), min_size=1, max_size=14)
 
 
 def score(document: list[int], item: list[int]) -> int:
-    """Best local alignment (Smith and Waterman 1981): 2 for an equal word, -1 for a changed, lost or gained one."""
+    """Return the best local alignment score (Smith and Waterman 1981).
+
+    An equal word scores 2; a changed, missing or additional one scores -1.
+    """
     table = [[0] * (len(document) + 1) for _ in range(len(item) + 1)]
     for j, word in enumerate(item, 1):
         for i, other in enumerate(document, 1):
@@ -21,7 +24,7 @@ def score(document: list[int], item: list[int]) -> int:
 
 @given(WORDS, WORDS)
 @settings(max_examples=300, deadline=None)
-def test_the_alignment_is_the_best_there_is(document: list[int], item: list[int]):
+def test_the_alignment_has_the_best_score(document: list[int], item: list[int]):
     band = len(document) + len(item)
     rows, gains = np.zeros((2, 5, 2 * band + 3), np.int32), np.zeros((2, 2 * band + 3))
     best = np.zeros(5, np.int64)
@@ -41,7 +44,7 @@ def test_the_alignment_is_the_best_there_is(document: list[int], item: list[int]
 
 @given(WORDS, st.integers(1, 5))
 @settings(max_examples=100, deadline=None)
-def test_keys_tell_ngrams_apart_and_tables_hold_them(words: list[int], length: int):
+def test_keys_distinguish_ngrams_and_tables_return_them(words: list[int], length: int):
     hashes = np.array(words, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     starts = np.arange(max(len(words) - length + 1, 0))
     keys = np.empty(len(starts), np.uint64)
@@ -49,7 +52,7 @@ def test_keys_tell_ngrams_apart_and_tables_hold_them(words: list[int], length: i
     grams = [tuple(words[start : start + length]) for start in starts.tolist()]
     assert len(set(keys.tolist())) == len(set(grams))
     unique = np.unique(keys)
-    table, places = np.zeros(64, np.uint64), np.full(64, -1, np.int64)
-    eval_kernels.insert(unique, table, places)
-    assert all(eval_kernels._gram(table, places, key) == place for place, key in enumerate(unique))
-    assert eval_kernels._gram(table, places, np.uint64(12345)) == -1
+    table, indices = np.zeros(64, np.uint64), np.full(64, -1, np.int64)
+    eval_kernels.insert(unique, table, indices)
+    assert all(eval_kernels._gram(table, indices, key) == index for index, key in enumerate(unique))
+    assert eval_kernels._gram(table, indices, np.uint64(12345)) == -1

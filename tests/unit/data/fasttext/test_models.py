@@ -1,4 +1,4 @@
-"""fastText models: language and quality, and files that are no models."""
+"""Tests of fastText models for language and quality, and of files that are not models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.filtering import judged
 from tidewheel.data import resources
-from tidewheel.data.fasttext import WANTED
+from tidewheel.data.fasttext import HIGH_QUALITY
 from tidewheel.data.fasttext import model as fasttext_model
 from tidewheel.data.fasttext.training import TrainClassifier, auc, measure, read_texts, train
 from tidewheel.data.filters.classifier import Classifier
@@ -58,11 +58,11 @@ def model(trained, tmp_path_factory):
     return path
 
 
-def test_languages_are_told_apart_and_written_down():
+def test_languages_are_recognised_and_recorded():
     metas = [json.dumps({"_line": 1}), json.dumps({"language": "en"}), json.dumps({"language": "fr"}), "{}"]
-    reasons, statistics, told, _ = judged(table(list(LANGUAGES.values()), metas), Language(allow=("en", "fr")))
+    reasons, statistics, new_metas, _ = judged(table(list(LANGUAGES.values()), metas), Language(allow=("en", "fr")))
     assert reasons == ["", "language", "", "language"]
-    values = [json.loads(meta) for meta in told.to_pylist()]
+    values = [json.loads(meta) for meta in new_metas.to_pylist()]
     assert [value["language"] for value in values] == list(LANGUAGES)
     assert values[1]["declared_language"] == "en"
     assert "declared_language" not in values[2]
@@ -71,30 +71,30 @@ def test_languages_are_told_apart_and_written_down():
     assert statistics["language_score"].dtype == np.float64
 
 
-def test_an_unsure_language_goes_and_empty_allow_takes_all():
-    unsure = table(["ok", LANGUAGES["de"]])
-    assert judged(unsure, Language())[0] == ["language_score", "language"]
-    assert judged(unsure, Language(allow=()))[0] == ["language_score", ""]
-    assert judged(unsure, Language(allow=(), min_score=0))[0] == ["", ""]
+def test_an_uncertain_language_is_dropped_and_an_empty_allow_keeps_all_languages():
+    uncertain = table(["ok", LANGUAGES["de"]])
+    assert judged(uncertain, Language())[0] == ["language_score", "language"]
+    assert judged(uncertain, Language(allow=()))[0] == ["language_score", ""]
+    assert judged(uncertain, Language(allow=(), min_score=0))[0] == ["", ""]
     assert judged(table([]), Language())[0] == []
 
 
-def test_only_so_many_characters_count():
+def test_only_the_first_max_characters_count():
     mixed = table([LANGUAGES["fr"] + "\n" + LANGUAGES["de"] * 5])
     assert judged(mixed, Language(allow=("fr",), max_characters=60))[0] == [""]
     assert judged(mixed, Language(allow=("fr",), max_characters=0))[0] == ["language"]
 
 
 @pytest.mark.parametrize("text", ["one\ntwo\r\nthree", "stops </s> here", "__label__x of\n", "", "\n", "a\x0bb"])
-def test_any_text_is_one_line(text):
+def test_one_line_removes_line_ends_and_fasttexts_own_words(text):
     line = fasttext_model.one_line(text)
     assert not any(part in line for part in ("\n", "</s>", "__label__"))
     assert fasttext_model.load(BUNDLED).best([text])[1].shape == (1,)
 
 
-def test_what_follows_an_end_of_line_word_counts_too():
-    found = fasttext_model.load(BUNDLED)
-    assert found.best(["x </s> " + LANGUAGES["de"]])[0] == ["de"]
+def test_text_after_an_end_of_line_word_counts():
+    loaded = fasttext_model.load(BUNDLED)
+    assert loaded.best(["x </s> " + LANGUAGES["de"]])[0] == ["de"]
 
 
 def test_training_separates_and_gives_the_same_bytes(trained):
@@ -106,16 +106,16 @@ def test_training_separates_and_gives_the_same_bytes(trained):
 
 
 def test_the_model_agrees_with_the_library_that_trained_it(trained, model, tmp_path):
-    """floret reads its own format: put its two values back, and compare its scores with ours."""
+    """Restore floret's two header values, load the model with floret and compare the scores."""
     (tmp_path / "floret.bin").write_bytes(trained.model[:52] + (1).to_bytes(4, "little") * 2 + trained.model[52:])
     theirs = floret.load_model(str(tmp_path / "floret.bin"))
-    ours = fasttext_model.load(str(model)).scores(GOOD + POOR, WANTED)
+    ours = fasttext_model.load(str(model)).scores(GOOD + POOR, HIGH_QUALITY)
     for text, score in zip(GOOD + POOR, ours, strict=True):
-        found = {label: value for value, label in theirs.f.predict(text + "\n", 2, 0.0, "strict")}
-        assert score == pytest.approx(min(found[WANTED], 1), abs=1e-6)
+        expected = {label: value for value, label in theirs.f.predict(text + "\n", 2, 0.0, "strict")}
+        assert score == pytest.approx(min(expected[HIGH_QUALITY], 1), abs=1e-6)
 
 
-def test_the_classifier_judges(model):
+def test_the_classifier_drops_low_scores_and_can_set_quality(model):
     reasons, statistics, metas, quality = judged(table([GOOD[0], POOR[0], ""]), Classifier(
         file=str(model), min_score=0.5, as_quality=True))
     assert reasons[:2] == ["", "classifier_score"]
@@ -126,13 +126,13 @@ def test_the_classifier_judges(model):
     assert judged(table([GOOD[0]]), Classifier(file=str(model)))[3] is None
 
 
-def test_an_unknown_label_is_told(model):
+def test_an_unknown_label_is_refused(model):
     Classifier(file=str(model)).check()
     with pytest.raises(ConfigError, match="no label 'good'; there are: __label__"):
         Classifier(file=str(model), label="good").check()
 
 
-def test_models_are_known_by_their_layout(trained):
+def test_check_and_layout_return_the_labels(trained):
     assert set(fasttext_model.check(trained.model, "x").labels) == {"__label__hq", "__label__lq"}
     bundled = fasttext_model.layout(BUNDLED)
     assert len(bundled.labels) == 176
@@ -148,43 +148,43 @@ def test_damaged_models_are_refused_before_they_are_loaded(trained, which):
             fasttext_model.check(data[:length], "model.bin")
     with pytest.raises(ConfigError):
         fasttext_model.check(data + b"x", "model.bin")
-    for place in range(0, 84, 4):  # any of the sizes made absurd: refused, or harmless
-        changed = data[:place] + b"\xff\xff\xff\x7f" + data[place + 4 :]
-        if place in (0, 4, 8, 36, 64, 68, 72):
+    for position in range(0, 84, 4):  # a huge value in any header field is refused or harmless
+        changed = data[:position] + b"\xff\xff\xff\x7f" + data[position + 4 :]
+        if position in (0, 4, 8, 36, 64, 68, 72):
             with pytest.raises(ConfigError):
                 fasttext_model.check(changed, "model.bin")
 
 
-def test_texts_and_pickles_are_no_models(tmp_path):
+def test_a_pickle_is_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"\x80\x04\x95cos\nsystem\n")
-    with pytest.raises(ConfigError, match="does not begin like one") as error:
+    with pytest.raises(ConfigError, match="the header is not fastText's") as error:
         fasttext_model.load(str(tmp_path / "model.bin"))
     assert error.value.where.endswith("model.bin")
 
 
-def test_auc_is_the_share_of_ordered_pairs():
+def test_auc_equals_the_share_of_ordered_pairs():
     generator = np.random.default_rng(4)
     positive, negative = generator.integers(0, 6, 40) / 5, generator.integers(0, 5, 30) / 5
     pairs = [(p > n) + (p == n) / 2 for p in positive for n in negative]
     assert auc(positive, negative) == pytest.approx(np.mean(pairs))
 
 
-def test_the_threshold_keeps_the_wanted_share():
+def test_the_threshold_keeps_the_requested_share():
     negative = np.arange(100) / 100
-    found = measure(np.array([0.2, 0.95, 0.99]), negative, keep=0.1)
-    assert found.threshold == 0.9
-    assert found.kept == pytest.approx(0.1)
-    assert found.recall == pytest.approx(2 / 3)
-    assert found.precision == pytest.approx(2 / 12)
+    quality = measure(np.array([0.2, 0.95, 0.99]), negative, keep=0.1)
+    assert quality.threshold == 0.9
+    assert quality.kept == pytest.approx(0.1)
+    assert quality.recall == pytest.approx(2 / 3)
+    assert quality.precision == pytest.approx(2 / 12)
     assert measure(negative, negative, keep=0.001).kept == 0.01
 
 
-def test_too_few_documents_are_told():
-    with pytest.raises(InputError, match="wanted documents are held out"):
+def test_too_few_documents_are_refused():
+    with pytest.raises(InputError, match="positive documents are held out"):
         train(GOOD[:5], POOR, SMALL)
 
 
-def test_documents_are_read_from_files(tmp_path):
+def test_read_texts_returns_texts_and_the_number_of_unusable_records(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": 5}\n')
     (tmp_path / "b.jsonl").write_text('{"text": "two"}\n')
     assert read_texts(str(tmp_path / "*.jsonl")) == (["one", "two"], 1)
