@@ -24,7 +24,14 @@ LOG_SECONDS = 5.0
 
 
 class AgentActor:
-    """A `checkpoint.memory_tier.agent.Agent` in a process of its own. Ray reserves no CPU for it."""
+    """An actor that runs a `checkpoint.memory_tier.agent.Agent`. Ray reserves no CPU for it.
+
+    Args:
+        run: hash of the run's URI, in the names of its shared memory.
+        token: secret by which workers authenticate.
+        log: run whose logs/ gets the agent's log; None to keep none.
+        node: id of the agent's node, for the log.
+    """
 
     def __init__(self, run: str, token: str, log: LogTarget | None = None, node: str = "") -> None:
         import ray
@@ -34,7 +41,7 @@ class AgentActor:
         self._token = token
         self._log = ProcessLog(log, "agent", node)
         os.nice(NICENESS)
-        # it ends by itself when it is no longer needed; Ray frees the actor's name when the process ends
+        # the agent stops when it is no longer needed; Ray frees the actor's name when the process ends
         self._agent = Agent(ray.util.get_node_ip_address(), token, run, on_stop=self._leave)
         logger.info("the memory agent of node %s listens at %s:%d", node, *self._agent.address)
 
@@ -42,13 +49,13 @@ class AgentActor:
         """Return the agent's address and the run's token."""
         return tuple(self._agent.address), self._token  # type: ignore[return-value]
 
-
     def close_log(self) -> None:
         """Write the last lines of the agent's log."""
         self._log.close()
 
     def _leave(self) -> None:
-        """End the process, unless the driver that stopped the agent ends it before, which Ray counts as orderly."""
+        """End the process, unless the driver that stopped the agent kills the actor first: Ray counts that as orderly.
+        """
         logger.info("the memory agent ends")
         self._log.close()
         time.sleep(LEAVE_SECONDS)
@@ -104,7 +111,7 @@ class Agents:
 
         for node_id in self._actors:
             if node_id in self._addresses:
-                with contextlib.suppress(OSError):  # it is gone already, or is ending
+                with contextlib.suppress(OSError):  # the agent has ended, or is ending
                     connection = connect(self._addresses[node_id], self._token)
                     connection.ask({"op": "stop"})
                     connection.receive()  # returns when the agent has deleted everything and closes
@@ -117,7 +124,7 @@ class Agents:
         sweep()  # snapshots of killed nodes, where one machine has several nodes
 
     def abandon(self) -> None:
-        """Let the agents upload the newest step at once: the driver ends, though the run is not over."""
+        """Make the agents upload the newest step at once: the driver ends before the run is over."""
         from tidewheel.checkpoint.memory_tier.inventory import ask
 
         for address in self._addresses.values():
@@ -162,4 +169,5 @@ class Agents:
                 ray.kill(self._actors[node_id])  # of another driver that started at the same time
                 self.lost(node_id)
                 continue
-            self._token, self._addresses[node_id] = token, Address(*address)
+            self._token = token
+            self._addresses[node_id] = Address(*address)

@@ -117,14 +117,18 @@ class Coordinator:
         self._supervisor = Supervisor(self.event)  # of the thread that watches the nodes
 
     def start(self, host: str) -> None:
-        """Listen at `host`, the address of this machine, own the run and watch the nodes. Return at once."""
+        """Start to listen, to renew the ownership of the run and to watch the nodes; return at once.
+
+        Args:
+            host: address of this machine.
+        """
         self._renewal = Renewal(self._run, self._epoch, self._lose)
         threading.Thread(target=self._start, args=(host,), name="start", daemon=True).start()
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
         self._past_writer.start()
 
     def endpoint(self) -> Endpoint:
-        """Return where workers connect, once that is known.
+        """Wait until the coordinator listens, and return where workers connect.
 
         Raises:
             ClusterError: the coordinator cannot listen.
@@ -145,7 +149,7 @@ class Coordinator:
         return self._events.news()
 
     def lost(self) -> OwnershipError | None:
-        """Return why the run is no longer this driver's; None while it is."""
+        """Return the error by which this driver lost the run; None while it owns the run."""
         return self._renewal.lost if self._renewal is not None else None
 
     def _lose(self, error: OwnershipError) -> None:
@@ -153,7 +157,7 @@ class Coordinator:
         self._decide(lambda: self._membership.give_up(error.what))
 
     def say(self, state: str) -> None:
-        """Set the state that people see."""
+        """Set the state that the driver shows."""
         self._snapshot = replace(self._snapshot, state=state)
 
     def expect(self, workers: dict[str, str], anew: bool = False) -> None:
@@ -175,7 +179,7 @@ class Coordinator:
         return self._decide(self._membership.stop_run)
 
     def past(self) -> RunHistory:
-        """Return what a new worker, or the next driver, must know of the run."""
+        """Return the run's history for a new worker or the next driver."""
         return replace(self._past, step=self._membership.furthest_step, time=time.time(),
                        generation=max(self._past.generation, self._snapshot.generation))
 
@@ -248,10 +252,10 @@ class Coordinator:
         return str(recovery)
 
     def end(self) -> None:
-        """Write what is collected and stop; the driver's last call.
+        """Write the collected events and stop; the driver's last call.
 
         Raises:
-            StorageError: the store fails; some events are lost.
+            StorageError: the store fails, and some events are lost.
         """
         self._ended.set()
         if self._renewal is not None:
@@ -268,7 +272,7 @@ class Coordinator:
             self._log.close()
 
     def _decide(self, function: Callable[[], T]) -> T:
-        """Return `function()`, called in the thread in which the membership decides."""
+        """Call a function in the thread of the membership's decisions, and return its result."""
         self._up.wait()
         return function() if self._server is None else self._server.call(function)
 
@@ -295,7 +299,13 @@ class Coordinator:
             self._server.cut(worker)
 
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
-        """Record an event, at `at` (monotonic seconds) or now."""
+        """Record an event.
+
+        Args:
+            kind: its name.
+            detail: its fields.
+            at: monotonic seconds; None: now.
+        """
         unix = time.time() if at is None else time.time() - (time.monotonic() - at)
         if kind == "worker_left_out":
             detail = {**detail, "until": unix + detail["seconds"]}
@@ -451,7 +461,7 @@ class Coordinator:
 
         while not self._ended.wait(WATCH_SECONDS):
             self._supervisor.call("node watch", look)  # Ray's control store may be unavailable for a moment
-            self._supervisor.call("log", self._events.flush_due)  # the last event of a burst is written by nobody else
+            self._supervisor.call("log", self._events.flush_due)  # nothing else writes the last event of a burst
 
     def _compare(self, known: dict[str, Node], now: dict[str, Node]) -> None:
         for node_id in known.keys() - now.keys():

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from tidewheel.train.metrics.scalars import scalars
-from tidewheel.train.metrics.sinks import Record
+from tidewheel.train.metrics.sinks import Record, Sink
 
 
-class RayGauges:
+class RayGauges(Sink):
     """A sink that sets gauges `ray_tidewheel_<name>`, such as `ray_tidewheel_train_loss` and `ray_tidewheel_speed_mfu`.
 
-    They have the label `run`; those of the validation also have `domain`. The process must be connected to Ray.
+    Gauges have the label `run`, and validation gauges also `domain`. The process must be connected to Ray.
 
     Args:
         run: id of the run.

@@ -11,7 +11,7 @@ from tidewheel.elastic.blame import Fault
 from tidewheel.elastic.messages import CoordinatorMessage, ExitReason
 
 LEAVE_TIMES = 6
-"""A member that was told to leave, sends beats and uses its CPU has this many times `Limits.leave`: leaving takes long
+"""A member that knows of the abort, sends beats and uses its CPU has this many times `Limits.leave`: leaving takes long
 on a busy machine."""
 
 
@@ -22,7 +22,7 @@ class Phase(StrEnum):
     """There are not enough workers for a generation yet."""
     RUNNING = "running"
     ENDING = "ending"
-    """The members of a generation were told to leave."""
+    """The members of a generation are leaving."""
     FAILED = "failed"
     STOPPED = "stopped"
     """The run was saved and ended early, as requested."""
@@ -37,7 +37,7 @@ class Outbox(Protocol):
         """Send a message to a worker."""
 
     def fence(self, worker: str) -> None:
-        """Cut off a worker: its process ends itself when it notices, and Ray is asked to end it."""
+        """Cut off a worker: its process ends itself once it notices, and Ray kills it otherwise."""
 
     def event(self, kind: str, detail: dict[str, Any], at: float | None = None) -> None:
         """Record an event of the run.
@@ -49,7 +49,7 @@ class Outbox(Protocol):
         """
 
     def formed(self, generation: int, size: int) -> None:
-        """A generation of `size` workers begins."""
+        """Note that a generation of `size` workers begins."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Limits:
     heartbeat: float = 3.0
     """A worker that sends nothing for this long is lost, if its generation makes no progress either."""
     leave: float = 5.0
-    """Time for members to leave when told to; `LEAVE_TIMES` as long while they work on it."""
+    """Time for members to leave after an abort; `LEAVE_TIMES` as long while they work on it."""
     start: float = 60.0
     """The first generation of a group of workers waits this long for workers that are still starting."""
     gather: float = 120.0

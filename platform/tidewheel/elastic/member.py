@@ -1,4 +1,4 @@
-"""This process as a worker of the coordinator: orders come in, and reports and signs of life go out."""
+"""A worker's side of its connection to the coordinator: receive orders, send reports and heartbeats."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tidewheel.elastic.messages import (
     WorkerEvent,
     WorkerMessage,
 )
+from tidewheel.train.runtime import Control, Preempted
 
 if TYPE_CHECKING:
     from tidewheel.elastic.process_group import GenerationGroup
@@ -49,10 +50,10 @@ members: list[Member] = []
 
 
 class Member:
-    """A worker's side of the run. A thread of its own hears the coordinator, another one sends beats.
+    """A worker process as the coordinator sees it. One thread receives messages, another sends heartbeats.
 
-    A connection that breaks is made again (`client`). Until then rank 0 waits at its next step boundary, because a
-    worker that was cut off must not train on. The process ends when the coordinator is gone, cannot be reached for
+    A broken connection is restored (`client`). Until then rank 0 waits at its next step boundary, because a worker
+    that was cut off must stop training. The process ends when the coordinator is gone, cannot be reached for
     `connection.RECONNECT_SECONDS`, or continues without this worker.
 
     Args:
@@ -85,7 +86,7 @@ class Member:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def begin(self, generation: int, group: GenerationGroup) -> None:
-        """Begin a generation; break off the connections of its `group` when it is aborted."""
+        """Begin a generation, whose `group` breaks off its connections when the coordinator aborts it."""
         with self._lock:
             self.generation = generation
             self.step = 0
@@ -103,7 +104,7 @@ class Member:
                        report.accused, report.saved_step))
 
     def wait_connected(self) -> None:
-        """Return once the coordinator can be reached; if that takes too long, the process ends."""
+        """Wait until the coordinator can be reached; after `connection.RECONNECT_SECONDS` the process ends."""
         self._client.connected.wait()
 
     def send(self, message: WorkerMessage) -> None:
@@ -116,7 +117,7 @@ class Member:
         self._client.close()
 
     def terminate(self) -> None:
-        """End the process, as it was asked to: during a generation at a step boundary, otherwise at once."""
+        """End the process after SIGTERM: during a generation at a step boundary, otherwise at once."""
         self.terminated = True
         self.send(Leaving())
         with self._lock:
@@ -147,7 +148,7 @@ class Member:
             self.send(Beat(self.generation, self.step, self._cpu_seconds(), self._aborted))
 
     def _cpu_seconds(self) -> float:
-        """Return the CPU seconds of the thread that made this object: the training thread."""
+        """Return the CPU seconds of the thread that created this object: the training thread."""
         if self._clock is None:
             return 0.0
         with contextlib.suppress(OSError):  # the thread has ended
@@ -155,9 +156,8 @@ class Member:
         return 0.0
 
 
-class RunControl:
-    """`train.runtime.Control` over the coordinator's connection. Only `poll` waits, and only until a broken connection
-    is made again.
+class RunControl(Control):
+    """A `Control` over the connection to the coordinator. Only `poll` waits, until a broken connection is restored.
 
     Args:
         member: this process as a worker.
@@ -177,12 +177,10 @@ class RunControl:
         self._member.wait_connected()
         return self._member.stop
 
-    def save_wanted(self) -> bool:
+    def save_requested(self) -> bool:
         return self._member.save
 
     def hold(self, step: int) -> NoReturn:
-        from tidewheel.train.runtime import Preempted
-
         raise Preempted(step)
 
     def event(self, kind: str, **detail: Any) -> None:
@@ -195,7 +193,7 @@ class RunControl:
 
 
 def end_process(why: str = "it was asked to end, was cut off, or the coordinator is gone") -> None:
-    """End this process at once, whatever its threads do; write its last log lines first."""
+    """Write the last log lines and end this process at once, without waiting for its threads."""
     from tidewheel.train.logs import worker_log
 
     logger.warning("this worker ends: %s", why)

@@ -1,11 +1,11 @@
 """The coordinator's end of the connections to its workers: messages as JSON lines over TCP.
 
 An open connection is a sign of life. The first line of a worker must hold the run's token. A bad message, or an error
-in the code that handles one, costs that message: it is reported, and the connection and the thread go on.
+in the code that handles one, costs only that message: the server reports it and continues.
 
-A connection that breaks while both processes live is made again. The worker names its session, and each side sends what
+A connection that breaks while both processes live is restored. The worker names its session, and each side sends what
 the other has not received. A session ends with its process (the kernel closes the connection), when the coordinator
-cuts it, or when the worker does not return in time. A worker that returns to a session that has ended is told to end.
+cuts it, or when the worker does not return in time. A worker that returns to an ended session gets `End`.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ _NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, er
 
 
 class Handler(Protocol):
-    """The code that a server calls, one call at a time, in the server's thread."""
+    """Receives what happens on a server's connections, one call at a time, in the server's thread."""
 
     def opened(self, hello: Hello) -> None:
-        """A worker has shown the token."""
+        """Admit a worker that has shown the token."""
 
     def received(self, name: str, message: WorkerMessage) -> None:
-        """A worker has sent a message."""
+        """Act on a message of a worker."""
 
     def returned(self, name: str, seconds: float) -> None:
-        """A worker has reconnected, `seconds` after its connection broke; 0 if the break was not noticed."""
+        """Note that a worker has reconnected, `seconds` after its connection broke; 0 for an unnoticed break."""
 
     def closed(self, name: str) -> None:
-        """A worker's session is over, and was not cut."""
+        """Note that a worker's session has ended without a `Server.cut`."""
 
     def tick(self) -> None:
-        """Called regularly."""
+        """Act on the time; the server calls it every `tick_seconds`."""
 
     def event(self, kind: str, detail: dict[str, Any]) -> None:
-        """One of the calls above has failed."""
+        """Record that one of the calls above has failed."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Server:
     Args:
         host: address to listen on.
         token: token that a worker must show.
-        handler: called about everything that happens.
+        handler: receives what happens on the connections.
         tick_seconds: time between two ticks.
     """
 
@@ -123,7 +123,7 @@ class Server:
             raise self._problem
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return `function()`, called in the server's thread. Call it from any other thread.
+        """Call a function in the server's thread and return its result; for other threads.
 
         Raises:
             TimeoutError: the server's thread is busy for `CALL_SECONDS`.

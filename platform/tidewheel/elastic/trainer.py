@@ -32,6 +32,7 @@ from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
 from tidewheel.train.record import TrainResult
 from tidewheel.train.run import Run
+from tidewheel.train.runtime import Control, Runtime
 
 if TYPE_CHECKING:
     from tidewheel.elastic.coordinator import Snapshot
@@ -111,7 +112,7 @@ def run_workers(run: Run | TrainConfig, worker: Callable[[dict[str, Any]], Any],
         with _owning(run.store, take_over) as record, \
                 _coordinator(config, sizes, record.epoch) as (name, coordinator), _reporting(coordinator, on_progress):
             for change in starts.record_start(run.store, config, record.epoch):
-                if change.told:
+                if change.is_reported:
                     coordinator.event.remote("setting_changed", _change_detail(change))
             trainer = ElasticTrainer(
                 worker, {"config": config.canonical(), "coordinator": name,
@@ -195,7 +196,6 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     from tidewheel.inference.sample import text_sample
     from tidewheel.train.logs.worker_log import logging_process
     from tidewheel.train.loop import train
-    from tidewheel.train.runtime import Runtime
 
     run = Run.open(run)
     config = run.config
@@ -209,7 +209,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         generation = first_generation(record.epoch)
         control = LocalControl(JsonLog(run.store, "events.jsonl", order=generation), on_progress, stop)
         for change in starts.record_start(run.store, config, record.epoch):
-            if change.told:
+            if change.is_reported:
                 control.event("setting_changed", **_change_detail(change))
         renewal = Renewal(run.store, record.epoch, control.lose)
         manager = CheckpointManager.of(run.checkpoints, config.checkpoint,
@@ -223,8 +223,8 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
             control.log.flush()
 
 
-class LocalControl:
-    """`train.runtime.Control` of a run without a cluster.
+class LocalControl(Control):
+    """The `Control` of a run without a cluster.
 
     Args:
         log: the run's events.jsonl.
@@ -247,7 +247,7 @@ class LocalControl:
             raise self._lost
         return self._stop.asked.is_set()
 
-    def save_wanted(self) -> bool:
+    def save_requested(self) -> bool:
         return False
 
     def hold(self, step: int) -> None:

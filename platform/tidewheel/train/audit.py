@@ -81,15 +81,17 @@ def audit(run_uri: str) -> AuditResult:
     """Compare a run's batches.jsonl with the plan.
 
     Raises:
-        StorageError: no such run.
-        ShardError: a shard set is gone, or is not the one the run was started with.
+        StorageError: the run does not exist.
+        ShardError: a shard set is missing, or is not the run's.
     """
-    place = store(run_uri)
-    if not place.exists("run.json"):
+    run_store = store(run_uri)
+    if not run_store.exists("run.json"):
         raise StorageError("no run.json", where=run_uri, fix="give the folder of a run, such as runs/<id>")
-    run = place.read_json("run.json")
-    config, source = run["config"], recorded_source(run, store=place)
-    records, rollbacks = jsonlog.read(place, "batches.jsonl"), read_rollbacks(place)
+    run = run_store.read_json("run.json")
+    config = run["config"]
+    source = recorded_source(run, store=run_store)
+    records = jsonlog.read(run_store, "batches.jsonl")
+    rollbacks = read_rollbacks(run_store)
     plan = positions(run, source, rollbacks)
     steps = {int(record["step"]) for record in records if not _undone(record, rollbacks)}
     last = max(steps, default=0)
@@ -98,9 +100,10 @@ def audit(run_uri: str) -> AuditResult:
     mismatches += _repeats(source, sorted(steps), plan)
     mismatches += _two_writers(records)
     mismatches += _mixed_epochs(records)
-    if not rollbacks:  # else steps were done again on other data, on purpose
-        mismatches += _two_losses(jsonlog.read(place, "metrics.jsonl"), run)
-    rows, end = sum(domain.manifest.rows for domain in source.domains), plan.end(last)
+    if not rollbacks:  # a rollback repeats steps with other data, on purpose
+        mismatches += _two_losses(jsonlog.read(run_store, "metrics.jsonl"), run)
+    rows = sum(domain.manifest.rows for domain in source.domains)
+    end = plan.end(last)
     sizes = [int(record["world_size"]) for record in records]
     return AuditResult(
         run_uri=run_uri, steps=last, planned_steps=max(config["steps"], last), records=len(records),
@@ -167,14 +170,16 @@ def _differences(records: list[dict], source: Source, plan: Positions) -> Iterat
     plans: dict[int, Positions] = {}
     for record in records:
         step, known = int(record["step"]), int(record.get("passed_over", 0))
-        wanted = plans.setdefault(known, plan.known(known)).of(step)
-        start, size, key = int(wanted[0]), len(wanted), (known, step)
+        positions_of_step = plans.setdefault(known, plan.known(known)).of(step)
+        start = int(positions_of_step[0])
+        size = len(positions_of_step)
+        key = (known, step)
         who = f"step {step} (generation {record['generation']}, {record['world_size']} workers)"
         if (record["position"], record["count"]) != (start, size):
             yield (f"{who} read positions {record['position']} + {record['count']}, planned {start} + {size}")
             continue
         if key not in planned:
-            planned[key] = sequence_digest(source.ids_at(wanted))
+            planned[key] = sequence_digest(source.ids_at(positions_of_step))
         if record["digest"] != planned[key]:
             yield f"{who} has digest {record['digest']}, planned {planned[key]}: other sequences, or another order"
 

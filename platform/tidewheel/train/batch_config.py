@@ -16,7 +16,7 @@ class RampStage(Config):
     sequences: int = Field(ge=1)
     """Sequences per optimizer step."""
     tokens: int = Field(ge=1)
-    """Lasts so many tokens (sequences x their length, padding included), rounded up to whole steps."""
+    """Length of the stage in tokens (sequences x their length, with padding), rounded up to whole steps."""
 
 
 class BatchConfig(Config):

@@ -94,10 +94,22 @@ class Callback(Part):
         """Called after each step, before its save or evaluation."""
 
     def on_evaluate(self, worker: Worker, step: int, scores: Mapping[str, Score]) -> None:
-        """Called after the training has evaluated the model of `step`; scores are by name of the validation set."""
+        """Called after the training has evaluated a model.
+
+        Args:
+            worker: this worker.
+            step: the model's step.
+            scores: by name of the validation set.
+        """
 
     def on_sample(self, worker: Worker, step: int, text: str) -> None:
-        """Called with a text that the model of `step` wrote."""
+        """Called after the training has written a text sample.
+
+        Args:
+            worker: this worker.
+            step: step of the model that wrote it.
+            text: the sample.
+        """
 
     def on_checkpoint(self, worker: Worker, step: int) -> None:
         """Called on rank 0 at the first step boundary after the checkpoint of `step` is committed.
@@ -106,7 +118,13 @@ class Callback(Part):
         """
 
     def on_rollback(self, worker: Worker, step: int, back_to: int) -> None:
-        """Called after a guard has taken the run from `step` back to the checkpoint of `back_to`."""
+        """Called after a guard has rolled the run back.
+
+        Args:
+            worker: this worker.
+            step: step at which the guard acted.
+            back_to: step of the checkpoint from which the run continues.
+        """
 
     def on_finish(self, worker: Worker, result: TrainResult) -> None:
         """Called when the run is over and its last checkpoint is committed."""
@@ -119,7 +137,7 @@ class Callbacks:
     """The callbacks of one worker and generation, called in the order of the configuration.
 
     Args:
-        callbacks: of the configuration.
+        callbacks: callbacks of the configuration.
         worker: the worker that they run in.
         on_failure: called with (name of the callback, hook, reason, failed calls so far) when a callback first fails
             with a passing error, and again after it has worked in between.
@@ -134,12 +152,12 @@ class Callbacks:
         """Calls that failed with a passing error, by name of the callback."""
         self._failing: set[tuple[int, str]] = set()
 
-    def tell(self, hook: str, *arguments: Any) -> None:
+    def call(self, hook: str, *arguments: Any) -> None:
         """Call a hook of each callback.
 
         Args:
             hook: name of the method.
-            arguments: its arguments behind the worker.
+            arguments: its arguments after the worker.
 
         Raises:
             ConfigError: the code of a callback has a mistake.
@@ -158,7 +176,7 @@ class Callbacks:
                 self._failing.discard((index, hook))
 
     def close(self) -> None:
-        """Call `on_close` of each callback. Errors are logged: how the generation ended is what counts."""
+        """Call `on_close` of each callback and log its errors, which must not hide how the generation ended."""
         for callback in self._callbacks:
             try:
                 callback.on_close()

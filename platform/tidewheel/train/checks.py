@@ -78,18 +78,18 @@ def files(config: TrainConfig, source: Source, validation: Mapping[str, Manifest
 
 def _fits(config: TrainConfig, manifest: Manifest) -> None:
     if manifest.kind != PACKED:
-        raise ShardError(f"a set of {manifest.kind}; training reads packed sequences", where=config.data.place,
+        raise ShardError(f"a set of {manifest.kind}; training reads packed sequences", where=config.data.location,
                          fix="give a set that a pipeline packed from documents or conversations")
     if manifest.sequence_length > config.model.max_sequence_length:
         raise ConfigError(
             f"sequences of {manifest.sequence_length} tokens, but model.max_sequence_length is "
-            f"{config.model.max_sequence_length}", where=config.data.place,
+            f"{config.model.max_sequence_length}", where=config.data.location,
             fix="raise model.max_sequence_length, or pack shorter sequences")
     vocabulary = config.model.vocabulary_size
     if vocabulary is not None and vocabulary < manifest.vocabulary_size:
         raise ConfigError(
             f"model.vocabulary_size {vocabulary} is smaller than the shard set's {manifest.vocabulary_size}",
-            where=config.data.place, fix="leave model.vocabulary_size out: it is taken from the shard set")
+            where=config.data.location, fix="leave model.vocabulary_size out: it is taken from the shard set")
     legal.check_data(config, vocabulary or manifest.vocabulary_size, manifest.sequence_length)
 
 

@@ -1,7 +1,7 @@
-"""torch.compile per block, with a cache on local disk that the next start finds warm.
+"""torch.compile per block, with a cache on local disk that makes the next start warm.
 
-One block is compiled, all others reuse it: they differ in weights only. The cache is a folder of this machine and
-stays there: inductor's entries are pickles, and nothing that comes from storage is unpickled here.
+torch compiles one block and reuses the code for all others, which differ in weights only. The cache stays in a folder
+of this machine: inductor's entries are pickles, and Tidewheel unpickles nothing that comes from storage.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from torch import nn
 
 
 def use_cache(folder: str) -> None:
-    """Keep what inductor and triton compile in `folder`, and look there first; "": torch's own temporary folder.
+    """Set the cache folder of inductor and triton; "": torch's own temporary folder.
 
     Call it before the first compiled forward pass.
     """
     if folder:
-        place = Path(folder).expanduser().resolve()
-        place.mkdir(parents=True, exist_ok=True)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place)
-        os.environ["TRITON_CACHE_DIR"] = str(place / "triton")
+        path = Path(folder).expanduser().resolve()
+        path.mkdir(parents=True, exist_ok=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
+        os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
-    """Compile the forward pass of each block, in place: after activation checkpointing, before anything is sharded.
+    """Compile the forward pass of each block in place, after activation checkpointing and before sharding.
 
-    Names of parameters stay as they are, and hooks (FSDP's) stay outside of the compiled code. Without gradients (in
-    evaluations and text samples, whose shapes differ) blocks run as they were.
+    Parameter names do not change, and hooks (FSDP's) stay outside the compiled code. Without gradients (in evaluations
+    and text samples, whose shapes differ) blocks run uncompiled.
+
+    Args:
+        blocks: the decoder's blocks.
+        backend: backend of torch.compile.
     """
     for block in blocks:
         compiled = torch.compile(block.forward, backend=backend)

@@ -83,7 +83,7 @@ class DataConfig(Config):
         return {"": self.validation} if self.validation else {}
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Location of the data for messages: the URI, or the setting of the mixture."""
         return self.uri or ("data.mixture" if self.mixture else "data.uri")
 
@@ -119,7 +119,7 @@ class EvaluationConfig(Config):
             raise ValueError("separate is true, but every_steps is 0: nothing is evaluated before the end; set "
                              "every_steps, or leave separate out")
         if self.gpus and not self.separate:
-            raise ValueError("gpus is for the separate process; nearest that is legal: separate true")
+            raise ValueError("gpus is for the separate process; nearest legal choice: separate true")
         return self
 
 
@@ -284,21 +284,21 @@ class TrainConfig(Config):
         if self.parallel.offload and self.optimizer.NOT_OFFLOADABLE:
             others = optimizers.where(lambda each: not each.NOT_OFFLOADABLE)
             raise ValueError(f"parallel.offload keeps optimizer state in host memory, but optimizer.kind "
-                             f"{name_of(type(self.optimizer))} {self.optimizer.NOT_OFFLOADABLE}; nearest that is "
-                             f"legal: optimizer.kind {others}")
+                             f"{name_of(type(self.optimizer))} {self.optimizer.NOT_OFFLOADABLE}; nearest legal "
+                             f"choice: optimizer.kind {others}")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
-            raise ValueError(f"parameters bf16 with precision {self.precision}: nearest that is legal: precision bf16")
+            raise ValueError(f"parameters bf16 with precision {self.precision}: nearest legal choice: precision bf16")
         if self.evaluation.separate and self.checkpoint.keep_best:
             raise ValueError("checkpoint.keep_best needs the validation loss when a checkpoint is saved, but "
-                             "evaluation.separate finds it later; nearest that is legal: evaluation.separate false")
+                             "evaluation.separate finds it later; nearest legal choice: evaluation.separate false")
         from tidewheel.train.parallel import legal
 
         if (reason := legal.reason_against(self)) is not None:
             raise ValueError(reason)
         if self.model.attention == "varlen" and (self.precision == "fp32" or self.parallel.context > 1):
             why = "precision is fp32" if self.precision == "fp32" else "parallel.context is more than 1"
-            raise ValueError(f"model.attention varlen takes 16-bit precision and whole rows, but {why}; nearest that "
-                             "is legal: flex")
+            raise ValueError(f"model.attention varlen takes 16-bit precision and whole rows, but {why}; nearest legal "
+                             "choice: flex")
         return self
 
     def own_parts(self) -> dict[str, Code]:

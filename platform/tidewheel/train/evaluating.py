@@ -23,9 +23,10 @@ class Evaluating:
 
     def is_due(self, step: int) -> bool:
         """Return whether the training evaluates the model of this step, which is not the last."""
-        training, wanted = self._training, self._training.config.evaluation
-        return (bool(wanted.every_steps) and step % wanted.every_steps == 0 and 0 < step < training.config.steps
-                and not (wanted.separate and training.runtime.evaluated_beside))
+        training = self._training
+        config = training.config.evaluation
+        return (bool(config.every_steps) and step % config.every_steps == 0 and 0 < step < training.config.steps
+                and not (config.separate and training.runtime.evaluated_beside))
 
     def catch_up(self, validation_loss: float | None) -> None:
         """Evaluate the model that the run resumes from, if the generation before ended before it could.
@@ -49,7 +50,7 @@ class Evaluating:
         progress.validation_loss = evaluation.overall(scores)
         progress.validated = progress.step
         self._metrics.record(progress.step, evaluation.record(scores))
-        self._callbacks.tell("on_evaluate", progress.step, scores)
+        self._callbacks.call("on_evaluate", progress.step, scores)
         training.timeline.spent("productive")
 
     def sample_if_due(self, step: int) -> None:
@@ -69,6 +70,6 @@ class Evaluating:
                                         training.collectives)
         if text:
             self._metrics.record(step, {"sample": text})
-            self._callbacks.tell("on_sample", step, text)
+            self._callbacks.call("on_sample", step, text)
         training.timeline.spent("productive")
         return text

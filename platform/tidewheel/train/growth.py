@@ -78,29 +78,30 @@ class Growth:
             asked = self._collectives.from_first(ask() if self._collectives.rank == 0 else 0)
             self._look(step)
         if self._since is not None and self.reaches(end):
-            self._tell("data_came", known=len(self._known.manifest.waves),
-                       seconds=round(time.monotonic() - self._began, 1))
+            self._event("data_came", known=len(self._known.manifest.waves),
+                        seconds=round(time.monotonic() - self._began, 1))
             self._since = None
         return asked
 
     def _look(self, step: int) -> None:
-        given_up, found = False, b""
+        given_up = False
+        grown = b""
         if self._collectives.rank == 0:
             if self._since is not None:
                 time.sleep(self._poll)
             try:
                 self._seen = take_in(store(self._source.domains[0].uri), self._seen)
-            except StorageAwayError:  # try again, as for a wave that is not there yet
+            except StorageAwayError:  # retry, as for a wave that does not exist yet
                 if self._waited() > self._config.data.wait_seconds:
                     raise
             records = self._seen.records(len(self._known.manifest.waves))
             if records:
                 self._retry(lambda: self._record.take_in(records))
-                found = json.dumps(records).encode()
+                grown = json.dumps(records).encode()
             given_up = not records and self._waited() > self._config.data.wait_seconds
         if self._collectives.from_first(int(given_up)):
             raise self._too_late()
-        for values in json.loads(self._collectives.bytes_from_first(found) or b"[]"):
+        for values in json.loads(self._collectives.bytes_from_first(grown) or b"[]"):
             self._known = self._known.grown(values, self._source.domains[0].uri)
         if self._known.manifest is not self._source.manifest:
             self._source.grow(self._known.manifest)
@@ -108,8 +109,8 @@ class Growth:
         elif self._since is None:
             self._since = self._began = time.monotonic()
             manifest = self._known.manifest
-            self._tell("data_wait", step=step, wave=len(manifest.waves) + 1,
-                       waves=len(manifest.waves) + manifest.to_come)
+            self._event("data_wait", step=step, wave=len(manifest.waves) + 1,
+                        waves=len(manifest.waves) + manifest.to_come)
 
     def _waited(self) -> float:
         return 0.0 if self._since is None else time.monotonic() - self._since
@@ -119,9 +120,9 @@ class Growth:
         return ShardError(
             f"wave {len(manifest.waves) + 1} of {len(manifest.waves) + manifest.to_come} has not come for "
             f"{self._config.data.wait_seconds:g} s", where=self._source.domains[0].uri,
-            fix="run the pipeline again if it has ended, then this run: both go on where they were. If the pipeline "
-                "is only slow, raise data.wait_seconds")
+            fix="if the pipeline has ended, run it again and then this run: both continue. If the pipeline is only "
+                "slow, raise data.wait_seconds")
 
-    def _tell(self, kind: str, **detail: object) -> None:
+    def _event(self, kind: str, **detail: object) -> None:
         if self._collectives.rank == 0:
             self._control.event(kind, **detail)

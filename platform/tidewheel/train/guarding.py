@@ -68,7 +68,7 @@ class Guarding:
         self._resuming.continue_from(extra)
         self._metrics.restart(training.progress.step)
         training.progress.recorded = max(training.progress.recorded, step)
-        self._callbacks.tell("on_rollback", step, back_to)
+        self._callbacks.call("on_rollback", step, back_to)
         training.timeline.spent("restart")
         training.event("rollback", step=step, back_to=back_to, position=window[0], count=window[1] - window[0],
                        reason=verdict.reason)

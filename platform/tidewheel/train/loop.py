@@ -48,7 +48,7 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
 
     Args:
         run: the open run, or the settings to open it with.
-        runtime: this worker's place in the generation.
+        runtime: this worker's rank, device and services.
 
     Raises:
         ConfigError, ShardError, CheckpointError, StorageError: a problem that the user can fix.
@@ -73,7 +73,7 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
         if config.reproducible:
             stack.enter_context(deterministic_kernels())
         watch = Watch(config.guards, runtime.rank, runtime.world_size, name=str(runtime.generation),
-                      on_hang=lambda found: runtime.control.event("hang", found=found))
+                      on_hang=lambda finding: runtime.control.event("hang", found=finding))
         stack.callback(watch.close)
         try:
             loop = Loop.open(run, runtime, timeline, watch, retry)
@@ -89,10 +89,10 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
             timeline.spent("restart")
             raise
         except BaseException as error:
-            found = watch.explained(error)
+            explained = watch.explained(error)
             timeline.spent("detection")  # since the last whole step, mostly waiting for a rank that is gone
-            if found is not error:
-                raise found from error
+            if explained is not error:
+                raise explained from error
             raise
 
 
@@ -123,7 +123,7 @@ class Loop:
 
         Args:
             run: the open run.
-            runtime: this worker's place in the generation.
+            runtime: this worker's rank, device and services.
             timeline: the worker's ledger.
             watch: notices hangs.
             retry: waits for storage.
@@ -156,7 +156,7 @@ class Loop:
         training.event(kind, step=progress.step, world_size=runtime.world_size, generation=runtime.generation,
                        redo=max(0, progress.recorded - progress.step),
                        **({"tier": extra.get("tier", "storage")} if extra is not None else {}))
-        self._callbacks.tell("on_start", progress.step)
+        self._callbacks.call("on_start", progress.step)
         if extra is not None:
             self._evaluating.catch_up(extra["validation_loss"])
 
@@ -249,7 +249,7 @@ class Loop:
 
     def _report_commits(self) -> None:
         if self._training.leads and (step := self._saving.committed()) >= 0:
-            self._callbacks.tell("on_checkpoint", step)
+            self._callbacks.call("on_checkpoint", step)
 
     def finish(self) -> TrainResult:
         """Evaluate, write a text sample, save for the last time, and write result.json."""
@@ -262,7 +262,7 @@ class Loop:
             steps=progress.step, tokens=progress.tokens, loss=progress.loss,
             validation_loss=progress.validation_loss, sample=sample,
             seconds=time.time() - training.record.started(), run_uri=training.config.run_uri)
-        self._callbacks.tell("on_finish", result)
+        self._callbacks.call("on_finish", result)
         self._metrics.finish()
         if training.leads:
             training.record.flush()

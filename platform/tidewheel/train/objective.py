@@ -1,4 +1,4 @@
-"""What an objective is: a part that turns a micro-batch and the model's outputs into sums that training adds up.
+"""The base class of objectives: parts that compute sums from a micro-batch and the model's outputs.
 
     class LabelSmoothing(tw.Objective):
         "Cross-entropy with a share of the target spread over the vocabulary."
@@ -12,8 +12,9 @@
             loss = F.cross_entropy(logits, targets, label_smoothing=self.smoothing, reduction="sum")
             return tw.Sums(loss, {"accuracy": (logits.argmax(-1) == targets).sum()})
 
-Sums, not means: the trainer adds them over micro-batches and ranks and divides once, by the sum of `count` over the
-global batch, so that a step does not depend on how the batch is spread. Nothing here imports torch before training.
+An objective returns sums instead of means. Training adds them over micro-batches and ranks and divides once, by the sum
+of `count` over the global batch, so a step does not depend on how the batch is distributed. This module does not import
+torch before training.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
 Dimension = Literal["tensor", "pipeline", "context"]
 DIMENSIONS: tuple[Dimension, ...] = ("tensor", "pipeline", "context")
 Bound = Callable[["torch.Tensor", Callable[["torch.Tensor"], "torch.Tensor"]], "torch.Tensor"]
-"""An objective of one micro-batch: the decoder calls it with its hidden states and with what makes logits of them."""
+"""The objective of one micro-batch; the decoder calls it with its hidden states and its output layer."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model makes of a micro-batch.
+    """The model's outputs for a micro-batch.
 
     Args:
-        hidden: normalised hidden states [B, L, D]; with tensor parallelism this rank's part of the positions.
+        hidden: normalised hidden states [B, L, D]; with tensor parallelism, of this rank's positions only.
         make_logits: the model's output layer.
     """
 
@@ -50,17 +51,17 @@ class Outputs:
     make_logits: Callable[[torch.Tensor], torch.Tensor]
 
     def logits(self) -> torch.Tensor:
-        """Return the logits [B, L, V] of all positions of `batch.tokens`, in the type of the matrix products."""
+        """Return the logits [B, L, V] of all positions of `batch.tokens`, in the dtype of the matrix products."""
         return self.make_logits(self.hidden)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What an objective makes of a micro-batch.
+    """The sums that an objective computes for a micro-batch.
 
     Args:
-        loss: scalar, the sum that is minimised; its gradient is taken.
-        metrics: scalars by the names in `Objective.METRICS`, sums over the same terms.
+        loss: the sum to minimise, a scalar with a gradient.
+        metrics: sums over the same terms, scalars by the names in `Objective.METRICS`.
     """
 
     loss: torch.Tensor
@@ -68,45 +69,46 @@ class Sums:
 
 
 class Objective(Part):
-    """Base of every objective: what training minimises."""
+    """Base of every objective, the function that training minimises."""
 
     METRICS: ClassVar[tuple[str, ...]] = ()
-    """Names of its metrics. Their means over the global batch are in metrics.jsonl, under `objective`."""
+    """Names of its metrics. metrics.jsonl has their means over the global batch, under `objective`."""
     WORKS_WITH: ClassVar[tuple[Dimension, ...]] = ()
-    """With which of tensor, pipeline and context parallelism it gives the same sums. Data parallelism always works.
+    """Kinds of parallelism under which the sums stay the same. Data parallelism always works.
 
     tensor: `outputs.logits()` is whole on every rank of the group; `outputs.hidden` is not. pipeline: the last stage
-    has all of a micro-batch. context: a rank has some positions of each row only, so each position must stand for
-    itself."""
+    has all of a micro-batch. context: a rank has only some positions of each row, so the terms of different positions
+    must be independent."""
     UNDECISIVE: ClassVar[tuple[str, ...]] = ()
-    """Settings that change how sums are computed, not what they are; the recipe's hash leaves them out."""
+    """Settings that change how sums are computed but not their values; the recipe hash leaves them out."""
 
     def sums(self, outputs: Outputs, batch: MicroBatch) -> Sums:
         """Return the sums of one micro-batch, a pure function of its arguments.
 
         Args:
-            outputs: what the model makes of `batch.tokens`.
-            batch: this rank's rows; `targets` [B, L] has the next token, below 0 where there is nothing to predict.
+            outputs: the model's outputs for `batch.tokens`.
+            batch: this rank's rows; `targets` [B, L] has the next tokens, negative at positions without a target.
         """
         raise NotImplementedError
 
     def count(self, batch: MicroBatch) -> int:
-        """Return the number of terms that a micro-batch adds to the sums; by default its targets."""
+        """Return the number of terms in a micro-batch's sums; by default its number of targets."""
         return batch.num_targets
 
     def token_loss(self) -> LossConfig:
-        """Return how the cross-entropy is computed, which validation always is."""
+        """Return how to compute the cross-entropy, which validation always measures."""
         return LossConfig()
 
     @property
     def logit_tokens(self) -> int | None:
-        """Tokens whose logits exist at a time; 0: all of a micro-batch, None: as `models.loss.chunk_rows` decides."""
+        """Tokens whose logits are in memory at once; 0: the whole micro-batch, None: `models.loss.chunk_rows`."""
         return 0
 
     def bound(self, batch: MicroBatch) -> Bound | None:
         """Return the objective of one micro-batch, for the decoder; None: the decoder's own cross-entropy.
 
-        What it returns is the loss, a scalar; with metrics [1 + metrics]: the loss, and the metrics in their order.
+        The function returns the loss, a scalar. With metrics it returns the loss and the metrics in their order,
+        [1 + metrics].
         """
         import torch
 
@@ -123,17 +125,17 @@ class Objective(Part):
 
 
 def reason_against(objective: Objective, sizes: Mapping[Dimension, int]) -> str | None:
-    """Return why an objective cannot be computed on a mesh of these sizes, and the nearest legal one, or None."""
+    """Return why an objective cannot run on a mesh of these sizes, with the nearest legal mesh; None if it can."""
     for name, size in sizes.items():
         if size > 1 and name not in objective.WORKS_WITH:
             works = " and ".join(("data", *objective.WORKS_WITH))
             return (f"objective.kind {name_of(type(objective))} works with {works} parallelism (WORKS_WITH), but "
-                    f"parallel.{name} is {size}; nearest that is legal: parallel.{name} 1")
+                    f"parallel.{name} is {size}; nearest legal choice: parallel.{name} 1")
     return None
 
 
 def _check(objective: Objective, sums: Sums) -> None:
-    """Raise ConfigError unless an objective returned what it says."""
+    """Raise ConfigError unless an objective returned a scalar loss and the metrics that it names."""
     where = f"objective.kind {name_of(type(objective))}"
     if not isinstance(sums, Sums):
         raise ConfigError(f"sums returned {type(sums).__name__}, which is not tw.Sums", where=where,
@@ -141,8 +143,8 @@ def _check(objective: Objective, sums: Sums) -> None:
     for name, value in {"the loss": sums.loss, **sums.metrics}.items():
         if getattr(value, "ndim", None) != 0:
             shape = list(value.shape) if hasattr(value, "shape") else type(value).__name__
-            raise ConfigError(f"{name} is {shape}, and must be a scalar tensor", where=where,
+            raise ConfigError(f"{name} is {shape}, but must be a scalar tensor", where=where,
                               fix="sum over the micro-batch")
     if set(sums.metrics) != set(objective.METRICS):
         raise ConfigError(f"sums returned the metrics {sorted(sums.metrics)}, but METRICS names "
-                          f"{sorted(objective.METRICS)}", where=where, fix="name in METRICS what sums returns")
+                          f"{sorted(objective.METRICS)}", where=where, fix="list the returned metrics in METRICS")

@@ -1,4 +1,4 @@
-"""What a training configuration would do, for `tidewheel train --dry-run`: no process is started."""
+"""The plan of a training run, for `tidewheel train --dry-run`. It starts no process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def plan(config: TrainConfig) -> list[dict[str, Any]]:
-    """Rows of "what" and "value".
+    """Return rows of "what" and "value" about the run that a configuration describes.
 
     Raises:
         ConfigError: no shard set is given, or the mesh does not fit it.
@@ -27,9 +27,11 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
         raise ConfigError("data.uri is not set", where="training configuration",
                           fix="give the shard set: --set data.uri=OUTPUT/shards, where OUTPUT is a pipeline's output")
     source = open_source(config.data.uri, config.data.mixture, config.data.seed, partly=config.data.wait_seconds > 0)
-    manifest, rows = source.manifest, sum(domain.manifest.rows for domain in source.domains)
+    manifest = source.manifest
+    rows = sum(domain.manifest.rows for domain in source.domains)
     vocabulary = config.model.vocabulary_size or manifest.vocabulary_size
-    batch, length = config.batch, manifest.sequence_length
+    batch = config.batch
+    length = manifest.sequence_length
     legal.check_data(config, vocabulary, length)
     sequences = BatchSizes.of(batch, length).total(config.steps)
     flops = config.model.flops_per_token(vocabulary, length) * sequences * length
@@ -57,25 +59,33 @@ def plan(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _checkpoints(config: TrainConfig) -> str:
-    wanted = config.checkpoint
-    when = [f"every {wanted.every_steps} steps" if wanted.every_steps != "auto" else "as often as pays"
-            ] * bool(wanted.every_steps) + [f"every {wanted.every_seconds:g} s"] * bool(wanted.every_seconds)
-    kept = [f"newest {wanted.keep_last}"] + [f"best {wanted.keep_best}"] * bool(wanted.keep_best) + [
-        f"every {wanted.keep_every} steps"] * bool(wanted.keep_every)
-    steps = wanted.memory_tier.every_steps
+    checkpoint = config.checkpoint
+    when = []
+    if checkpoint.every_steps == "auto":
+        when.append("at the interval that costs least time")
+    elif checkpoint.every_steps:
+        when.append(f"every {checkpoint.every_steps} steps")
+    if checkpoint.every_seconds:
+        when.append(f"every {checkpoint.every_seconds:g} s")
+    kept = [f"newest {checkpoint.keep_last}"]
+    if checkpoint.keep_best:
+        kept.append(f"best {checkpoint.keep_best}")
+    if checkpoint.keep_every:
+        kept.append(f"every {checkpoint.keep_every} steps")
+    steps = checkpoint.memory_tier.every_steps
     memory = f"in memory every {steps} steps" if steps else "not in memory"
     return f"{' or '.join(when) or 'at the end'}, kept: {', '.join(kept)}; {memory}"
 
 
 def _sets(source: Source, sequences: int) -> dict[str, str]:
-    """The shard set, or a line for each domain of the mixture and one for its end."""
+    """Describe the shard set, or each domain of the mixture and the mixture's end."""
     length = source.manifest.sequence_length
-    held = {domain.name: f"{domain.uri}: {domain.manifest.rows:,} sequences of {length}, "
-                         f"{domain.manifest.tokens:,} tokens" for domain in source.domains}
+    contents = {domain.name: f"{domain.uri}: {domain.manifest.rows:,} sequences of {length}, "
+                             f"{domain.manifest.tokens:,} tokens" for domain in source.domains}
     if source.mixture is None:
-        return {"shards": held[""]}
+        return {"shards": contents[""]}
     possible = sequences if source.end is None else min(source.end, sequences)
-    lines = {f"domain {part['domain']}": f"{held[part['domain']]}; {part['share']:.2%} of the run, "
+    lines = {f"domain {part['domain']}": f"{contents[part['domain']]}; {part['share']:.2%} of the run, "
                                          f"{part['epochs']:.2f} epochs" for part in source.proportions(possible)}
     end = "no end" if source.end is None else f"ends after {source.end:,} sequences, {source.end * length:,} tokens"
     return {**lines, "mixture": end + ("" if possible == sequences else ": TOO SHORT for this run")}

@@ -9,43 +9,45 @@ from typing import Any
 
 from tidewheel.console import bars, console
 
-#: How an event is told in one line, from its detail; an event without a line here is told by its kind.
 LINES = {
     "failure": "a worker failed: {error}",
     "worker_left_out": "left out: a {level} of node {node}, blamed {times} time(s), for {seconds} s: {reason}",
-    "worker_readmitted": "let in again after a probe: a worker of node {node}",
+    "worker_readmitted": "readmitted after a probe: a worker of node {node}",
     "taken_over": "{error}",
-    "setting_changed": "{setting} was {before} in the start before and is {now} from here on",
+    "setting_changed": "{setting} was {before} in the previous start and is now {now}",
     "node_lost": "node {host} is gone",
     "node_joined": "node {host} joined",
-    "node_draining": "node {host} is asked to leave",
+    "node_draining": "node {host} is draining",
     "resize": "world size {from} -> {to} ({reason})",
-    "resize_called_off": "the change of size is called off",
-    "resume": "resumed at step {step}, world size {world_size}, {redo} steps to do again",
-    "checkpoint_refused": "checkpoint {checkpoint} is refused: {reason}; trying the one before",
-    "straggler": "rank {slow_rank} is slow: {own_seconds} s of its own a step, the median is {median_seconds} s",
+    "resize_called_off": "the change of world size is called off",
+    "resume": "resumed at step {step}, world size {world_size}, {redo} steps to repeat",
+    "checkpoint_refused": "checkpoint {checkpoint} is refused: {reason}; trying the previous one",
+    "straggler": "rank {slow_rank} is slow: it takes {own_seconds} s of a step, the median is {median_seconds} s",
     "straggler_over": "rank {slow_rank} is no longer slow",
-    "sink_failed": "metrics do not reach {sink}: {reason}; training goes on",
-    "callback_failed": "the callback {callback} failed in {hook}: {reason}; training goes on",
+    "sink_failed": "metrics do not reach {sink}: {reason}; training continues",
+    "callback_failed": "the callback {callback} failed in {hook}: {reason}; training continues",
     "guard": "{reason} at step {step}: {action} (loss {loss}, gradient norm {gradient_norm})",
-    "rollback": "back from step {step} to {back_to}: {count} sequences from position {position} are passed over",
+    "rollback": "rolled back from step {step} to {back_to}; skipping {count} sequences from position {position}",
     "hang": "{found}",
     "shard_read_again": "{shard} was read again: {problem}",
-    "memory_refused": "step {step} in memory is refused: {reason}; trying what is older",
-    "memory_tier_lost": "rank {rank} keeps no copy in memory any more: {reason}",
+    "memory_refused": "step {step} in memory is refused: {reason}; trying an older one",
+    "memory_tier_lost": "rank {rank} no longer keeps snapshots in memory: {reason}",
     "data_wait": "waiting for wave {wave} of {waves} of the shard set",
     "data_came": "the shard set has grown to {known} of {waves} waves, after {seconds} s",
-    "storage_away": "storage is away ({reason}); waiting for it",
-    "control_error": "the run's control had an error at {where}, {times} times: {error}; it goes on",
-    "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training goes on",
+    "storage_away": "storage is unavailable ({reason}); waiting for it",
+    "control_error": "the coordinator had an error at {where}, {times} times: {error}; it continues",
+    "save_failed": "checkpoint {checkpoint} could not be saved: {reason}; training continues",
 }
+"""Text of an event by its kind, formatted with its detail; an event without a text is shown by its kind."""
 WIDTH = 200
 
 
 @contextlib.contextmanager
 def training_bar(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields the `on_progress(progress)` that `fit` takes; `progress` has step and, once known, loss,
-    tokens_per_second and world_size."""
+    """Show a progress bar, and yield the `on_progress` for `fit`.
+
+    Its argument has "step" and, once known, "loss", "tokens_per_second" and "world_size".
+    """
     with bars() as group, group.bar("training", steps, unit="steps") as bar:
         is_under_way = False
 
@@ -69,8 +71,8 @@ def training_bar(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def describe(event: dict[str, Any]) -> str:
-    """One line about an event of a run."""
-    known = defaultdict(lambda: "?", event["detail"])
-    text = LINES.get(event["kind"], event["kind"].replace("_", " ")).format_map(known)
+    """Return a line about an event of a run."""
+    detail = defaultdict(lambda: "?", event["detail"])
+    text = LINES.get(event["kind"], event["kind"].replace("_", " ")).format_map(detail)
     line = text.splitlines()[0]
     return line if len(line) <= WIDTH else line[:WIDTH] + " ..."

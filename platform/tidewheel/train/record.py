@@ -225,12 +225,13 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
 def _same_waves(taken_in: Mapping[int, str], now: Mapping[int, str], where: str) -> None:
     other = [number for number, wave_hash in sorted(now.items()) if taken_in.get(number, wave_hash) != wave_hash]
     if other:
-        raise ShardError(f"wave {other[0]} of the shard set is not what the run read: the set was made anew with other "
-                         "content", where=where, fix="give the original set, or start a new run with another run.id")
+        raise ShardError(f"wave {other[0]} of the shard set is not the one that the run read: the set was written "
+                         "again with other content", where=where,
+                         fix="give the original set, or start a new run with another run.id")
 
 
 def _data(source: Source, sequences: int) -> dict[str, Any]:
-    """"shards" of a single set; "mixture" with what its domains give to a run of so many sequences."""
+    """Return "shards" of a single set, or "mixture" with its domains' shares of a run of `sequences` sequences."""
     if source.mixture is None:
         return {"shards": {**_shard_set(source.domains[0].uri, source.manifest), "hash": source.hash}}
     domains = {domain.name: _shard_set(domain.uri, domain.manifest) for domain in source.domains}

@@ -51,7 +51,7 @@ class Recording:
             training.runtime.control.progress(
                 progress.step, training.config.steps, loss=result.loss, tokens=progress.tokens,
                 tokens_per_second=result.tokens / max(seconds, 1e-9), world_size=training.runtime.world_size)
-        self._callbacks.tell("on_step_end", Step(
+        self._callbacks.call("on_step_end", Step(
             progress.step, progress.tokens, finite(result.loss), finite(result.gradient_norm),
             training.optimizer.learning_rate, seconds, waited, progress.step <= progress.recorded, result.metrics))
 

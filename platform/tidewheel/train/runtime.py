@@ -1,4 +1,4 @@
-"""What the caller gives the training loop. The loop knows neither Ray nor how checkpoints are stored."""
+"""Interfaces that the caller of the training loop implements. The loop knows neither Ray nor the checkpoint format."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Checkpointer(Protocol):
         """Wait until all saves are committed or have failed."""
 
     def let_go(self) -> None:
-        """Abandon the save in progress unless it ends in a moment: the ranks part, and the state is safe elsewhere."""
+        """Abandon the save in progress unless it ends in a moment: the generation ends, and the memory tier is safe."""
 
     def keeps(self, step: int) -> bool:
-        """Return whether to call `keep` after this step."""
+        """Return whether the training must call `keep` after this step."""
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Copy the state to the memory tier, for a fast recovery. The tensors may change after `settle`.
@@ -105,17 +105,14 @@ class Control(Protocol):
     def poll(self) -> bool:
         """Return True for a planned resize or drain: save now, then call `hold`.
 
-        It waits only while the coordinator cannot be reached.
+        The call waits only while the coordinator cannot be reached.
         """
 
-    def save_wanted(self) -> bool:
-        """Return True to save to storage now, whatever the interval; does not block."""
+    def save_requested(self) -> bool:
+        """Return True to save to storage now, before the interval has passed; does not block."""
 
     def hold(self, step: int) -> None:
-        """Report that `step` is saved.
-
-        Returns:
-            If the resize was called off.
+        """Report that `step` is saved; return if the resize was called off.
 
         Raises:
             Preempted: this generation ends.
@@ -145,7 +142,7 @@ def read_again(control: Control, where: str, what: str) -> None:
     control.event("shard_read_again", shard=where, problem=what)
 
 
-class NoCheckpoints:
+class NoCheckpoints(Checkpointer):
     """A `Checkpointer` that keeps nothing."""
 
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -182,13 +179,13 @@ class NoCheckpoints:
         return Saves()
 
 
-class NoControl:
-    """A `Control` that asks for nothing and records nothing."""
+class NoControl(Control):
+    """A `Control` that requests nothing and records nothing."""
 
     def poll(self) -> bool:
         return False
 
-    def save_wanted(self) -> bool:
+    def save_requested(self) -> bool:
         return False
 
     def hold(self, step: int) -> None:
@@ -203,7 +200,7 @@ class NoControl:
 
 @dataclass
 class Runtime:
-    """One worker's place in the run.
+    """One worker's rank, device and services.
 
     With `world_size` > 1 torch.distributed must be initialised: gloo for CPU, nccl for CUDA.
     """
@@ -212,7 +209,7 @@ class Runtime:
     world_size: int = 1
     device: torch.device | str = "cpu"
     generation: int = 0
-    """Number of this group of workers; 0 for the first of a run."""
+    """Number of the generation; 0 for the first of a run."""
     checkpoints: Checkpointer = field(default_factory=NoCheckpoints)
     control: Control = field(default_factory=NoControl)
     gauges: Callable[[], Sink] | None = None

@@ -52,7 +52,7 @@ class Saving:
         due = schedule is not None and schedule.due(step, self._checkpoints.saves())
         if schedule is not None and due and stop:  # a preempted generation does not wait: the next one saves
             schedule.owed = True
-        return STOP * stop | SAVE * ((due and not stop) or control.save_wanted())
+        return STOP * stop | SAVE * ((due and not stop) or control.save_requested())
 
     def settle(self) -> None:
         """Wait, before an update, until the copies of the current values are made."""

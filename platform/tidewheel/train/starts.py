@@ -25,22 +25,22 @@ VERSION = "version."
 """Start of the dotted name under which the version of a part is compared: "version.optimizer_adamw"."""
 REFUSED: dict[str, str] = {
     "model": "the weights have another shape, or mean something else",
-    "optimizer.kind": "the optimizer's state is that of another one",
+    "optimizer.kind": "the saved state belongs to another optimizer",
     "parameters": "the weights and the optimizer's state are in another format",
-    "batch.global_sequences": "the tokens would come in another order",
-    "batch.ramp": "the tokens would come in another order",
+    "batch.global_sequences": "the order of the tokens would change",
+    "batch.ramp": "the order of the tokens would change",
     "batch.virtual_ranks": "the random states belong to another number of virtual ranks",
-    "data.seed": "the tokens would come in another order",
-    "data.mixture": "the tokens would come in another order",
+    "data.seed": "the order of the tokens would change",
+    "data.mixture": "the order of the tokens would change",
 }
 """Settings that define a run, and why each must not change. All others may."""
 FREE_PARTS_OF_MODEL = ("model.attention", "model.init_from")
 """Settings of the model that may change: how attention is computed, and where the first weights came from."""
 REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
-    "precision": "the bits of every later step would be others",
+    "precision": "every later step would give other bits",
     "batch.micro_sequences": "sums over micro-batches would have another order",
-    "reproducible": "the bits of every later step would be others",
-    "version": "the bits of every later step would be others",
+    "reproducible": "every later step would give other bits",
+    "version": "every later step would give other bits",
 }
 """Further settings that a run in reproducible mode must not change."""
 SILENT = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics", "profile",
@@ -70,7 +70,7 @@ class Change:
         return self.key.startswith(VERSION)
 
     @property
-    def told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether to report the change to the user."""
         return not _below(self.key, SILENT)
 
@@ -95,16 +95,17 @@ def record_start(store: Store, config: TrainConfig, epoch: int) -> list[Change]:
     changes = changed(last_settings(run), settings_of(config), reproducible=bool(run["config"].get("reproducible")))
     refused = [change for change in changes if change.refused]
     if refused and not (all(change.of_code or change.of_version for change in refused) and last_step(store) == 0):
-        told = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}" for change in refused)
+        reasons = "; ".join(f"{change.key} was {change.before}, now {change.now}: {change.refused}"
+                            for change in refused)
         settings = [change for change in refused if not (change.of_code or change.of_version)]
-        back = [" ".join(f"--set {change.key}={change.before}" for change in settings)] if settings else []
+        originals = [" ".join(f"--set {change.key}={change.before}" for change in settings)] if settings else []
         if any(change.of_code for change in refused):
-            back.append("the source that the run began with")
+            originals.append("the source that the run began with")
         if any(change.of_version for change in refused):
-            back.append("the release of tidewheel that the run began with, which run.json names")
-        raise ConfigError(f"this run cannot go on with other settings ({told})", where=config.run_uri,
-                          fix=f"restore them ({'; '.join(back)}), or start a new run with another run.id; "
-                          f"model.init_from={config.run_uri} lets it begin with these weights")
+            originals.append("the release of tidewheel that the run began with; see run.json")
+        raise ConfigError(f"this run cannot continue with other settings ({reasons})", where=config.run_uri,
+                          fix=f"restore them ({'; '.join(originals)}), or start a new run with another run.id; "
+                          f"it can begin with these weights: model.init_from={config.run_uri}")
     entry = {"epoch": epoch, "time": time.time(), "changed": {change.key: change.now for change in changes},
              **_changed_code(run), **_changed_parts(run, config)}
     store.write_json(RUN, {**run, "starts": [*run.get("starts", ()), entry]})
@@ -154,7 +155,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any], *, reproducible: 
     if not recorded:
         before = {**before, **{key: 1 for key in now if key.startswith(VERSION)}}
     reasons = {**REFUSED, **(REFUSED_IF_REPRODUCIBLE if reproducible else {})}
-    found = []
+    changes = []
     for key in sorted(now):
         moved = key.startswith("data.mixture.") and key.endswith(".shards")  # a copy elsewhere will do
         if key not in before or before[key] == now[key] or moved:
@@ -162,13 +163,13 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any], *, reproducible: 
         reason = "" if _below(key, FREE_PARTS_OF_MODEL) else next(
             (why for name, why in reasons.items() if _below(key, (name,))), "")
         if key.endswith(CODE):
-            reason = "its source is another one"
-        found.append(Change(key, before[key], now[key], reason))
-    return found
+            reason = "its source has changed"
+        changes.append(Change(key, before[key], now[key], reason))
+    return changes
 
 
 def _changed_code(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the newest start in run.json does not say of the code: its commit, and versions of packages."""
+    """Return the commit and the versions of packages that differ from those of the newest start in run.json."""
     commit = run.get("commit", "")
     packages = dict(run.get("versions", {}))
     for start in run.get("starts", ()):
@@ -187,7 +188,7 @@ def _changed_parts(run: Mapping[str, Any], config: TrainConfig) -> dict[str, Any
 
 
 def _versions(parts: Mapping[str, int]) -> dict[str, Any]:
-    return {f"{VERSION}{part}": number for part, number in parts.items()}
+    return {f"{VERSION}{part}": version for part, version in parts.items()}
 
 
 def _sources(hashes: Mapping[str, str]) -> dict[str, Any]:
@@ -195,14 +196,14 @@ def _sources(hashes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            found |= _flat(value, f"{key}.")
+            flat |= _flat(value, f"{key}.")
         else:
-            found[key] = list(value) if isinstance(value, tuple) else value
-    return found
+            flat[key] = list(value) if isinstance(value, tuple) else value
+    return flat
 
 
 def _below(key: str, names: tuple[str, ...]) -> bool:

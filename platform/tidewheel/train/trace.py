@@ -22,17 +22,19 @@ class _Run:
     """A run's record, with the open sets that it read."""
 
     def __init__(self, run_uri: str, uri: str | None) -> None:
-        place = store(run_uri)
-        if not place.exists("run.json"):
+        run_store = store(run_uri)
+        if not run_store.exists("run.json"):
             raise StorageError("no run.json", where=run_uri, fix="give the folder of a run, such as runs/<id>")
-        values = place.read_json("run.json")
-        self.uri, self.source = place.uri, recorded_source(values, uri, place)
+        values = run_store.read_json("run.json")
+        self.uri = run_store.uri
+        self.source = recorded_source(values, uri, run_store)
         self.sets = [ShardSet.open(domain.uri, manifest=domain.manifest) for domain in self.source.domains]
-        self.plan = positions(values, self.source, read_rollbacks(place))
+        self.plan = positions(values, self.source, read_rollbacks(run_store))
         self.starts = [np.cumsum([0, *(shard.rows for shard in opened.manifest.shards)]) for opened in self.sets]
-        self.lines = jsonlog.read(place, "batches.jsonl")
+        self.lines = jsonlog.read(run_store, "batches.jsonl")
         self.records: dict[int, dict[str, Any]] = {int(line["step"]): line for line in self.lines}  # the last counts
-        self.guards = [event["detail"] for event in jsonlog.read(place, "events.jsonl") if event.get("kind") == "guard"]
+        self.guards = [event["detail"] for event in jsonlog.read(run_store, "events.jsonl")
+                       if event.get("kind") == "guard"]
 
     def attempts(self, step: int) -> list[dict[str, Any]]:
         """Return a record for each set of positions that `step` took, oldest first: more than one after a rollback."""
@@ -116,55 +118,60 @@ def trace_document_steps(run_uri: str, document: str, *, uri: str | None = None)
         ShardError: the document is not known, or the set is not the run's.
     """
     run = _Run(run_uri, uri)
-    number, found = _holder(run, document)
-    total = run.sets[number].manifest.rows
-    wanted = np.unique(np.array([piece["row"] for piece in found["pieces"]], dtype=np.int64))
+    index, answer = _holder(run, document)
+    total = run.sets[index].manifest.rows
+    document_rows = np.unique(np.array([piece["row"] for piece in answer["pieces"]], dtype=np.int64))
     steps = np.array(sorted(run.records), dtype=np.int64)
     uses: list[dict[str, int]] = []
     chunk = max(1, _POSITIONS // run.plan.sizes.largest)
-    for first in range(0, len(steps) if len(wanted) else 0, chunk):
+    for first in range(0, len(steps) if len(document_rows) else 0, chunk):
         part = steps[first:first + chunk]
-        taken, owners = run.plan.of_steps(part), run.plan.steps(part)
+        taken = run.plan.of_steps(part)
+        owners = run.plan.steps(part)
         domains, rows = run.rows(taken)
         visits = run.source.visits(taken)[1]
-        for hit in np.flatnonzero(np.isin(rows, wanted) & (domains == number)).tolist():
+        for hit in np.flatnonzero(np.isin(rows, document_rows) & (domains == index)).tolist():
             step = int(owners[hit])
             uses.append({"step": step, "batch_row": hit - int(np.searchsorted(owners, step)),
                          "epoch": int(visits[hit]) // total, "row": int(rows[hit])})
-    return {"run": run.uri, "domain": run.source.domains[number].name, **found, "recorded_steps": len(steps),
+    return {"run": run.uri, "domain": run.source.domains[index].name, **answer, "recorded_steps": len(steps),
             "steps": uses}
 
 
 def _holder(run: _Run, document: str) -> tuple[int, dict[str, Any]]:
-    """Return the domain that holds the document, or else the first that has a verdict on it, with its set's answer."""
-    known, refused = [], None
-    for number, domain in enumerate(run.source.domains):
+    """Return the index of the domain that holds the document, and what its shard set says about the document.
+
+    Without such a domain, return the first one that has a verdict on the document.
+    """
+    answers = []
+    problem: ShardError | None = None
+    for index, domain in enumerate(run.source.domains):
         try:
-            found = trace_document(domain.uri, document)
+            answer = trace_document(domain.uri, document)
         except ShardError as error:
-            refused = error
+            problem = error
             continue
-        known.append((number, found))
-        if found["pieces"]:
-            return number, found
-    if not known and refused is not None:
-        raise refused
-    return known[0]
+        answers.append((index, answer))
+        if answer["pieces"]:
+            return index, answer
+    if not answers and problem is not None:
+        raise problem
+    return answers[0]
 
 
 def _steps_known(records: dict[int, Any]) -> str:
-    return (f"recorded are steps {min(records)} to {max(records)}" if records
-            else "the run has recorded no step yet")
+    return (f"the run has records of steps {min(records)} to {max(records)}" if records
+            else "the run has no record of a step yet")
 
 
-def step_lines(found: dict[str, Any]) -> list[str]:
+def step_lines(answer: dict[str, Any]) -> list[str]:
     """Return the lines that show the result of `trace_step`."""
-    fits = "as recorded" if found["as_recorded"] else "NOT what was recorded: see `tidewheel audit`"
-    lines = [f"step {found['step']} read {found['digest']}, {fits}", *_sequence_lines(found["sequences"])]
-    lines += token_lines(found["token"]) if found["token"] else []
-    for reading in found["before"]:
+    fits = "as recorded" if answer["as_recorded"] else "NOT what was recorded: see `tidewheel audit`"
+    lines = [f"step {answer['step']} read {answer['digest']}, {fits}", *_sequence_lines(answer["sequences"])]
+    lines += token_lines(answer["token"]) if answer["token"] else []
+    for reading in answer["before"]:
         lines += [f"before, and passed over since, it read {reading['digest']}", *_sequence_lines(reading["sequences"])]
-    return lines + [f"guard: {guard_line(guard)}" for guard in found["guards"]]
+    return lines + [f"guard: {guard_line(guard)}" for guard in answer["guards"]]
 
 
 def guard_line(guard: dict[str, Any]) -> str:
@@ -180,15 +187,17 @@ def _sequence_lines(sequences: list[dict[str, Any]]) -> list[str]:
     lines = []
     for sequence in sequences:
         lines.append(f"  {sequence['batch_row']}: row {sequence['row']} ({sequence['id']})")
-        lines += [f"     tokens {each['start']} to {each['start'] + each['tokens'] - 1}: {each['document']}, its from "
-                  f"{each['document_offset']}" for each in sequence["segments"]]
+        for segment in sequence["segments"]:
+            end = segment["start"] + segment["tokens"] - 1
+            lines.append(f"     tokens {segment['start']} to {end}: {segment['document']}, its from "
+                         f"{segment['document_offset']}")
     return lines
 
 
-def document_step_lines(found: dict[str, Any]) -> list[str]:
+def document_step_lines(answer: dict[str, Any]) -> list[str]:
     """Return the lines that show the result of `trace_document_steps`."""
-    uses = found["steps"]
-    lines = [f"read in {len(uses)} places of {found['recorded_steps']} recorded steps"]
+    uses = answer["steps"]
+    lines = [f"read in {len(uses)} places of {answer['recorded_steps']} recorded steps"]
     lines += [f"  step {use['step']} row {use['batch_row']} of the batch (epoch {use['epoch']}): row {use['row']}"
               for use in uses[:SHOWN]]
-    return document_lines(found) + lines + [f"  and {len(uses) - SHOWN} more"] * (len(uses) > SHOWN)
+    return document_lines(answer) + lines + [f"  and {len(uses) - SHOWN} more"] * (len(uses) > SHOWN)

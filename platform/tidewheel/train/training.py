@@ -58,7 +58,7 @@ class Training:
 
         Args:
             run: the open run.
-            runtime: this worker's place in the generation.
+            runtime: this worker's rank, device and services.
             timeline: the worker's ledger.
             watch: notices hangs.
             retry: waits for storage.

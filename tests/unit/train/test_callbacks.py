@@ -225,7 +225,7 @@ def test_ranks_beside_the_first_are_told_where_that_is_wanted():
     callbacks = Callbacks([FirstOnly(), Everywhere()], worker)
     callbacks.close()
     with pytest.raises(ConfigError, match="rank 1 was told"):
-        callbacks.tell("on_finish", None)
+        callbacks.call("on_finish", None)
 
 
 def test_what_closing_raises_is_logged(caplog: pytest.LogCaptureFixture):
@@ -244,10 +244,10 @@ def test_progress_is_logged(caplog: pytest.LogCaptureFixture):
     callbacks = Callbacks([tw.callbacks.LogProgress(every_seconds=3600)], worker)
     with caplog.at_level(logging.INFO):
         for number in (1, 2, 3):
-            callbacks.tell("on_step_end", Step(number, 0, 1.5, 1.0, 0.1, 0.25, 0.0, redone=number == 3))
-        callbacks.tell("on_checkpoint", 3)
+            callbacks.call("on_step_end", Step(number, 0, 1.5, 1.0, 0.1, 0.25, 0.0, redone=number == 3))
+        callbacks.call("on_checkpoint", 3)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 1 of 3, loss 1.5000, 0.25 s", "step 3 of 3, loss 1.5000, 0.25 s, done again",
+        "step 1 of 3, loss 1.5000, 0.25 s", "step 3 of 3, loss 1.5000, 0.25 s, repeated",
         "the checkpoint of step 3 is committed"]
 
 

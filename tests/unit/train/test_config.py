@@ -15,7 +15,7 @@ from tidewheel.train.metrics.measure import peak_flops
     ({"elastic": {"min_workers": 3, "max_workers": 3}}, "from 3 to 3 divides batch.virtual_ranks 4"),
     ({"optimizer": {"betas": [0.9, 1.0]}}, "betas must be in"),
     ({"run": {"id": "../up"}}, "run.id"),
-    ({"model": {"attention": "varlen"}}, "but precision is fp32; nearest that is legal: flex"),
+    ({"model": {"attention": "varlen"}}, "but precision is fp32; nearest legal choice: flex"),
     ({"stepz": 3}, "did you mean 'steps'"),
     ({"model": {"dimm": 3}}, "did you mean 'dim'"),
 ])

@@ -159,7 +159,7 @@ def test_it_gives_up_and_goes_on_when_the_pipeline_does(whole: Path, tmp_path: P
     folder = begun(whole, tmp_path, waves=1)
     with pytest.raises(ShardError, match=r"wave 2 of 4 has not come for 0\.05 s") as told:
         run(growing_config(folder, "data.wait_seconds=0.05"))
-    assert "run the pipeline again" in told.value.fix
+    assert "run it again" in told.value.fix
     run(growing_config(folder), Pipeline(folder), generation=1)
     assert_same(whole, folder)
 
@@ -172,7 +172,7 @@ def test_another_content_is_refused(whole: Path, tmp_path: Path):
     made_anew = write_shards(folder / "shards", waves=WAVES, seed=9)  # by the same recipe: the head is the same
     assert growing.identity(made_anew) == growing.identity(before)
     for refused in (lambda: run(settings, generation=1), lambda: audit(settings.run_uri)):
-        with pytest.raises(ShardError, match="wave 0 of the shard set is not what the run read"):
+        with pytest.raises(ShardError, match="wave 0 of the shard set is not the one that the run read"):
             refused()
 
 

@@ -43,7 +43,7 @@ def test_it_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: P
     source = tmp_path / f"{module}.py"
     source.write_text(source.read_text() + "# another line\n")
     parts._source_hash.cache_clear()
-    with pytest.raises(ConfigError, match=r"model\.code was .* its source is another one") as refused:
+    with pytest.raises(ConfigError, match=r"model\.code was .* its source has changed") as refused:
         fit_local(settings("halted", 8))
     assert "restore them (the source that the run began with)" in refused.value.fix
     fit_local(settings("mistaken", 2))  # it had done no step: the mistake may be corrected

@@ -1,4 +1,4 @@
-"""The built-in callbacks, a module each, and what finds any."""
+"""The built-in callbacks, one module each, and their registry."""
 
 from __future__ import annotations
 

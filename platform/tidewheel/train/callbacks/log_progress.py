@@ -1,4 +1,4 @@
-"""A line in the worker's log now and then."""
+"""Log the progress of the run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class LogProgress(Callback):
-    """Log how far the run is."""
+    """Logs step, loss and time at an interval, and each committed checkpoint."""
 
     every_seconds: float = Field(default=30.0, ge=0)
-    """Between two lines; 0: one for each step."""
+    """Time between two lines; 0: a line for each step."""
     _logged: float = -math.inf
 
     def on_step_end(self, worker: Worker, step: Step) -> None:
@@ -27,7 +27,7 @@ class LogProgress(Callback):
         self._logged = now
         loss = "not finite" if step.loss is None else f"{step.loss:.4f}"
         logger.info("step %d of %d, loss %s, %.2f s%s", step.step, worker.steps, loss, step.seconds,
-                    ", done again" if step.redone else "")
+                    ", repeated" if step.redone else "")
 
     def on_checkpoint(self, worker: Worker, step: int) -> None:
         logger.info("the checkpoint of step %d is committed", step)

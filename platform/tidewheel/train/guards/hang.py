@@ -209,14 +209,14 @@ class Watch:
 
     def _beats(self) -> dict[int, Beat | None]:
         """Return the newest beat of each rank, None for a rank without one."""
-        found: dict[int, Beat | None] = {}
+        beats: dict[int, Beat | None] = {}
         for rank in range(self._world_size):
-            known = self._answers.check([str(rank)])
-            found[rank] = Beat(*json.loads(self._answers.get(str(rank)))) if known else None
-        return found
+            has_beat = self._answers.check([str(rank)])
+            beats[rank] = Beat(*json.loads(self._answers.get(str(rank)))) if has_beat else None
+        return beats
 
     def _end(self) -> None:
-        """The main thread has some time to end by itself. If it cannot, the process must: somebody waits for it."""
+        """End the process unless the main thread ends in time: other processes wait for this one."""
         if not self._closed.wait(8 * self._beat_seconds):
             logger.critical("rank %d ends: %s", self._rank, self._finding.text)
             worker_log.last_words()

@@ -49,9 +49,9 @@ CONTROL = "logs/control"
 SECONDS = 15.0
 """Between two writes of a process's log to an object store; on a folder, lines are written at once."""
 POLL_SECONDS = 0.1
-"""Between two looks for new lines."""
+"""Interval of the search for new lines."""
 ABANDONED_SECONDS = 10.0
-"""Between two looks for files of killed processes."""
+"""Interval of the search for files of killed processes."""
 CLOSE_SECONDS = 5.0
 """A worker that ends waits this long for its last lines to be written. Another process passes on the rest."""
 LAST_WORDS_SECONDS = 1.0
@@ -64,10 +64,18 @@ _running: list[WorkerLog] = []
 
 
 class WorkerLog:
-    """The log of this process; see `logging_process`."""
+    """The log of this process; see `logging_process`.
+
+    Args:
+        store: the run's store.
+        folder: folder of this node for the process's output file.
+        state: how much of the output file was passed on, and where to.
+        capture: also redirect what the process prints to the file.
+    """
 
     def __init__(self, store: Store, folder: Path, state: State, *, capture: bool) -> None:
-        self._store, self._folder = store, folder
+        self._store = store
+        self._folder = folder
         self._output = OutputFile(folder, state)
         self.handler = RecordHandler(self._output.descriptor)
         self._redact = Redactor()
@@ -75,7 +83,8 @@ class WorkerLog:
         self._log = JsonLog(store, state.key, SECONDS, alone=True)
         self._file = _opened(state.file)
         self._terminal = self._output.capture() if capture else None
-        self._ended, self._passing = threading.Event(), threading.Lock()
+        self._ended = threading.Event()
+        self._passing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="log of the worker", daemon=True)
         self._thread.start()
 
@@ -112,7 +121,7 @@ class WorkerLog:
                 if time.monotonic() - looked >= ABANDONED_SECONDS:
                     looked = time.monotonic()
                     _pass_on_abandoned(self._store, self._folder)
-            except Exception:  # a full disk, a folder that is gone: the file keeps the lines, the next look tries again
+            except Exception:  # a full disk, a missing folder: the file keeps the lines, and the next round retries
                 time.sleep(1.0)
 
     def _pass_on(self, *, last: bool = False) -> None:
@@ -198,24 +207,25 @@ def _handling(handler: logging.Handler, level: str, *, capture: bool) -> Iterato
 
     With `capture`, remove handlers that print records meanwhile: a printed record would be logged twice.
     """
-    root, quiet = logging.getLogger(), [logging.getLogger(name) for name in QUIET]
-    before = [(each, each.level) for each in (root, *quiet)]
+    root = logging.getLogger()
+    quiet = [logging.getLogger(name) for name in QUIET]
+    levels = [(changed, changed.level) for changed in (root, *quiet)]
     printing = [other for other in root.handlers if _prints(other)] if capture else []
     for other in printing:
         root.removeHandler(other)
     handler.setLevel(level.upper())  # some libraries' loggers have a level of their own
     root.addHandler(handler)
     root.setLevel(level.upper())
-    for each in quiet:
-        each.setLevel(max(each.level, logging.WARNING))
+    for verbose in quiet:
+        verbose.setLevel(max(verbose.level, logging.WARNING))
     try:
         yield
     finally:
         root.removeHandler(handler)
         for other in printing:
             root.addHandler(other)
-        for each, old in before:
-            each.setLevel(old)
+        for changed, before in levels:
+            changed.setLevel(before)
 
 
 def _prints(handler: logging.Handler) -> bool:
@@ -230,10 +240,10 @@ def _prints(handler: logging.Handler) -> bool:
 def _pass_on_abandoned(store: Store, folder: Path) -> int:
     count = 0
     for path in sorted(folder.glob(f"*{STATE}")):
-        with abandoned(path) as found:
-            if found is None:
+        with abandoned(path) as output:
+            if output is None:
                 continue
-            descriptor, state = found
+            descriptor, state = output
             if _is_of_this_run(store, descriptor):
                 lines = _rest(descriptor, state)
                 log = JsonLog(store, state.key, order=1)  # behind what the process itself wrote
@@ -242,7 +252,7 @@ def _pass_on_abandoned(store: Store, folder: Path) -> int:
                 try:
                     log.flush()
                 except (StorageError, OSError):
-                    continue  # the file stays: it is tried again
+                    continue  # the file stays for the next round
                 _append(state, lines)
                 count += 1
             remove(path)

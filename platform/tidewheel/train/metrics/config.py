@@ -28,9 +28,10 @@ class MetricsConfig(Config):
     """Where the figures of each step go, beside the console and metrics.jsonl."""
 
     every_steps: int = Field(default=1, ge=1)
-    """A line of metrics every so many steps, and at the last one; times and rates are those of the steps since."""
+    """Steps between two lines of metrics; the last step has one too. Times and rates are of the steps since the last.
+    """
     trackers: tuple[ChosenTracker, ...] = DEFAULT
-    """Where else they go: names of trackers, or their settings with the name in `kind`."""
+    """Further destinations: names of trackers, or their settings with the name in `kind`."""
     straggler: StragglerConfig = StragglerConfig()
     """When a slow rank is named."""
 

@@ -50,11 +50,11 @@ class BusyTime:
     is slower, or shared. Read from /proc/thread-self/schedstat; elsewhere only the running time counts.
     """
 
-    place = "/proc/thread-self/schedstat"  # of the thread that opens it
+    path = "/proc/thread-self/schedstat"  # of the thread that opens it
 
     def __init__(self) -> None:
         try:
-            self._file: int | None = os.open(self.place, os.O_RDONLY)
+            self._file: int | None = os.open(self.path, os.O_RDONLY)
         except OSError:
             self._file = None
         self._last = self._total()

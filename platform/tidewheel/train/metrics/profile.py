@@ -20,13 +20,13 @@ MOST_ALLOCATIONS = 100_000
 
 def ranges(steps: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return (first, last) of each run of consecutive steps."""
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     for step in sorted(set(steps)):
-        if found and found[-1][1] == step - 1:
-            found[-1] = (found[-1][0], step)
+        if result and result[-1][1] == step - 1:
+            result[-1] = (result[-1][0], step)
         else:
-            found.append((step, step))
-    return found
+            result.append((step, step))
+    return result
 
 
 class Profiler:
@@ -34,12 +34,20 @@ class Profiler:
 
     `profile/steps_10-11.json.gz` is a trace for https://ui.perfetto.dev, `profile/steps_10-11.memory.pickle` one for
     https://pytorch.org/memory_viz.
+
+    Args:
+        config: the steps, and what to trace.
+        store: the run's store.
+        device: device that trains; on CUDA its kernels are traced too.
     """
 
     def __init__(self, config: ProfileConfig, store: Store, device: torch.device) -> None:
-        self._config, self._store, self._device = config, store, device
+        self._config = config
+        self._store = store
+        self._device = device
         self._ranges = ranges(config.steps)
-        self._starts, self._ends = {first for first, _ in self._ranges}, dict(self._ranges)
+        self._starts = {first for first, _ in self._ranges}
+        self._ends = dict(self._ranges)
         self._running: Any = None
         self._first = 0
 
@@ -61,7 +69,8 @@ class Profiler:
         """End the profile if `step` is the last of its range; return the URIs of the files."""
         if self._running is None or step < self._ends[self._first]:
             return []
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the trace ends with the step's last kernel
         running.__exit__(None, None, None)

@@ -158,7 +158,7 @@ class Reporter:
         if not readings:
             return {}
         slowest = max(range(len(readings)), key=readings.__getitem__)
-        found: dict[str, Any] = {"slowest_rank": slowest, "slowest_own_seconds": readings[slowest]}
+        fields: dict[str, Any] = {"slowest_rank": slowest, "slowest_own_seconds": readings[slowest]}
         if len(readings) <= LISTED_RANKS:
-            found["own_seconds"] = readings
-        return found
+            fields["own_seconds"] = readings
+        return fields

@@ -16,11 +16,11 @@ _NO_CURVE = frozenset({"step", "time", "generation", "validation_loss"})
 
 def scalars(record: Record) -> dict[str, float]:
     """Return {tag: value} of a record's numbers, by group."""
-    found = {f"{_GROUP.get(name, 'train')}/{name}": float(value) for name, value in record.items()
-             if isinstance(value, int | float) and name not in _NO_CURVE}
-    found |= {f"objective/{name}": float(value) for name, value in record.get("objective", {}).items()
-              if isinstance(value, int | float)}
+    values = {f"{_GROUP.get(name, 'train')}/{name}": float(value) for name, value in record.items()
+              if isinstance(value, int | float) and name not in _NO_CURVE}
+    values |= {f"objective/{name}": float(value) for name, value in record.get("objective", {}).items()
+               if isinstance(value, int | float)}
     for domain, figures in record.get("validation", {}).items():
-        found |= {f"validation/{domain + '/' if domain else ''}{name}": float(value)
-                  for name, value in figures.items() if isinstance(value, int | float)}
-    return found
+        prefix = f"validation/{domain}/" if domain else "validation/"
+        values |= {f"{prefix}{name}": float(value) for name, value in figures.items() if isinstance(value, int | float)}
+    return values

@@ -32,7 +32,7 @@ def open_sinks(trackers: Sequence[Tracker], run: TrackedRun) -> dict[str, Sink]:
     count = Counter[str]()
     for tracker in trackers:
         sink = TrackerSink(tracker, run)
-        if sink.is_wanted:
+        if sink.may_write:
             name = name_of(type(tracker))
             count[name] += 1
             sinks[name if count[name] == 1 else f"{name} {count[name]}"] = sink
@@ -40,7 +40,7 @@ def open_sinks(trackers: Sequence[Tracker], run: TrackedRun) -> dict[str, Sink]:
 
 
 class TrackerSink:
-    """The sink that a tracker opens; it is opened again later where a service did not answer at first.
+    """The sink of a tracker. When a service does not respond at first, it opens the tracker's sink later.
 
     Args:
         tracker: the tracker.
@@ -61,8 +61,8 @@ class TrackerSink:
         self._open()
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether there is a sink, or there may be one later."""
+    def may_write(self) -> bool:
+        """Whether a sink is open, or may open later."""
         return self._sink is not None or self._unopened is not None
 
     def write(self, record: Record) -> None:

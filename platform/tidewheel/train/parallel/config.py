@@ -47,19 +47,19 @@ class ParallelConfig(Config):
     def _consistent(self) -> ParallelConfig:
         if self.replicate > 1 and not self.fully_sharded:
             raise ValueError(f"replicate {self.replicate} is for zero2 and zero3, but data is {self.data}, which has a "
-                             "copy per worker; nearest that is legal: replicate 1, or data zero3")
+                             "copy per worker; nearest legal choice: replicate 1, or data zero3")
         if self.reduce == "micro_batch" and not self.fully_sharded:
             raise ValueError(f"reduce micro_batch is for zero2 and zero3, but data is {self.data}, which keeps whole "
-                             "gradients anyway; nearest that is legal: step")
+                             "gradients anyway; nearest legal choice: step")
         if self.reduce == "micro_batch" and self.pipeline > 1:
             raise ValueError("reduce micro_batch, but torch's pipelines reduce after the last micro-batch; nearest "
-                             "that is legal: step")
+                             "legal choice: step")
         if self.offload and not self.fully_sharded:
-            raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest that is legal: zero2")
+            raise ValueError(f"offload is FSDP2's, but data is {self.data}; nearest legal choice: zero2")
         usual = default_per_rank(self.pipeline_schedule)
         if self.stages_per_rank != usual and self.pipeline_schedule in ("1f1b", "gpipe", "zbv_zero_bubble"):
             raise ValueError(f"pipeline_schedule {self.pipeline_schedule} has {usual} stage(s) on each worker, not "
-                             f"{self.stages_per_rank}; nearest that is legal: pipeline_stages {usual}")
+                             f"{self.stages_per_rank}; nearest legal choice: pipeline_stages {usual}")
         return self
 
     @property

@@ -74,7 +74,13 @@ def apply(model: Decoder, mesh: DeviceMesh, tensor: int = 1) -> None:
 
 
 class SharedRows:
-    """Attention over rows whose positions are on several ranks."""
+    """Attention over rows whose positions are on several ranks.
+
+    Args:
+        model: a decoder or a pipeline stage, as it was before `apply`.
+        mesh: one-dimensional, the ranks that share rows.
+        tensor: number of ranks of sequence parallelism.
+    """
 
     def __init__(self, model: Decoder, mesh: DeviceMesh, tensor: int) -> None:
         self._model = model

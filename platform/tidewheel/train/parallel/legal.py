@@ -70,11 +70,11 @@ def _zero_bubble(config: TrainConfig) -> str | None:
         return None
     what = f"pipeline_schedule {parallel.pipeline_schedule} takes the gradients of weights in a pass of their own"
     if config.compile:
-        return f"{what}, which compiled blocks do not have; nearest that is legal: interleaved_1f1b, or compile false"
+        return f"{what}, which compiled blocks do not have; nearest legal choice: interleaved_1f1b, or compile false"
     if parallel.data == "zero3":
-        return f"{what}, but zero3 has given the weights up by then; nearest that is legal: data zero2"
+        return f"{what}, but zero3 has given the weights up by then; nearest legal choice: data zero2"
     if config.memory.activation_checkpointing == "selective":
-        return (f"{what}, but what selective activation checkpointing keeps serves one pass; nearest that is legal: "
+        return (f"{what}, but what selective activation checkpointing keeps serves one pass; nearest legal choice: "
                 "activation_checkpointing full")
     return None
 
@@ -82,10 +82,10 @@ def _zero_bubble(config: TrainConfig) -> str | None:
 def _kernels(config: TrainConfig) -> str | None:
     if config.parallel.tensor > 1 and config.precision == "fp8":
         return (f"precision fp8 cannot be had with parallel.tensor {config.parallel.tensor}: torchao's layers are not "
-                "cut here; nearest that is legal: precision bf16, or tensor 1")
+                "cut here; nearest legal choice: precision bf16, or tensor 1")
     if config.parallel.context > 1 and config.model.attention == "varlen":
         return (f"model.attention varlen needs whole rows, but with parallel.context {config.parallel.context} each "
-                "worker has slices of them; nearest that is legal: attention flex")
+                "worker has slices of them; nearest legal choice: attention flex")
     return None
 
 
@@ -128,7 +128,7 @@ def shape(parallel: ParallelConfig, model: Model, vocabulary_size: int | None) -
     if parallel.pipeline > 1 and stages > room:
         return (f"parallel.pipeline {parallel.pipeline} with {parallel.stages_per_rank} stage(s) on each worker is "
                 f"more than the {room} pieces of the model (embedding, {model.num_layers} layers, output); nearest "
-                f"that is legal: {max(1, room // parallel.stages_per_rank)}")
+                f"legal choice: {max(1, room // parallel.stages_per_rank)}")
     return None
 
 
@@ -154,7 +154,7 @@ def length(parallel: ParallelConfig, sequence_length: int) -> str | None:
     if parallel.context > 1 and sequence_length % halves:
         legal = [d for d in range(1, sequence_length + 1) if d == 1 or sequence_length % (2 * d) == 0]
         return (f"parallel.context {parallel.context} needs sequences of a multiple of {halves} tokens, they have "
-                f"{sequence_length}; nearest that is legal: {nearest(parallel.context, legal)}")
+                f"{sequence_length}; nearest legal choice: {nearest(parallel.context, legal)}")
     if sequence_length // parallel.context % parallel.tensor:
         legal = divisors(sequence_length // parallel.context)
         return (f"parallel.tensor {parallel.tensor} does not divide the {sequence_length // parallel.context} tokens "

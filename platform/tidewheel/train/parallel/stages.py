@@ -30,10 +30,12 @@ class Stage:
 
     @property
     def first(self) -> bool:
+        """Whether the stage has the embedding."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
+        """Whether the stage has the output layer."""
         return self.index == self.count - 1
 
 
@@ -67,7 +69,7 @@ def default_per_rank(schedule: ScheduleName) -> int:
 
 
 def takes(schedule: ScheduleName, pipeline: int, micro_batches: int) -> bool:
-    """Return whether a schedule of torch.distributed.pipelining can run so many micro-batches per step.
+    """Return whether a schedule of torch.distributed.pipelining can run this number of micro-batches per step.
 
     1F1B needs one for each stage; the interleaved schedules need rounds of equal length.
 
@@ -84,7 +86,7 @@ def takes(schedule: ScheduleName, pipeline: int, micro_batches: int) -> bool:
 
 
 def nearest_micro_batches(schedule: ScheduleName, pipeline: int, micro_batches: int) -> int:
-    """Return the nearest number of micro-batches that a schedule can run; the larger of two.
+    """Return the nearest number of micro-batches that a schedule can run; of two equally near ones, the larger.
 
     Args:
         schedule: of the pipeline.
@@ -95,4 +97,4 @@ def nearest_micro_batches(schedule: ScheduleName, pipeline: int, micro_batches: 
         for candidate in (micro_batches + distance, micro_batches - distance):
             if candidate >= 1 and takes(schedule, pipeline, candidate):
                 return candidate
-    raise AssertionError("every schedule takes as many micro-batches as there are ranks")
+    raise AssertionError("every schedule can run one micro-batch per rank")

@@ -19,9 +19,9 @@ def reason_against(config: TrainConfig) -> str | None:
     if config.optimizer.NOT_REPRODUCIBLE:
         others = optimizers.where(lambda optimizer: not optimizer.NOT_REPRODUCIBLE)
         return (f"reproducible, but optimizer.kind {name_of(type(config.optimizer))} "
-                f"{config.optimizer.NOT_REPRODUCIBLE}; nearest that is legal: {others}")
+                f"{config.optimizer.NOT_REPRODUCIBLE}; nearest legal choice: {others}")
     if config.precision == "fp8":
-        return "reproducible, but torchao's fp8 layers have not been shown to be; nearest that is legal: precision bf16"
+        return "reproducible, but torchao's fp8 layers have not been shown to be; nearest legal choice: precision bf16"
     return _pipeline(config.parallel)
 
 
@@ -30,8 +30,8 @@ def _pipeline(parallel: ParallelConfig) -> str | None:
         return None
     if parallel.fully_sharded:
         return (f"reproducible with parallel.pipeline {parallel.pipeline}, but FSDP2 (data {parallel.data}) adds up a "
-                "stage's micro-batches itself; nearest that is legal: data zero1")
+                "stage's micro-batches itself; nearest legal choice: data zero1")
     if "zero_bubble" in parallel.pipeline_schedule:
         return (f"reproducible, but pipeline_schedule {parallel.pipeline_schedule} takes a micro-batch's gradients in "
-                "two passes, between which others come; nearest that is legal: interleaved_1f1b")
+                "two passes, between which others come; nearest legal choice: interleaved_1f1b")
     return None

@@ -1,4 +1,4 @@
-"""The built-in trackers, a module each, and what finds any."""
+"""The built-in trackers, one module each, and their registry."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tidewheel.train.metrics.sinks import Sink
 from tidewheel.train.metrics.tracker import TrackedRun, Tracker
 
 FLUSH_SECONDS = 10.0
-"""Between two flushes of event files."""
+"""Time between two flushes of event files."""
 
 
 class TensorBoard(Tracker):

@@ -1,4 +1,4 @@
-"""Weights & Biases, where the package is installed."""
+"""Weights & Biases; needs the package `wandb`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tidewheel.train.metrics.tracker import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """One run of the service. The key is read from the environment or ~/.netrc alone."""
+    """One run of the service. The key comes from the environment or ~/.netrc."""
 
     project: str = Field(min_length=1)
-    """Project that the run appears in."""
+    """Project of the run."""
     entity: str = ""
-    """User or team; empty: the account's own."""
+    """User or team; empty: the account's default."""
     mode: Literal["online", "offline"] = "online"
-    """offline: written below `folder`, for `wandb sync`."""
+    """offline: write to `folder`, for `wandb sync`."""
     folder: str = ""
-    """Local folder for what the client writes; empty: the system's temporary folder."""
+    """Local folder for the client's files; empty: the system's temporary folder."""
 
     def check(self) -> None:
         if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("Weights & Biases is asked for, and its package is not installed",
-                              where="metrics.trackers", fix="pip install wandb, on all nodes, or take wandb out")
+            raise ConfigError("the package of Weights & Biases is not installed",
+                              where="metrics.trackers", fix="run `pip install wandb` on all nodes, or remove wandb")
 
     def open(self, run: TrackedRun) -> Sink | None:
         from tidewheel.train.trackers.clients.service_run import ServiceRun

@@ -188,7 +188,7 @@ def test_a_tracker_whose_service_does_not_answer_is_opened_later(tmp_path: Path)
     seconds = [0.0]
     tracker = Service()
     sink = TrackerSink(tracker, tracked(tmp_path), clock=lambda: seconds[0])
-    assert sink.is_wanted
+    assert sink.may_write
     for now, tries in ((1.0, 1), (31.0, 2), (40.0, 2)):
         seconds[0] = now
         with pytest.raises(ConnectionRefusedError):

@@ -91,7 +91,7 @@ def _steps() -> None:
     rank = dist.get_rank()
     collectives = Collectives(Runtime(rank=rank, world_size=3))
     watch = Stragglers(StragglerConfig(every_steps=3, window=2), collectives)
-    BusyTime.place = ""  # running time alone: tests share their CPUs with others
+    BusyTime.path = ""  # running time alone: tests share their CPUs with others
     told = []
     for _ in range(7):
         until = time.thread_time() + (0.06 if rank == 1 else 0.02)

@@ -140,9 +140,9 @@ def test_the_recipe_hash_depends_on_the_source_of_a_users_part(own: str):
 def test_reproducibility_and_state_bytes_come_from_the_part(own: str):
     momentum = config(optimizer=f"{own}:Momentum", reproducible=True)
     assert Job(momentum, 128, 16).optimizer_bytes == 4
-    with pytest.raises(ConfigError, match=r"does not say that it updates each element by itself.*legal: adamw, lion"):
+    with pytest.raises(ConfigError, match=r"does not say that it updates each element by itself.*choice: adamw, lion"):
         config(optimizer=f"{own}:Forgetful", reproducible=True)
-    with pytest.raises(ConfigError, match=r"adamw8bit quantises .*nearest that is legal: optimizer.kind adafactor, ad"):
+    with pytest.raises(ConfigError, match=r"adamw8bit quantises .*nearest legal choice: optimizer.kind adafactor, ad"):
         config(optimizer="adamw8bit", parallel={"data": "zero3", "offload": True})
 
 

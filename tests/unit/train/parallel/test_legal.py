@@ -46,25 +46,25 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["parallel.data=ddp", "parallel.replicate=2"], "nearest that is legal: replicate 1, or data zero3"),
-    (["parallel.data=zero1", "parallel.offload=true"], "nearest that is legal: zero2"),
+    (["parallel.data=ddp", "parallel.replicate=2"], "nearest legal choice: replicate 1, or data zero3"),
+    (["parallel.data=zero1", "parallel.offload=true"], "nearest legal choice: zero2"),
     (["parallel.pipeline=2", "parallel.pipeline_schedule=zbv_zero_bubble", "compile=true"],
-     "nearest that is legal: interleaved_1f1b, or compile false"),
+     "nearest legal choice: interleaved_1f1b, or compile false"),
     (["parallel.pipeline=2", "parallel.pipeline_schedule=zbv_zero_bubble", "parallel.data=zero3"],
-     "nearest that is legal: data zero2"),
+     "nearest legal choice: data zero2"),
     (["parallel.pipeline=2", "parallel.pipeline_schedule=interleaved_zero_bubble",
-      "memory.activation_checkpointing=selective"], "nearest that is legal: activation_checkpointing full"),
-    (["parallel.pipeline=2", "parallel.reduce=micro_batch"], "nearest that is legal: step"),
-    (["parallel.pipeline_stages=2"], "nearest that is legal: pipeline_stages 1"),
+      "memory.activation_checkpointing=selective"], "nearest legal choice: activation_checkpointing full"),
+    (["parallel.pipeline=2", "parallel.reduce=micro_batch"], "nearest legal choice: step"),
+    (["parallel.pipeline_stages=2"], "nearest legal choice: pipeline_stages 1"),
     (["parallel.pipeline=4", "elastic.min_workers=16"], "cannot run 2 micro-batches on a pipeline of 4"),
     (["parallel.pipeline=4", "parallel.pipeline_schedule=interleaved_1f1b", "batch.global_sequences=9",
       "batch.micro_sequences=1", "batch.virtual_ranks=1"], "nearest number that it can: 10"),
-    (["parallel.data=ddp", "parallel.reduce=micro_batch"], "nearest that is legal: step"),
+    (["parallel.data=ddp", "parallel.reduce=micro_batch"], "nearest legal choice: step"),
     (["parallel.tensors=2"], "did you mean 'tensor'"),
     (["parallel.replicate=3", "batch.virtual_ranks=4"], "replicate 3 does not divide batch.virtual_ranks 4; nearest"),
     (["parallel.replicate=4", "elastic.max_workers=2"], "nearest that is: 4"),
-    (["parallel.tensor=2", "precision=fp8"], "nearest that is legal: precision bf16, or tensor 1"),
-    (["parallel.context=2", "model.attention=varlen"], "nearest that is legal: attention flex"),
+    (["parallel.tensor=2", "precision=fp8"], "nearest legal choice: precision bf16, or tensor 1"),
+    (["parallel.context=2", "model.attention=varlen"], "nearest legal choice: attention flex"),
     (["elastic.min_workers=3", "elastic.max_workers=3"], "divides batch.virtual_ranks 4"),
 ])
 def test_an_illegal_configuration_is_refused(overrides: list[str], says: str):
@@ -74,8 +74,8 @@ def test_an_illegal_configuration_is_refused(overrides: list[str], says: str):
 @pytest.mark.parametrize(("parallel", "says"), [
     ({"tensor": 8}, "does not divide key and value heads, 4; nearest that does: 4"),
     ({"tensor": 3}, "does not divide key and value heads, 4; nearest that does: 2"),
-    ({"pipeline": 7}, "more than the 6 pieces of the model (embedding, 4 layers, output); nearest that is legal: 6"),
-    ({"pipeline": 4, "pipeline_schedule": "zbv_zero_bubble"}, "nearest that is legal: 3"),
+    ({"pipeline": 7}, "more than the 6 pieces of the model (embedding, 4 layers, output); nearest legal choice: 6"),
+    ({"pipeline": 4, "pipeline_schedule": "zbv_zero_bubble"}, "nearest legal choice: 3"),
 ])
 def test_a_layout_that_does_not_divide_the_model_is_refused(parallel: dict[str, int], says: str):
     assert says in (legal.shape(ParallelConfig(**parallel), MODEL, 128) or "")
@@ -87,8 +87,8 @@ def test_a_layout_that_does_not_divide_the_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize(("parallel", "tokens", "says"), [
-    ({"context": 3}, 32, "needs sequences of a multiple of 6 tokens, they have 32; nearest that is legal: 2"),
-    ({"context": 4}, 12, "nearest that is legal: 3"),
+    ({"context": 3}, 32, "needs sequences of a multiple of 6 tokens, they have 32; nearest legal choice: 2"),
+    ({"context": 4}, 12, "nearest legal choice: 3"),
     ({"tensor": 4, "context": 2}, 36, "does not divide the 18 tokens of a rank's sequence; nearest that does: 3"),
 ])
 def test_sequences_that_cannot_be_sharded_are_refused(parallel: dict[str, int], tokens: int, says: str):

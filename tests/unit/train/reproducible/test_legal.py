@@ -21,7 +21,7 @@ def test_refused(values: dict[str, Any], nearest: str):
     build(TrainConfig, values)
     with pytest.raises(ConfigError) as refused:
         build(TrainConfig, {**values, "reproducible": True})
-    assert f"nearest that is legal: {nearest}" in str(refused.value)
+    assert f"nearest legal choice: {nearest}" in str(refused.value)
 
 
 def test_reproducible_mode_changes_the_recipe_hash():

@@ -96,8 +96,8 @@ def _exchange(updates: Sequence[torch.Tensor], mesh: DeviceMesh, dimension: int,
     chunk = -(-rows // size)
     mine = [update.to_local() for update in updates if isinstance(update, DTensor)]
     send = mine[0].new_zeros(size, chunk, columns, device=mesh.device_type)
-    for place, part in zip(send, mine):
-        place[:len(part)].copy_(part)
+    for row, part in zip(send, mine):
+        row[:len(part)].copy_(part)
     received = torch.empty_like(send)
     dist.all_to_all_single(received, send, group=group)
     back = torch.zeros_like(send)

@@ -1,1 +1,1 @@
-"""What built-in trackers write with."""
+"""Sinks of the built-in trackers."""

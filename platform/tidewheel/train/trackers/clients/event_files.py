@@ -1,8 +1,8 @@
-"""TensorBoard event files, on a local folder or an object store, continued after restarts without double steps.
+"""TensorBoard event files, in a local folder or an object store, continued after restarts without duplicate steps.
 
-An object cannot be appended to: there, each flush puts the newest event file again until it is `FILE_BYTES` long, as
-logs do (`jsonlog`); TensorBoard reads the files in the order of their names. A run that continues from step s first
-writes TensorBoard's own restart mark, which takes back what was written for later steps.
+Objects cannot be appended to. So each flush uploads the newest event file again until it has `FILE_BYTES`, as logs do
+(`jsonlog`). TensorBoard reads the files in the order of their names. A run that continues from step s first writes
+TensorBoard's restart mark, which drops what was written for later steps.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tidewheel.private_folders import hold, make_temporary
 from tidewheel.storage import Store
 from tidewheel.train.metrics.scalars import scalars
-from tidewheel.train.metrics.sinks import Record
+from tidewheel.train.metrics.sinks import Record, Sink
 
 FOLDER = "tensorboard"
 FILE_BYTES = 1 << 20
-"""On an object store a file that is this long is not put again."""
+"""A file of this size on an object store is complete and not uploaded again."""
 
 
-class EventFiles:
+class EventFiles(Sink):
     """A sink that writes event files.
 
     Args:
         store: the run's store.
         step: the run continues after this step; 0 when it begins.
-        generation: of the trainers, part of the files' names.
-        flush_seconds: between two flushes.
+        generation: generation of workers, part of the files' names.
+        flush_seconds: time between two flushes.
     """
 
     def __init__(self, store: Store, *, step: int = 0, generation: int = 0,
                  flush_seconds: float) -> None:
-        self._store, self._generation, self._flush_seconds = store, generation, flush_seconds
+        self._store = store
+        self._generation = generation
+        self._flush_seconds = flush_seconds
         local = store.local_path(FOLDER)
         self._remote = local is None
         self._temporary = None
@@ -49,8 +51,10 @@ class EventFiles:
         self._folder = local
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None
-        self._newest = self._folder  # the file it writes
-        self._parts, self._flushed, self._last = 0, time.monotonic(), step
+        self._newest = self._folder  # the file that is being written
+        self._parts = 0
+        self._flushed = time.monotonic()
+        self._last = step
         if step or generation:
             self.restart(step)
 
@@ -61,16 +65,16 @@ class EventFiles:
                 self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
             self._last = step
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
-        if values:  # in one event: `summary.scalar` for each takes ten times as long
+        if values:  # one event for all, ten times as fast as `summary.scalar` for each
             self._add(Event(step=step, wall_time=at, summary=Summary(value=values)))
         if record.get("sample"):
-            text = "    " + str(record["sample"]).replace("\n", "\n    ")  # as code: the text is not ours to render
+            text = "    " + str(record["sample"]).replace("\n", "\n    ")  # as code, so that nothing renders it
             self._add(Event(step=step, wall_time=at, summary=summary.text("sample", text)))
         if time.monotonic() - self._flushed >= self._flush_seconds:
             self.flush()
 
     def restart(self, step: int) -> None:
-        """TensorBoard forgets the events after `step`."""
+        """Write TensorBoard's restart mark, which drops the events after `step`."""
         self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def flush(self) -> None:
@@ -105,13 +109,13 @@ class EventFiles:
             self._writer = None
 
     def _upload(self) -> None:
-        """Put the newest file, and before it those that could not be put."""
+        """Upload the files that were not uploaded yet, the newest last."""
         for path in sorted(self._folder.iterdir()):
             content = path.read_bytes()
             try:
                 self._store.write(f"{FOLDER}/{path.name}", content)
             except BaseException:
-                self._end_file()  # it may arrive yet, late: then the file must not have grown meanwhile
+                self._end_file()  # the upload may still arrive late, so the file must not grow any more
                 raise
             if len(content) >= FILE_BYTES:
                 self._end_file()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tidewheel.errors import ConfigError
 from tidewheel.private_folders import user_folder
 from tidewheel.train.metrics.scalars import scalars
-from tidewheel.train.metrics.sinks import Record
+from tidewheel.train.metrics.sinks import Record, Sink
 from tidewheel.train.metrics.tracker import TrackedRun
 
 if TYPE_CHECKING:
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 HOST = "api.wandb.ai"
 
 
-class ServiceRun:
-    """A sink that is one run of the service, continued under the same id after restarts.
+class ServiceRun(Sink):
+    """A sink that writes to one run of the service, continued under the same id after restarts.
 
-    Its history cannot be taken back, so steps that are done again after a failure are left out.
+    The service cannot delete history, so the sink leaves out steps that a run repeats after a failure.
 
     Args:
         config: project and mode.
-        run: whose figures it takes.
+        run: run whose records it takes.
 
     Raises:
         ConfigError: mode is online and there is no key.
     """
 
     def __init__(self, config: WeightsAndBiases, run: TrackedRun) -> None:
-        if config.mode == "online" and not _has_key():  # the client would ask at a terminal that is not there
+        if config.mode == "online" and not _has_key():  # the client would prompt on a terminal, which a worker lacks
             raise ConfigError("no key for Weights & Biases in this worker", where="metrics.trackers",
                               fix="set WANDB_API_KEY in the workers' environment (never in a configuration), or "
                                   "wandb's mode to offline")
@@ -50,10 +50,10 @@ class ServiceRun:
             self._run.log({"step": int(record["step"]), **scalars(record)})
 
     def restart(self, step: int) -> None:
-        """Its history cannot be taken back: steps after a rollback, which read other data, are there twice."""
+        """Do nothing: the service keeps the steps before a rollback and shows repeated steps twice."""
 
     def flush(self) -> None:
-        """The client sends from a process of its own."""
+        """Do nothing: the client sends from its own process."""
 
     def close(self) -> None:
         self._run.finish()
