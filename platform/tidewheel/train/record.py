@@ -225,8 +225,8 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
 def _same_waves(taken_in: Mapping[int, str], now: Mapping[int, str], where: str) -> None:
     other = [number for number, wave_hash in sorted(now.items()) if taken_in.get(number, wave_hash) != wave_hash]
     if other:
-        raise ShardError(f"wave {other[0]} of the shard set is not the one that the run read: the set was written "
-                         "again with other content", where=where,
+        raise ShardError(f"wave {other[0]} of the shard set is not the one that the run read: the set was "
+                         "rewritten with other content", where=where,
                          fix="give the original set, or start a new run with another run.id")
 
 
