@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tidewheel import filters
+    from tidewheel import filters, rewards
     from tidewheel.data.filter import Batch, Document, Filter, Limits, Verdicts
     from tidewheel.data.reader import FileHead, FileMatch, Reader
     from tidewheel.data.similar import SimilarityIndex
     from tidewheel.errors import TidewheelError
     from tidewheel.models import families as models
     from tidewheel.models.family import Cut, FeedForwardShape, Model
+    from tidewheel.rewards.scoring.base import Failure, Reward, Sample, Scores
     from tidewheel.storage import Store
     from tidewheel.stores import Storage
     from tidewheel.train import callbacks, objectives, optimizers, schedules, trackers
@@ -61,6 +62,10 @@ _HOMES = {
     "FileHead": "tidewheel.data.reader",
     "FileMatch": "tidewheel.data.reader",
     "Reader": "tidewheel.data.reader",
+    "Failure": "tidewheel.rewards.scoring.base",
+    "Reward": "tidewheel.rewards.scoring.base",
+    "Sample": "tidewheel.rewards.scoring.base",
+    "Scores": "tidewheel.rewards.scoring.base",
     "Storage": "tidewheel.stores",
     "Store": "tidewheel.storage",
     "Call": "tidewheel.workflow.steps",
@@ -90,15 +95,17 @@ _MODULES = {
     "models": "tidewheel.models.families",
     "objectives": "tidewheel.train.objectives",
     "optimizers": "tidewheel.train.optimizers",
+    "rewards": "tidewheel.rewards",
     "schedules": "tidewheel.train.schedules",
     "trackers": "tidewheel.train.trackers",
 }
 
-__all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "FeedForwardShape", "FileHead",
-           "FileMatch", "Filter", "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs", "Pipeline",
-           "Reader", "Record", "Schedule", "SimilarityIndex", "Step", "Storage", "Store", "Sums", "TidewheelError",
-           "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts", "Worker", "Workflow", "callbacks", "filters",
-           "models", "objectives", "optimizers", "schedules", "trackers"]
+__all__ = ["Batch", "Call", "Callback", "Cut", "Document", "Evaluate", "Export", "Failure", "FeedForwardShape",
+           "FileHead", "FileMatch", "Filter", "Limits", "MicroBatch", "Model", "Objective", "Optimizer", "Outputs",
+           "Pipeline", "Reader", "Record", "Reward", "Sample", "Schedule", "Scores", "SimilarityIndex", "Step",
+           "Storage", "Store", "Sums", "TidewheelError", "Tokenizer", "TrackedRun", "Tracker", "Train", "Verdicts",
+           "Worker", "Workflow", "callbacks", "filters", "models", "objectives", "optimizers", "rewards", "schedules",
+           "trackers"]
 
 
 if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake

@@ -20,7 +20,7 @@ import cyclopts
 from cyclopts import Parameter
 
 import tidewheel
-from tidewheel.commands import checkpoint, cluster, data, k8s, logs, plan, shards, workflow
+from tidewheel.commands import checkpoint, cluster, data, k8s, logs, plan, score, shards, workflow
 from tidewheel.commands.options import Address, AsJson, DryRun, Overrides
 from tidewheel.console import Output, console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
@@ -40,6 +40,7 @@ for sub in (data.app, shards.app, checkpoint.app, plan.app, k8s.app, cluster.clu
     app.command(sub)
 app.command(cluster.submit)
 app.command(logs.logs)
+app.command(score.score)
 
 
 @app.command

@@ -46,6 +46,8 @@ from tidewheel.data.stages import (
     tokenizer,
     write,
 )
+from tidewheel.rewards import KIND as REWARDS
+from tidewheel.rewards.scoring.base import Sample
 from tidewheel.storage import content_hash, store
 from tidewheel.versions import Version
 
@@ -67,6 +69,14 @@ FILTERS: dict[str, dict[str, Any]] = {
     "urls": {"domains": ["bad.example"], "words": ["casino"]}, "gopher_repetition": {}, "gopher_quality": {},
     "c4": {}, "fineweb": {}, "refinedweb": {}, "words": {"words": ["harbour", "winter stone"]}, "pii": {},
 }
+REWARD_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "exact_match": ({}, {"unicode": "NFKC", "ignore_case": True, "ignore_punctuation": True, "ignore_articles": True},
+                    {"after": "####", "collapse_spaces": False, "unicode": "none"}),
+    "gsm8k": ({}, {"last_number": True}, {"marker": "Answer:"}),
+    "regex": ({"pattern": "[0-9]+"}, {"pattern": "(?s)####\\s*(?P<answer>.*)"}),
+    "json_object": ({}, {"required": {"a": "integer"}, "extra_keys": False, "fenced": True, "max_depth": 2}),
+}
+"""Settings under which each reward judges; the last ones are in its key."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,21 @@ def code_case() -> Outcome:
     return _outcome(READERS.find("code").VERSION, config, [records, by_name])
 
 
+def reward_case(name: str) -> Outcome:
+    """Judge answers of all kinds with one reward."""
+    answers = ("#### 42", "#### 1,042.50 dollars\n", "####-7", "the Caf\u00e9!", "cafe\u0301", "\uff34he 42.",
+               "Answer: 42", '{"a": 1}',
+               '```json\n{"a": 1}\n```', '{"a": [[1]]}', '{"a": 1.0, "b": NaN}', "", "x" * 5001, "\ud800")
+    references = ("42", "so\n#### 1042.5", "-7", "Caf\u00e9", None, " ")
+    batch = [Sample("", answer, reference) for answer in answers for reference in references]
+    rewards = [REWARDS.build(name, {"max_characters": 5000, **chosen}) for chosen in REWARD_SETTINGS[name]]
+    judged = [reward.judge(batch) for reward in rewards]
+    version = rewards[-1].VERSION
+    assert version is not None
+    return _outcome(version, rewards[-1], [[list(map(str, scores.values)), {
+        index: failure.reason for index, failure in scores.failures.items()}] for scores in judged])
+
+
 def _file(kind: str, docs: list[dict[str, Any]]) -> bytes:
     table = pa.Table.from_pylist(docs)
     sink = io.BytesIO()
@@ -215,6 +240,7 @@ CASES: dict[str, Callable[[], Outcome]] = {
     **{f"filter {name}": lambda name=name: filter_case(name) for name in FILTERS},  # type: ignore[misc]
     **{f"read {kind}": lambda kind=kind: reader_case(kind)  # type: ignore[misc]
        for kind in ("jsonl", "json", "csv", "tsv", "text", "parquet", "arrow")},
+    **{f"reward {name}": lambda name=name: reward_case(name) for name in REWARD_SETTINGS},  # type: ignore[misc]
     "read code": code_case, "normal url": url_case,
 }
 

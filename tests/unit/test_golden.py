@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 import tidewheel.data
+import tidewheel.rewards
 from tests.golden import cases
 from tests.golden.cases import Outcome
 from tests.golden.compare import problem
 from tidewheel.data.filter import FILTERS
 from tidewheel.data.reader import READERS
+from tidewheel.rewards import KIND as REWARDS
 from tidewheel.versions import Version
 
-UNHELD = {"filter_language", "filter_classifier", "read_warc", "own_filters", "own_readers"}
+UNHELD = {"filter_language", "filter_classifier", "read_warc", "own_filters", "own_readers", "own_rewards"}
 """Parts whose output follows from packages, whose versions are in the keys beside these, or from the code of users."""
 
 
@@ -33,17 +35,18 @@ def test_every_stage_gives_what_its_version_promises(recorded: dict[str, Any]):
 
 
 @pytest.mark.parametrize("name", list(cases.CASES))
-def test_every_filter_and_reader_gives_what_its_version_promises(name: str, recorded: dict[str, Any]):
+def test_every_filter_reader_and_reward_gives_what_its_version_promises(name: str, recorded: dict[str, Any]):
     assert problem(name, cases.CASES[name](), recorded) == ""
 
 
 def test_no_part_is_without_a_promise(recorded: dict[str, Any]):
     held = {part for case in recorded.values() for part in case["versions"]}
-    parts = {kind.find(name).VERSION.part for kind in (FILTERS, READERS) for name in kind.built_in()}
-    for module in pkgutil.walk_packages(tidewheel.data.__path__, "tidewheel.data."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, Version):
-                parts.add(value.part)
+    parts = {kind.find(name).VERSION.part for kind in (FILTERS, READERS, REWARDS) for name in kind.built_in()}
+    for package in (tidewheel.data, tidewheel.rewards):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, Version):
+                    parts.add(value.part)
     assert parts - held == UNHELD
 
 

@@ -29,6 +29,7 @@ LEVELS = [
     ("commit_log", "stopping"), ("ownership",),
     ("shards",),
     ("data", "models"),
+    ("rewards",),
     ("train",),
     ("checkpoint", "cluster"),
     ("report", "inference"),

@@ -22,6 +22,7 @@ from tidewheel.data.readers import sniff
 from tidewheel.data.stages import ingest, recipe_versions
 from tidewheel.data.stages.resolve import resolve
 from tidewheel.errors import ConfigError
+from tidewheel.rewards import KIND as REWARDS
 
 PACKAGE = '''
 import tidewheel as tw
@@ -135,7 +136,7 @@ def test_mistakes_about_an_installed_package_are_told(installed: str):
             recipe(given)
 
 
-@pytest.mark.parametrize("kind", [FILTERS, READERS], ids=lambda kind: kind.noun)
+@pytest.mark.parametrize("kind", [FILTERS, READERS, REWARDS], ids=lambda kind: kind.noun)
 def test_built_in_names_are_their_modules(kind: parts.Kind):
     assert kind.built_in()
     for name in kind.built_in():

@@ -15,6 +15,8 @@ import tidewheel
 from tests.docs_pages import DOCS, ROOT, blocks
 
 CODE = """\
+from collections.abc import Sequence
+
 import tidewheel as tw
 
 kept = tw.filters.gopher_quality(min_words=50, max_hash_ratio=0.2)
@@ -32,6 +34,10 @@ second = tw.Train({"steps": 3, "data": {"seed": 1}}, "clean", optimizer=lion, sc
                   objective=tw.objectives.NextToken(z_loss=1e-4), init_from=first, precision="bf16")
 third = tw.Train("a.yaml", callbacks=[tw.callbacks.LogProgress(every_seconds=5), "log_progress", {"kind": "my:Own"}])
 sink = tw.trackers.WeightsAndBiases(project="p", mode="offline")
+final = tw.rewards.Gsm8k(marker="Answer:", last_number=True).judge([tw.Sample("6 x 7?", "Answer: 42", "42")])
+judges: list[tw.Reward] = [tw.rewards.ExactMatch(unicode="NFKC", max_characters=1000), tw.rewards.Regex(pattern="a"),
+                           tw.rewards.JsonObject(required={"a": "integer"}, extra_keys=False)]
+share: float | None = final.mean
 
 
 class Own(tw.Callback):
@@ -47,6 +53,19 @@ class Printed(tw.Tracker):
         print(record["step"])
 
 
+class Brief(tw.Reward):
+    max_words: int = 50
+
+    def score(self, batch: Sequence[tw.Sample]) -> list[float]:
+        return [float(len(sample.answer.split()) <= self.max_words) for sample in batch]
+
+
+class Careful(tw.Reward):
+    def score(self, batch: Sequence[tw.Sample]) -> tw.Scores:
+        return tw.Scores([0.0] * len(batch), {0: tw.Failure("no_unit", batch[0].answer)})
+
+
+Brief(max_words=3).key()
 tw.Train("a.yaml", callbacks=[Own(below=2.0)])
 tw.Train("a.yaml", callbacks=[3])  # wrong
 tw.callbacks.LogProgress(every_second=5)  # wrong
@@ -62,6 +81,11 @@ tw.filters.gopher_quality(min_words="many")  # wrong
 tw.filters.classifier()  # wrong
 tw.filters.gopher_qualty()  # wrong
 tw.Pipeline("web").filter(3)  # wrong
+tw.rewards.Gsm8k(last_numbr=True)  # wrong
+tw.rewards.Regex()  # wrong
+tw.rewards.JsonObject(required={"a": "int"})  # wrong
+tw.rewards.gsm8k()  # wrong
+Brief().judge(["an answer"])  # wrong
 """
 WRONG = {number for number, line in enumerate(CODE.splitlines(), 1) if line.endswith("# wrong")}
 

@@ -14,7 +14,7 @@ import torch
 import tidewheel
 import tidewheel as tw
 from tests.unit.train.optim.test_optimizers import Weights
-from tidewheel import parts
+from tidewheel import parts, rewards
 from tidewheel.config import build
 from tidewheel.errors import ConfigError
 from tidewheel.parts import Kind, Part
@@ -26,8 +26,8 @@ from tidewheel.train.starts import settings_of
 from tidewheel.workflow.kinds import TrainKind
 
 PACKAGE = Path(tidewheel.__file__).parent
-KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND, trackers.KIND, callbacks.KIND]
-EVERYDAY = {"constant", "linear"}
+KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND, trackers.KIND, callbacks.KIND, rewards.KIND]
+EVERYDAY = {"constant", "linear", "regex"}
 """Names of schedules that are also common words."""
 
 OWN = '''
