@@ -41,7 +41,7 @@ class SourceBytes:
     """A file to read.
 
     Args:
-        place: store that holds the file.
+        store: store that holds the file.
         key: key of the file.
         name: name of the file in quarantine, and its default source.
         config: settings of `read`.
@@ -50,7 +50,7 @@ class SourceBytes:
         members: (key, name) of the files of a bundle, for a reader with `TREE`.
     """
 
-    place: Store
+    store: Store
     key: str
     name: str
     config: ReadConfig
@@ -163,9 +163,9 @@ class Reader(Part):
             InputError: `records` raised an unexpected error.
         """
         from tidewheel.data.readers.packed import UnreadableFile, unpacked
-        from tidewheel.data.readers.record import Place, record
+        from tidewheel.data.readers.record import Location, record
 
-        with unpacked(source.place, source.key) as stream:
+        with unpacked(source.store, source.key) as stream:
             records = iter(self.records(stream))
             number = 0
             while True:
@@ -175,7 +175,7 @@ class Reader(Part):
                         return
                     if not isinstance(values, Mapping):
                         raise TypeError(f"records yielded {type(values).__name__}, which is not a mapping of fields")
-                    row = record(dict(values), source.config, Place(source.name, 0, number), b"")
+                    row = record(dict(values), source.config, Location(source.name, 0, number), b"")
                 except (TidewheelError, OSError, EOFError, MemoryError):
                     raise
                 except ValueError as error:

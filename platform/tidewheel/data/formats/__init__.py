@@ -1,1 +1,1 @@
-"""The built-in readers, a module each: what a recipe names under `read.format`."""
+"""The built-in readers, one per module. `read.format` in a recipe names one of them."""

@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams: a row is a record."""
+"""The reader of Arrow IPC files and streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.versions import Version
 
 
 class Arrow(Reader):
-    """A row a record."""
+    """Reader of Arrow files: each row is a record."""
 
     VERSION: ClassVar[Version | None] = Version("read_arrow", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".arrow", ".arrows", ".feather", ".ipc")
@@ -24,4 +24,4 @@ class Arrow(Reader):
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return columns.records(source.place, source.key, "arrow", source.config, source.name, source.span)
+        return columns.records(source.store, source.key, "arrow", source.config, source.name, source.span)

@@ -1,4 +1,4 @@
-"""Source trees: a file of code is a document, with path and language."""
+"""The reader of source trees."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from tidewheel.versions import Version
 
 
 class SourceCode(Reader):
-    """A file a record; what is vendored, generated or no code is left out and counted. Its settings are `read.code`."""
+    """Reader of source code: each file is a record with path and language. Its settings are `read.code`.
+
+    Vendored and generated files, and files that are not code, are skipped and counted.
+    """
 
     VERSION: ClassVar[Version | None] = Version("read_code", uses=(RECORDS,))
     TREE: ClassVar[bool] = True
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad | code.Skipped]:
-        """Yield the records of a file."""
-        return code.records(source.place, source.members, source.config)
+        """Yield the records of a bundle of files, and the files that are skipped."""
+        return code.records(source.store, source.members, source.config)

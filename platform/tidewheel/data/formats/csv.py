@@ -1,4 +1,4 @@
-"""CSV: the first row names the fields."""
+"""The reader of CSV files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.versions import Version
 
 
 class Csv(Reader):
-    """A row a record; the first one names the fields."""
+    """Reader of CSV: the first row names the fields, every other row is a record."""
 
     VERSION: ClassVar[Version | None] = Version("read_csv", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".csv",)
@@ -22,9 +22,9 @@ class Csv(Reader):
 
     @classmethod
     def recognise(cls, head: FileHead) -> FileMatch | None:
-        """Return a match if the file is a table of CSV."""
+        """Return a match if the file is a CSV table."""
         return table_head.match(head, "csv")
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return tables.records(source.place, source.key, source.config, source.name, source.shape.delimiter)
+        return tables.records(source.store, source.key, source.config, source.name, source.shape.delimiter)

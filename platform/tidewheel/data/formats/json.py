@@ -1,4 +1,4 @@
-"""JSON that is no JSONL: an array of records, or records over several lines."""
+"""The reader of JSON files that are not JSONL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.versions import Version
 
 
 class Json(Reader):
-    """An array of objects, or objects over several lines."""
+    """Reader of JSON: the records are the objects of an array, or objects over several lines."""
 
     VERSION: ClassVar[Version | None] = Version("read_json", uses=(RECORDS,))
     ORDER: ClassVar[int] = 20
@@ -21,10 +21,10 @@ class Json(Reader):
 
     @classmethod
     def recognise(cls, head: FileHead) -> FileMatch | None:
-        """Return a match if the file begins with an array, or with an object that goes over lines."""
+        """Return a match if the file begins with an array, or with an object over several lines."""
         is_json = json_head.is_object_over_lines(head.text) or json_head.is_array(head.text, is_whole=head.is_whole)
         return FileMatch() if is_json else None
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return json_values.records(source.place, source.key, source.config, source.name)
+        return json_values.records(source.store, source.key, source.config, source.name)

@@ -1,4 +1,4 @@
-"""Lines of JSON, an object each."""
+"""The reader of JSONL files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidewheel.versions import Version
 
 
 class JsonLines(Reader):
-    """An object a line. Plain files are read in ranges of bytes."""
+    """Reader of JSONL: each line is an object and a record. Uncompressed files are read in ranges of bytes."""
 
     VERSION: ClassVar[Version | None] = Version("read_jsonl", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
@@ -25,20 +25,20 @@ class JsonLines(Reader):
 
     @classmethod
     def recognise(cls, head: FileHead) -> FileMatch | None:
-        """Return a match if the first line begins with JSON, and no value goes over lines."""
+        """Return a match if the first line begins with JSON and no value spans several lines."""
         is_json = json_head.is_object_over_lines(head.text) or json_head.is_array(head.text, is_whole=head.is_whole)
         return FileMatch() if head.text.startswith((b"{", b"[")) and not is_json else None
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return lines.records(source.place, source.key, source.config, source.name, source.span)
+        return lines.records(source.store, source.key, source.config, source.name, source.span)
 
     def ranges(self, source: SourceBytes, size: int) -> list[tuple[int, int]]:
-        """Return ranges of about `unit_bytes`, of a file that can be read from its middle."""
+        """Return ranges of about `unit_bytes` if reading may begin in the middle of the file, else []."""
         step = source.config.unit_bytes
         return list(itertools.pairwise([*range(0, size, step), size])) if source.shape.is_seekable else []
 
     def is_empty(self, source: SourceBytes) -> bool:
-        """Return whether there are blank lines only."""
-        with opened(source.place, source.key) as stream:
+        """Return whether the file contains only blank lines."""
+        with opened(source.store, source.key) as stream:
             return lines.is_blank(stream)

@@ -1,4 +1,4 @@
-"""Parquet files: a row is a record."""
+"""The reader of Parquet files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.versions import Version
 
 
 class Parquet(Reader):
-    """A row a record. Large files are read in ranges of row groups."""
+    """Reader of Parquet: each row is a record. Large files are read in ranges of row groups."""
 
     VERSION: ClassVar[Version | None] = Version("read_parquet", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
@@ -24,9 +24,9 @@ class Parquet(Reader):
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return columns.records(source.place, source.key, "parquet", source.config, source.name, source.span)
+        return columns.records(source.store, source.key, "parquet", source.config, source.name, source.span)
 
     def ranges(self, source: SourceBytes, size: int) -> list[tuple[int, int]]:
         """Return ranges of row groups of about `unit_bytes` each."""
-        found = columns.row_groups(source.place, source.key, source.config.unit_bytes)
-        return found if len(found) > 1 else []
+        ranges = columns.row_groups(source.store, source.key, source.config.unit_bytes)
+        return ranges if len(ranges) > 1 else []

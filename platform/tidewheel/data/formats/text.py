@@ -1,4 +1,4 @@
-"""Text files: each is a document."""
+"""The reader of text files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.versions import Version
 
 
 class Text(Reader):
-    """A file a document: its path is the id, its folder the source."""
+    """Reader of text files: each file is a document. Its path is the id, its folder the source."""
 
     VERSION: ClassVar[Version | None] = Version("read_text", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".txt", ".text", ".md", ".markdown", ".rst")
@@ -22,9 +22,9 @@ class Text(Reader):
 
     @classmethod
     def trusts_name(cls, head: FileHead) -> bool:
-        """Return True: text stays text, whatever it begins with."""
+        """Return True: any content is valid text."""
         return True
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return trees.records(source.place, source.key, source.config, source.name)
+        return trees.records(source.store, source.key, source.config, source.name)

@@ -1,4 +1,4 @@
-"""TSV: the first row names the fields."""
+"""The reader of TSV files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.versions import Version
 
 
 class Tsv(Reader):
-    """A row a record; the first one names the fields."""
+    """Reader of TSV: the first row names the fields, every other row is a record."""
 
     VERSION: ClassVar[Version | None] = Version("read_tsv", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".tsv", ".tab")
@@ -22,9 +22,9 @@ class Tsv(Reader):
 
     @classmethod
     def recognise(cls, head: FileHead) -> FileMatch | None:
-        """Return a match if the file is a table of TSV."""
+        """Return a match if the file is a TSV table."""
         return table_head.match(head, "tsv")
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return tables.records(source.place, source.key, source.config, source.name, source.shape.delimiter)
+        return tables.records(source.store, source.key, source.config, source.name, source.shape.delimiter)

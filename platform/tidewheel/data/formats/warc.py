@@ -1,4 +1,4 @@
-"""Web archives: WARC and WET. A page is a document."""
+"""The reader of web archives, WARC and WET."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidewheel.versions import Version
 
 
 class Warc(Reader):
-    """A page a record, with its id, url, host and date, and the main text."""
+    """Reader of web archives: each page is a record with its id, url, host, date and main text."""
 
     VERSION: ClassVar[Version | None] = Version("read_warc", uses=(RECORDS,))
     ENDINGS: ClassVar[tuple[str, ...]] = (".warc", ".wet")
@@ -23,22 +23,26 @@ class Warc(Reader):
 
     @classmethod
     def trusts_name(cls, head: FileHead) -> bool:
-        """Return whether the file may be an archive, though perhaps a damaged one: it does not begin with JSON."""
+        """Return whether the file may be an archive, perhaps a damaged one: it does not begin with a JSON object."""
         return not head.data.startswith(b"{")
 
     @classmethod
     def recognise(cls, head: FileHead) -> FileMatch | None:
-        """Return a match if the file begins with a record of an archive."""
+        """Return a match if the file begins with an archive record."""
         return FileMatch() if head.data.startswith(b"WARC/") else None
 
     def read(self, source: SourceBytes) -> Iterator[Record | Bad]:
         """Yield the records of a file."""
-        return web.records(source.place, source.key, source.config, source.name)
+        return web.records(source.store, source.key, source.config, source.name)
 
     def packages(self) -> list[str]:
-        """Return the versions of what finds the main text."""
+        """Return the versions of the packages that extract the main text."""
         return [f"{name} {importlib.metadata.version(name)}" for name in web.PACKAGES]
 
     def check_installed(self) -> None:
-        """Raise InputError when they are not there."""
+        """Check that the packages for web archives are installed.
+
+        Raises:
+            InputError: a package is missing.
+        """
         web.check_installed()

@@ -1,9 +1,8 @@
-"""From the bytes of a source file to documents, and to bad records with their place and reason.
+"""Read source files: their bytes become records, and bad records with their location and reason.
 
-`sniff` tells which format it is, and its reader (`reader`, `formats`) reads it with the module here that has its code:
-`lines` (JSONL), `json_values`, `tables` (CSV, TSV), `columns` (Parquet, Arrow), `trees` (text files), `code`, `web`
-(WARC and WET). What they give is a function of the file's bytes, its name and the settings, and so are the ranges it
-can be cut into.
+`sniff` finds the reader of a file (`reader`, `formats`). The modules here hold the readers' code: `lines` (JSONL),
+`json_values`, `tables` (CSV, TSV), `columns` (Parquet, Arrow), `trees` (text files), `code`, `web` (WARC and WET). The
+records, and the ranges that a file is cut into, are a function of the file's bytes, its name and the settings.
 """
 
 from __future__ import annotations
@@ -23,57 +22,83 @@ __all__ = ["Record", "Shape", "UnreadableFile", "check_installed", "fallback", "
            "read_records", "shape_of"]
 
 
-def read_records(place: Store, key: str, config: ReadConfig, *, name: str | None = None,
+def read_records(store: Store, key: str, config: ReadConfig, *, name: str | None = None,
                  span: tuple[int, int] | None = None, shape: Shape | None = None) -> Iterator[Record | Bad]:
-    """The records of the file `key`, in order.
+    """Return the records of the file `key`, in order.
 
     Args:
-        place: where the file is.
-        key: its key.
-        config: which field is what.
-        name: what the file is called in quarantine and as default source; `key` if not given.
-        span: one of its `ranges`; the whole file if not given.
-        shape: what `shape_of` gave for the file, if somebody has looked already.
+        store: the store of the file.
+        key: its key there.
+        config: the settings of `read`.
+        name: what quarantine calls the file; also the default source of its documents. By default `key`.
+        span: one of its `ranges`; by default the whole file.
+        shape: what `shape_of` returned for the file; by default it is called.
 
     Raises:
-        UnreadableFile: it cannot be trusted or read as a whole. Records read before do not count.
-        InputError, StorageError: it is not there, or its storage fails: nothing the file's content is to blame for.
+        UnreadableFile: the file cannot be read as a whole. Discard the records read before.
+        InputError, StorageError: the file is missing, or its storage fails; its content is not the cause.
     """
-    shape = shape or shape_of(place, key, config)
+    shape = shape or shape_of(store, key, config)
     if shape.problem:
         raise UnreadableFile(f"{shape.problem}: {shape.hint}")
-    source = SourceBytes(place, key, name or key, config, shape, span)
-    found: Iterator[Record | Bad] = reader_of(shape.format, config).read(source)  # type: ignore[assignment]
-    return found
+    source = SourceBytes(store, key, name or key, config, shape, span)
+    records: Iterator[Record | Bad] = reader_of(shape.format, config).read(source)  # type: ignore[assignment]
+    return records
 
 
-def read_bundle(place: Store, members: Sequence[tuple[str, str]], config: ReadConfig, shape: Shape
+def read_bundle(store: Store, members: Sequence[tuple[str, str]], config: ReadConfig, shape: Shape
                 ) -> Iterator[Record | Bad | Skipped]:
-    """The records of the files (key, name) of a bundle, of a reader with `TREE`."""
-    source = SourceBytes(place, "", "", config, shape, members=tuple((key, name) for key, name in members))
+    """Return the records of a bundle of files.
+
+    Args:
+        store: the store of the files.
+        members: (key, name) of each file.
+        config: the settings of `read`.
+        shape: what `shape_of` returned for all of the files; its reader has `TREE`.
+    """
+    source = SourceBytes(store, "", "", config, shape, members=tuple((key, name) for key, name in members))
     return reader_of(shape.format, config).read(source)
 
 
-def ranges(place: Store, key: str, size: int, config: ReadConfig, shape: Shape | None = None
+def ranges(store: Store, key: str, size: int, config: ReadConfig, shape: Shape | None = None
            ) -> list[tuple[int, int]]:
-    """Ranges [first, last) that a file of `size` bytes is cut into, as its reader counts them.
+    """Return the ranges [first, last) that a file is cut into, as its reader counts them.
 
-    [] when it stays whole, because it is not larger than `unit_bytes` or can only be read from its beginning.
+    The list is empty if the file stays whole: it is not larger than `unit_bytes`, or it can only be read from its
+    beginning.
+
+    Args:
+        store: the store of the file.
+        key: its key there.
+        size: its length in bytes.
+        config: the settings of `read`.
+        shape: what `shape_of` returned for the file; by default it is called.
     """
     if size <= config.unit_bytes:
         return []
-    shape = shape or shape_of(place, key, config)
+    shape = shape or shape_of(store, key, config)
     if shape.problem:
         return []
-    return reader_of(shape.format, config).ranges(SourceBytes(place, key, key, config, shape), size)
+    return reader_of(shape.format, config).ranges(SourceBytes(store, key, key, config, shape), size)
 
 
 def check_installed(shapes: Iterable[Shape], config: ReadConfig) -> None:
-    """InputError when a package is missing that a file of one of these shapes needs."""
+    """Check that the packages needed to read files of these shapes are installed.
+
+    Raises:
+        InputError: a package is missing.
+    """
     for name in sorted({shape.format for shape in shapes}):
         reader_of(name, config).check_installed()
 
 
-def is_empty(place: Store, key: str, config: ReadConfig, shape: Shape) -> bool:
-    """True when a file whose first range holds no record holds none at all."""
-    return reader_of(shape.format, config).is_empty(SourceBytes(place, key, key, config, shape))
+def is_empty(store: Store, key: str, config: ReadConfig, shape: Shape) -> bool:
+    """Return whether a file whose first range has no record has none at all.
+
+    Args:
+        store: the store of the file.
+        key: its key there.
+        config: the settings of `read`.
+        shape: what `shape_of` returned for the file.
+    """
+    return reader_of(shape.format, config).is_empty(SourceBytes(store, key, key, config, shape))

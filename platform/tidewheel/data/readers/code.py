@@ -1,7 +1,7 @@
-"""Files of source code: each is a document with its path, its language and its text; others are left out with a reason.
+"""Read source code: each file is a document with its path, language and text. Skip other files with a reason.
 
-What is left out is no fault of the input: it is counted by reason and not put in quarantine. A file that is text in
-another encoding than UTF-8 or UTF-16 is a bad record as elsewhere.
+Skipped files are not faults of the input: they are counted by reason and do not go to quarantine. A text file in an
+encoding other than UTF-8 or UTF-16 is a bad record, as in other readers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tidewheel.data.languages import language_of
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.read_config import CodeConfig, ReadConfig
 from tidewheel.data.readers.packed import encoding_of
-from tidewheel.data.readers.record import Place, Record, record
+from tidewheel.data.readers.record import Location, Record, record
 from tidewheel.storage import Store
 
-#: Why a file is no document, and what that means.
+#: Reasons for which a file is skipped, each with an explanation.
 REASONS = {
     "symbolic_link": "a symbolic link, which is never followed",
     "no_file": "a device, a pipe or a socket",
     "hidden": "its name, or that of a folder above it, begins with a dot",
     "vendored": "other people's code, by the name of a folder above it",
-    "generated": "written by a program, by its name or its first lines",
-    "unknown_language": "its name tells no language",
+    "generated": "written by a program, according to its name or its first lines",
+    "unknown_language": "its name does not identify a language",
     "other_language": "not one of the languages in read.code.languages",
     "too_large": "larger than read.code.max_bytes",
-    "binary": "it holds null bytes",
-    "empty": "it holds nothing but white space",
+    "binary": "it contains null bytes",
+    "empty": "it contains only white space",
 }
 _VENDORED = frozenset({
     "node_modules", "bower_components", "jspm_packages", "vendor", "vendors", "vendored", "third_party", "third-party",
@@ -43,22 +43,29 @@ _GENERATED_NAMES = re.compile(
 _GENERATED_WORDS = re.compile(
     rb"@generated\b|\bauto-?generated\b|\bgenerated (?:by|from|with|using)\b|\bdo not (?:edit|modify)\b", re.IGNORECASE)
 _HEAD_LINES, _HEAD_BYTES = 5, 1000
-_PACKED_LINE = 500  # bytes in a line, on average, of a script that no one has written so
+_PACKED_LINE = 500  # average bytes per line above which a script is minified
 _PACKED_LANGUAGES = ("JavaScript", "CSS")
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that is left out; `reason` is one of `REASONS`."""
+    """A skipped file; `reason` is one of `REASONS`."""
 
     path: str
     reason: str
 
 
 def reason_by_name(path: str, size: int, config: CodeConfig) -> str:
-    """Return why a file is left out, as far as its path and length tell; "" if it may be read."""
-    parts, language = path.split("/"), language_of(path)
-    found = {
+    """Return the reason to skip a file that follows from its path and length; "" if the file may be read.
+
+    Args:
+        path: its path below the input.
+        size: its length in bytes.
+        config: the settings of `read.code`.
+    """
+    parts = path.split("/")
+    language = language_of(path)
+    conditions = {
         "hidden": any(part.startswith(".") for part in parts),
         "vendored": any(folder.lower() in _VENDORED for folder in parts[:-1]),
         "generated": _GENERATED_NAMES.search(path.lower()) is not None,
@@ -66,30 +73,34 @@ def reason_by_name(path: str, size: int, config: CodeConfig) -> str:
         "other_language": bool(language and config.languages) and language not in config.languages,
         "too_large": size > config.max_bytes,
     }
-    return next((reason for reason, holds in found.items() if holds and reason not in config.keep), "")
+    return next((reason for reason, holds in conditions.items() if holds and reason not in config.keep), "")
 
 
-def records(place: Store, files: Sequence[tuple[str, str]], config: ReadConfig) -> Iterator[Record | Bad | Skipped]:
-    """The files, in order: each a record with the fields `id` and `path`, `source` (the first folder of its path),
-    `language` and the text.
+def records(store: Store, files: Sequence[tuple[str, str]], config: ReadConfig) -> Iterator[Record | Bad | Skipped]:
+    """Yield the records of source files, in order, and `Skipped` for files that are left out.
+
+    A record has the fields `id` and `path` (both the path), `source` (the first folder of the path), `language` and the
+    text.
 
     Args:
-        files: (key, what the file is called in quarantine and lineage) of each.
+        store: the store of the files.
+        files: (key, name in quarantine and lineage) of each file.
+        config: the settings of `read`.
     """
     for key, name in files:
-        data = _read(place, key, config.code.max_bytes + 1)
+        data = _read(store, key, config.code.max_bytes + 1)
         if isinstance(data, Skipped):
             yield data
         elif reason := _reason_by_content(key, data, config.code):
             yield Skipped(key, reason)
         else:
-            yield _record(key, data, config, Place(name, 1, 0))
+            yield _record(key, data, config, Location(name, 1, 0))
 
 
-def _read(place: Store, key: str, most: int) -> bytes | Skipped:
-    path = place.local_path(key)
+def _read(store: Store, key: str, most: int) -> bytes | Skipped:
+    path = store.local_path(key)
     if path is None:
-        return place.read(key, 0, most)
+        return store.read(key, 0, most)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -97,7 +108,7 @@ def _read(place: Store, key: str, most: int) -> bytes | Skipped:
     except OSError as error:
         if error.errno == errno.ELOOP:
             return Skipped(key, "symbolic_link")
-        return place.read(key, 0, most)  # whose error says what to do
+        return store.read(key, 0, most)  # raises an error with a fix
     with os.fdopen(descriptor, "rb") as stream:
         return stream.read(most)
 
@@ -123,16 +134,16 @@ def _is_packed(key: str, data: bytes) -> bool:
     return language_of(key) in _PACKED_LANGUAGES and len(data) > _PACKED_LINE * (1 + data.count(b"\n"))
 
 
-def _record(key: str, data: bytes, config: ReadConfig, place: Place) -> Record | Bad:
+def _record(key: str, data: bytes, config: ReadConfig, location: Location) -> Record | Bad:
     encoding = encoding_of(data)
     try:
         text = data.decode(encoding or "utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        return place.bad("wrong_encoding", data, f"byte {error.start}: {error.reason}")
+        return location.bad("wrong_encoding", data, f"byte {error.start}: {error.reason}")
     first, separator, _ = key.partition("/")
     values: dict[str, Any] = {config.text_name: text, "path": key}
     values |= {config.id: key} if config.id else {}
     values |= {config.source: first if separator else "."} if config.source else {}
     if language := language_of(key):
         values[config.language or "language"] = language
-    return record(values, config, place, data)
+    return record(values, config, location, data)

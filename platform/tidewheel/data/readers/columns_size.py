@@ -1,4 +1,4 @@
-"""How many bytes the rows of an Arrow array decode to, found without decoding them.
+"""Compute how many bytes the rows of an Arrow array decode to, without decoding them.
 
 A dictionary, a view or a list of empty values takes a few bytes for any number of large values.
 """
@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 Sizes = np.ndarray | float
-"""Bytes of each row, or of any row. Floats do not overflow where lists of lists repeat large values."""
-_VALUE_BYTES = 8.0  # of a number, a date, a missing value in a list
+"""Bytes of each row (float64 [rows]), or one number for all rows. Floats do not overflow if nested lists repeat large
+values."""
+_VALUE_BYTES = 8.0  # size of a number, a date or a missing value in a list
 
 
 def size_of(sizes: Sizes, row: int) -> int:
@@ -20,13 +21,13 @@ def size_of(sizes: Sizes, row: int) -> int:
 
 
 def row_bytes(values: pa.Array) -> Sizes:
-    """Return the bytes each row decodes to: strings count by their bytes, other values as `_VALUE_BYTES`.
+    """Return the number of bytes to which each row decodes: the length of strings, `_VALUE_BYTES` for other values.
 
     Args:
-        values: an array that has been validated in full.
+        values: a fully validated array.
 
     Raises:
-        ArrowNotImplementedError: no such type can be measured (unions, runs).
+        ArrowNotImplementedError: the type cannot be measured (unions, run-end encoding).
     """
     types = pa.types
     kind = values.type
@@ -50,13 +51,13 @@ def row_bytes(values: pa.Array) -> Sizes:
 
 
 def largest_entry(values: pa.Array) -> int:
-    """Return the bytes of the largest entry of any dictionary in this array; 0 without one that has entries."""
+    """Return the size in bytes of the largest dictionary entry in this array; 0 if it has no dictionary entries."""
     types = pa.types
     kind = values.type
     if types.is_dictionary(kind):
         return int(np.max(row_bytes(values.dictionary), initial=0)) if len(values.dictionary) else 0
     if types.is_struct(kind):
-        return max((largest_entry(values.field(number)) for number in range(kind.num_fields)), default=0)
+        return max((largest_entry(values.field(index)) for index in range(kind.num_fields)), default=0)
     if types.is_map(kind):
         return max(largest_entry(values.keys), largest_entry(values.items))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -86,7 +87,7 @@ def _ends(lists: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_ranges(sizes: Sizes, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the bytes of each list: those of its values, and `_VALUE_BYTES` for each."""
+    """Return the bytes of each list: the sum over its values, plus `_VALUE_BYTES` for each value."""
     total = (last - first) * _VALUE_BYTES
     if not isinstance(sizes, np.ndarray):
         return total + (last - first) * sizes
@@ -98,5 +99,5 @@ def _taken(sizes: Sizes, indices: pa.Array) -> Sizes:
     if not isinstance(sizes, np.ndarray):
         return sizes
     missing = len(sizes)
-    places = pc.fill_null(indices.cast(pa.int64()), missing).to_numpy(zero_copy_only=False)
-    return np.append(sizes, 0.0)[places]
+    rows = pc.fill_null(indices.cast(pa.int64()), missing).to_numpy(zero_copy_only=False)
+    return np.append(sizes, 0.0)[rows]

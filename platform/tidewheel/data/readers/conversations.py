@@ -1,8 +1,8 @@
-"""Records of chat and preference data as documents: what they must look like, and the text that stages compare.
+"""Convert records of chat and preference data into documents.
 
-A conversation is a list of messages (`messages` says of which form). Its document's text is what was said, contents and
-tool calls with blank lines between them: deduplication and decontamination work on that as on any text. The messages
-themselves, and the tools that the assistant may call, stay in the document's `meta`, and are what is tokenized.
+A conversation is a list of messages (for their form see `messages`). The text of its document consists of the contents
+and tool calls, separated by blank lines; deduplication and decontamination use it like any other text. The messages
+themselves, and the tools that the assistant may call, stay in the document's `meta`, from which they are tokenized.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tidewheel.data.read_config import ReadConfig
 
 MESSAGES, TOOLS = "messages", "tools"
-"""Where `meta` holds a conversation, and the tools of a conversation or pair."""
+"""Fields of `meta` for the messages of a conversation, and for the tools of a conversation or pair."""
 _PAIR = ("prompt", "chosen", "rejected")
 _ALPACA = ("Below is an instruction that describes a task{more}. Write a response that appropriately completes the "
            "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:")
@@ -24,19 +24,19 @@ _ALPACA_MORE = ", paired with an input that provides further context"
 
 
 def as_document(values: dict[str, Any], config: ReadConfig) -> None:
-    """Turn a record into a document in place: its text is set, its messages go by canonical names.
+    """Convert a record into a document in place: set its text, and move its messages to canonical names.
 
-    Chat: whichever layout the record has becomes "messages". Preferences: `config.prompt`, `config.chosen` and
-    `config.rejected` become lists of messages; without a prompt it is what chosen and rejected begin with.
+    Chat data: convert any layout of the record to "messages". Preferences: convert `config.prompt`, `config.chosen` and
+    `config.rejected` to lists of messages; if there is no prompt, use the messages that both answers begin with.
 
     Raises:
-        UnusableError: what is wrong with the record.
+        UnusableError: the record cannot be used.
     """
     tools = checked_tools(values.pop(config.tools, None), config.tools)
-    said = _chat(values, config) if config.kind == "chat" else _preferences(values, config)
+    messages = _chat(values, config) if config.kind == "chat" else _preferences(values, config)
     if tools:
         values[TOOLS] = tools
-    values[config.text_name] = text_of(said)
+    values[config.text_name] = text_of(messages)
 
 
 def _chat(values: dict[str, Any], config: ReadConfig) -> list[Message]:
@@ -52,27 +52,29 @@ def _chat(values: dict[str, Any], config: ReadConfig) -> list[Message]:
 
 
 def _conversation(values: dict[str, Any], config: ReadConfig) -> list[Message]:
-    """Take the messages out of a record, in the first of the layouts that it has."""
+    """Remove the messages from a record and return them. If it has several layouts, use the first."""
     for name in (config.messages, config.conversations):
         if values.get(name) is not None:
             messages = checked(values.pop(name), name)
             return messages if name == config.messages else _with_system(messages, values, config)
     if values.get(config.completion) is not None:
-        spoken = [*_spoken(values.pop(config.prompt, None), "user"), *_spoken(values.pop(config.completion), ASSISTANT)]
-        return checked(spoken, config.completion)
+        prompt = _as_messages(values.pop(config.prompt, None), "user")
+        completion = _as_messages(values.pop(config.completion), ASSISTANT)
+        return checked([*prompt, *completion], config.completion)
     if isinstance(values.get(config.instruction), str):
         if not isinstance(values.get(config.output), str):
             raise UnusableError("missing_messages", f"{config.instruction!r} without the text {config.output!r}")
-        asked = _instruction(values, config)
-        return _with_system(checked([*_spoken(asked, "user"), *_spoken(values.pop(config.output), ASSISTANT)],
-                                    config.output), values, config)
+        instruction = _as_messages(_instruction(values, config), "user")
+        output = _as_messages(values.pop(config.output), ASSISTANT)
+        return _with_system(checked([*instruction, *output], config.output), values, config)
     raise UnusableError("missing_messages", f"none of the fields {config.messages!r}, {config.conversations!r}, "
                                             f"{config.completion!r}, {config.instruction!r}")
 
 
 def _instruction(values: dict[str, Any], config: ReadConfig) -> str:
-    """Take out of an Alpaca record what the user says: its instruction, with the input if there is any."""
-    instruction, more = values.pop(config.instruction), values.pop(config.input, None)
+    """Remove the instruction and the optional input from an Alpaca record, and return them as the user's prompt."""
+    instruction = values.pop(config.instruction)
+    more = values.pop(config.input, None)
     if not (more is None or isinstance(more, str)):
         raise UnusableError("invalid_messages", f"{config.input!r} is no text")
     if not instruction.strip():
@@ -85,18 +87,19 @@ def _instruction(values: dict[str, Any], config: ReadConfig) -> str:
 
 
 def _with_system(messages: list[Message], values: dict[str, Any], config: ReadConfig) -> list[Message]:
-    """Put the record's system prompt, a field of its own in ShareGPT and Alpaca, before messages without one."""
+    """Prepend the record's system prompt, a separate field in ShareGPT and Alpaca, unless the messages have one."""
     if messages[0]["role"] == "system" or values.get(config.system) is None:
         return messages
-    return [*checked(_spoken(values.pop(config.system), "system"), config.system), *messages]
+    return [*checked(_as_messages(values.pop(config.system), "system"), config.system), *messages]
 
 
 def _preferences(values: dict[str, Any], config: ReadConfig) -> list[Message]:
     names = (config.prompt, config.chosen, config.rejected)
-    given = [_spoken(values.pop(name, None), role)
-             for name, role in zip(names, ("user", ASSISTANT, ASSISTANT), strict=True)]
-    chosen, rejected = checked(given[1], config.chosen), checked(given[2], config.rejected)
-    prompt = given[0]
+    prompt = _as_messages(values.pop(config.prompt, None), "user")
+    given_chosen = _as_messages(values.pop(config.chosen, None), ASSISTANT)
+    given_rejected = _as_messages(values.pop(config.rejected, None), ASSISTANT)
+    chosen = checked(given_chosen, config.chosen)
+    rejected = checked(given_rejected, config.rejected)
     if prompt == []:
         shared = 0
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
@@ -119,14 +122,14 @@ def _without_weights(messages: list[Message]) -> list[Message]:
     return [{name: value for name, value in message.items() if name != "weight"} for message in messages]
 
 
-def _spoken(value: Any, role: str) -> Any:
-    """Plain text as one message of that role; None as no messages."""
+def _as_messages(value: Any, role: str) -> Any:
+    """Return plain text as one message of this role, and None as no messages."""
     if value is None:
         return []
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def pair_of(meta: Mapping[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
-    """(prompt, chosen, rejected) of a preference document's meta."""
+    """Return (prompt, chosen, rejected) from the meta of a preference document."""
     prompt, chosen, rejected = (meta[name] for name in _PAIR)
     return prompt, chosen, rejected

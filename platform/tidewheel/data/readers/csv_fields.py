@@ -1,6 +1,7 @@
-"""The fields of a row of CSV, as RFC 4180 and Python's `csv` have them.
+"""Split rows of CSV into fields, as RFC 4180 and Python's `csv` module do.
 
-That module has one limit for all of a process, and does not tell where in a file a row ends.
+Python's module is not used because its limit for the length of a field applies to the whole process, and because it
+does not report where in a file a row ends.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from functools import lru_cache
 
 
 class MalformedError(ValueError):
-    """A quote is not closed."""
+    """A row in which a quote is not closed."""
 
 
 def split_line(text: str, delimiter: str) -> list[str]:
-    """The fields of a whole row without its line end.
+    """Return the fields of a complete row, given without its line end.
 
-    A field that begins with a quote ends at the next single one; two stand for one. Elsewhere a quote is a character.
+    A field that begins with a quote ends at the next single quote; a double quote inside it stands for one. In other
+    fields a quote is an ordinary character.
 
     Raises:
         MalformedError: a quote is not closed.
@@ -28,39 +30,45 @@ def split_line(text: str, delimiter: str) -> list[str]:
     position = 0
     while True:
         if text.startswith('"', position):
-            found = quoted.match(text, position + 1)
-            assert found is not None, "the pattern matches the empty text"
-            inside, mark, behind = found.groups()
+            match = quoted.match(text, position + 1)
+            assert match is not None, "the pattern matches the empty text"
+            inside, mark, after = match.groups()
             if not mark:
                 raise MalformedError("a quote is not closed")
-            fields.append(inside.replace('""', '"') + behind)
+            fields.append(inside.replace('""', '"') + after)
         else:
-            found = plain.match(text, position)
-            assert found is not None, "the pattern matches the empty text"
-            fields.append(found.group())
-        position = found.end()
+            match = plain.match(text, position)
+            assert match is not None, "the pattern matches the empty text"
+            fields.append(match.group())
+        position = match.end()
         if position == len(text):
             return fields
         position += 1  # the delimiter
 
 
 def is_open(line: bytes, delimiter: bytes, within: bool) -> bool:
-    """True when the end of `line` is inside quotes; `within` says whether its beginning is."""
+    """Return whether a line ends inside quotes.
+
+    Args:
+        line: the line without its end.
+        delimiter: the character that separates fields.
+        within: whether the line begins inside quotes.
+    """
     if b'"' not in line:
         return within
     quoted, plain = _byte_patterns(delimiter)
     position = 0
     while True:
         if within or line.startswith(b'"', position):
-            found = quoted.match(line, position + (not within))
-            assert found is not None, "the pattern matches the empty text"
-            if not found.group(2):
+            match = quoted.match(line, position + (not within))
+            assert match is not None, "the pattern matches the empty text"
+            if not match.group(2):
                 return True
             within = False
         else:
-            found = plain.match(line, position)
-            assert found is not None, "the pattern matches the empty text"
-        position = found.end()
+            match = plain.match(line, position)
+            assert match is not None, "the pattern matches the empty text"
+        position = match.end()
         if position == len(line):
             return False
         position += 1

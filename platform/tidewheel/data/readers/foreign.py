@@ -1,4 +1,4 @@
-"""Files that no reader is for, recognised by their first bytes: "a PNG image" says more than "line 1 is not JSON"."""
+"""Recognise files that no reader supports: "a PNG image" is a better message than "line 1 is not JSON"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LEAVE = "leave it out of read.paths"
 _RECOMPRESS = "compress it with gzip or zstd instead"
 _TO_PARQUET = "convert it to Parquet first"
 _TO_UTF_8 = "convert it to UTF-8, for example with iconv"
-#: (first bytes, what the file is, what to do about it)
+#: (first bytes, description of the file, fix)
 _SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", "a PNG image", _LEAVE),
     (b"\xff\xd8\xff", "a JPEG image", _LEAVE),
@@ -46,16 +46,16 @@ _MARKUP = re.compile(rb"\s*<(!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 
 
 def binary_problem(head: bytes) -> tuple[str, str] | None:
-    """Return (what a file is, what to do about it) if its first bytes are those of a format that is never read."""
-    for signature, what, hint in _SIGNATURES:
+    """Return (description, fix) if the first bytes are those of an unsupported format; None otherwise."""
+    for signature, description, hint in _SIGNATURES:
         if head.startswith(signature):
-            return what, hint
+            return description, hint
     offset, mark = _TAR
     return ("a tar archive", _UNPACK) if head[offset:].startswith(mark) else None
 
 
 def markup_problem(text: bytes) -> tuple[str, str] | None:
-    """Return (what a file is, what to do about it) if its text is a page of HTML."""
+    """Return (description, fix) if the text is an HTML page; None otherwise."""
     if _MARKUP.match(text):
         return "an HTML page", "extract its text first; web archives (WARC) are read as they are"
     return None

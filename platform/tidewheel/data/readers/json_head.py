@@ -1,4 +1,4 @@
-"""How JSON that is not JSONL begins: an array of records, or an object over several lines."""
+"""Recognise JSON that is not JSONL: an array of records, or an object over several lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_array(text: bytes, *, is_whole: bool) -> bool:
 
     Args:
         text: the beginning of a file, without white space before it.
-        is_whole: whether it is the whole file.
+        is_whole: whether `text` is the whole file.
     """
     if not text.startswith(b"["):
         return False

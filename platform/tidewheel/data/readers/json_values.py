@@ -1,6 +1,7 @@
-"""JSON that is no JSONL: an array of records, or records over several lines. Memory is bounded by one record.
+"""Read JSON that is not JSONL: an array of records, or records over several lines. Memory is bounded by one record.
 
-The file is cut at its brackets and quotes, and each value is parsed by itself: one bad record is one bad record.
+The reader finds the ends of values by their brackets and quotes and parses each value separately, so that a bad record
+does not affect the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers.lines import parse
 from tidewheel.data.readers.packed import opened
-from tidewheel.data.readers.record import Place, Record
+from tidewheel.data.readers.record import Location, Record
 from tidewheel.storage import Store
 
 _READ_BYTES = 1 << 20
@@ -32,7 +33,14 @@ _QUOTE, _ESCAPE = b'"'[0], b"\\"[0]
 
 @dataclass(frozen=True)
 class _Value:
-    """A value's place and bytes, of which one too long has only the first; `is_whole` unless the file ends in it."""
+    """Location and bytes of a value; of one that is too long, the first bytes.
+
+    Args:
+        line: number of the line in which it begins, from 1.
+        offset: offset of its first byte.
+        raw: its bytes.
+        is_whole: False if the file ends inside the value.
+    """
 
     line: int
     offset: int
@@ -40,17 +48,24 @@ class _Value:
     is_whole: bool = True
 
 
-def records(place: Store, key: str, config: ReadConfig, name: str) -> Iterator[Record | Bad]:
-    """The elements of the file's array, or the values that follow each other in it."""
+def records(store: Store, key: str, config: ReadConfig, name: str) -> Iterator[Record | Bad]:
+    """Yield the elements of the file's array, or its values if the file is a sequence of values.
+
+    Args:
+        store: the store of the file.
+        key: its key there.
+        config: the settings of `read`.
+        name: what quarantine calls the file.
+    """
     limit = config.max_record_bytes
-    with opened(place, key) as stream:
+    with opened(store, key) as stream:
         for value in _values(_Window(stream), limit):
+            location = Location(name, value.line, value.offset)
             if not value.is_whole:
-                yield Place(name, value.line, value.offset).bad("truncated_file", value.raw, "the file ends inside a "
-                                                                "record or its array; records before are kept")
+                yield location.bad("truncated_file", value.raw, "the file ends inside a record or its array; records "
+                                                                "before are kept")
             elif len(value.raw) > limit:
-                yield Place(name, value.line, value.offset).bad("record_too_long", value.raw[:limit],
-                                                                f"more than {limit} bytes")
+                yield location.bad("record_too_long", value.raw[:limit], f"more than {limit} bytes")
             else:
                 yield parse(value.raw, config, file=name, line=value.line, offset=value.offset)
 
@@ -69,81 +84,85 @@ def _values(window: _Window, limit: int) -> Iterator[_Value]:
                 return
         if in_array:
             yield _Value(window.line, window.offset, b"", is_whole=False)
-    except EOFError:  # compressed data that end too early
+    except EOFError:  # the compressed data end too early
         yield _Value(window.line, window.offset, b"", is_whole=False)
 
 
 class _Window:
-    """A stream, a piece of it in memory, and how far it has been read.
+    """A buffer over a stream, with the position up to which it has been consumed.
 
     Args:
-        stream: of bytes, at its beginning.
+        stream: a stream of bytes, at its beginning.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._data, self._position = b"", 0
-        self.line, self.offset = 1, 0
+        self._data = b""
+        self._position = 0
+        self.line = 1
+        self.offset = 0
         if self._more():
             self._position = len(_BOM) if self._data.startswith(_BOM) else 0
             self.offset = self._position
 
     def _more(self) -> bool:
-        """Read on, keeping what has not been passed; False at the end."""
+        """Read more bytes and keep those not consumed yet. Return False at the end of the stream."""
         data = self._stream.read(_READ_BYTES)
         self._data = self._data[self._position :] + data
         self._position = 0
         return bool(data)
 
-    def _pass(self, end: int) -> bytes:
-        """The bytes up to `end`, passed."""
-        passed = self._data[self._position : end]
-        self.line += passed.count(b"\n")
-        self.offset += len(passed)
+    def _consume(self, end: int) -> bytes:
+        """Consume the bytes up to `end` and return them."""
+        consumed = self._data[self._position : end]
+        self.line += consumed.count(b"\n")
+        self.offset += len(consumed)
         self._position = end
-        return passed
+        return consumed
 
     def step(self) -> None:
-        """Pass one byte."""
-        self._pass(self._position + 1)
+        """Consume one byte."""
+        self._consume(self._position + 1)
 
     def next_mark(self) -> bytes:
-        """The next byte that is no white space, not passed; b"" at the end."""
+        """Return the next byte that is not white space, without consuming it; b"" at the end."""
         while True:
-            found = _SPACE.match(self._data, self._position)
-            assert found is not None, "the pattern matches the empty text"
-            self._pass(found.end())
+            match = _SPACE.match(self._data, self._position)
+            assert match is not None, "the pattern matches the empty text"
+            self._consume(match.end())
             if self._position < len(self._data):
                 return self._data[self._position : self._position + 1]
             if not self._more():
                 return b""
 
     def _until_quote(self, size: int) -> tuple[bytes, bool]:
-        """(the next bytes, at most `size` and up to a quote; whether a quote follows them)."""
+        """Return (the next bytes, at most `size` and up to a quote; whether a quote follows them)."""
         stretch = self._data[self._position : self._position + size]
         quote = stretch.find(b'"')
         return (stretch[:quote], True) if quote >= 0 else (stretch, False)
 
     def value(self, limit: int) -> _Value:
-        """The value that begins here, passed; at most limit + 1 bytes of it."""
-        line, offset = self.line, self.offset
+        """Consume the value that begins here. Keep at most limit + 1 bytes of it."""
+        line = self.line
+        offset = self.offset
         kept = bytearray()
 
         def take(end: int) -> None:
-            passed = self._pass(end)
+            consumed = self._consume(end)
             if len(kept) <= limit:
-                kept.extend(passed[: limit + 1 - len(kept)])
+                kept.extend(consumed[: limit + 1 - len(kept)])
 
         if self._data[self._position : self._position + 1] not in (b"{", b"[", b'"'):
             take(self._position + 1)
             while True:
-                found = _PLAIN.match(self._data, self._position)
-                assert found is not None, "the pattern matches the empty text"
-                take(found.end())
+                match = _PLAIN.match(self._data, self._position)
+                assert match is not None, "the pattern matches the empty text"
+                take(match.end())
                 if self._position < len(self._data) or not self._more():
                     return _Value(line, offset, bytes(kept))
-        depth, in_string = 0, False
-        run = 0  # brackets since the last quote: a few one by one, of very many a stretch at once
+        depth = 0
+        in_string = False
+        run = 0  # brackets since the last quote; from `_RUN` on, process a whole stretch of bytes at once
         while True:
             if run >= _RUN and not in_string:
                 stretch, quote = self._until_quote(_STRETCH_BYTES << min(run - _RUN, _DOUBLINGS))
@@ -153,16 +172,16 @@ class _Window:
                 take(self._position + (closing if is_closed else len(stretch) + quote))
                 run = 0 if in_string else run + 1
             elif in_string:
-                found = _IN_STRING.match(self._data, self._position)
-                assert found is not None, "the pattern matches the empty text"
-                end = found.end()
+                match = _IN_STRING.match(self._data, self._position)
+                assert match is not None, "the pattern matches the empty text"
+                end = match.end()
                 is_closed = end < len(self._data) and self._data[end] == _QUOTE
                 take(end + is_closed)
                 in_string = not is_closed
             else:
-                found = _BRACKETS.search(self._data, self._position)
-                take(found.end() if found else len(self._data))
-                mark = found.group() if found else b""
+                match = _BRACKETS.search(self._data, self._position)
+                take(match.end() if match else len(self._data))
+                mark = match.group() if match else b""
                 in_string = mark == b'"'
                 depth += (mark in _OPENING) - (mark in _CLOSING)
                 is_closed = mark in _CLOSING
@@ -177,7 +196,11 @@ class _Window:
 
 
 def _walk(stretch: bytes, depth: int) -> tuple[int, int]:
-    """(end of the bracket that closes the value, 0 when none does; the depth behind the stretch, which has no quote).
+    """Return (end of the bracket that closes the value, or 0 if none does; depth after the stretch).
+
+    Args:
+        stretch: bytes without a quote.
+        depth: number of open brackets before it.
     """
     marks = np.frombuffer(stretch, np.uint8)
     closes = (marks == ord("]")) | (marks == ord("}"))

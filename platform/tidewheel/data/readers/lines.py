@@ -1,4 +1,4 @@
-"""JSONL: a line is a record, blank lines are none. Memory is bounded by one record, never by the file."""
+"""Read JSONL: each line that is not blank is a record. Memory is bounded by the size of a record, not of the file."""
 
 from __future__ import annotations
 
@@ -10,40 +10,53 @@ from typing import Any
 from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers.packed import Stream, opened
-from tidewheel.data.readers.record import Place, Record, record
+from tidewheel.data.readers.record import Location, Record, record
 from tidewheel.storage import Store
 
 _BOM = b"\xef\xbb\xbf"
 _READ_BYTES = 1 << 20
 
 
-def records(place: Store, key: str, config: ReadConfig, name: str, span: tuple[int, int] | None
+def records(store: Store, key: str, config: ReadConfig, name: str, span: tuple[int, int] | None
             ) -> Iterator[Record | Bad]:
-    """The records of a file, or those whose lines begin in the bytes `span` [first, last) of a plain file.
+    """Yield the records of a file, or of a range of bytes of an uncompressed file.
 
-    Ranges that follow each other give the records of the whole file, wherever they are cut; only a range that
-    begins at 0 knows the numbers of its lines.
+    Adjacent ranges together yield the records of the whole file, wherever the file is cut. Line numbers are known only
+    in a range that begins at 0.
+
+    Args:
+        store: the store of the file.
+        key: its key there.
+        config: the settings of `read`.
+        name: what quarantine calls the file.
+        span: bytes [first, last) in which the lines of the records begin; None for the whole file.
     """
     limit = config.max_record_bytes
-    with opened(place, key) as stream:
+    with opened(store, key) as stream:
         for line, offset, raw in numbered_lines(stream, limit, span):
-            here = Place(name, line, offset)
+            location = Location(name, line, offset)
             if raw is None:
-                yield here.bad("truncated_file", b"", "the compressed data end too early; records before are kept")
+                yield location.bad("truncated_file", b"", "the compressed data end too early; records before are kept")
             elif len(raw) > limit:
-                yield here.bad("record_too_long", raw[:limit], f"more than {limit} bytes")
+                yield location.bad("record_too_long", raw[:limit], f"more than {limit} bytes")
             elif raw.strip():
                 yield parse(raw, config, file=name, line=line, offset=offset)
 
 
 def numbered_lines(stream: Any, limit: int, span: tuple[int, int] | None) -> Iterator[tuple[int, int, bytes | None]]:
-    """(line number or 0, offset, bytes without the line end) of each line; one too long is cut at limit + 1 bytes.
+    """Yield (line number or 0, offset, bytes without the line end) of each line.
 
-    Where compressed data end too early, the line that is not there as a whole comes last, without bytes.
+    If compressed data end too early, the incomplete line comes last, with None for its bytes.
+
+    Args:
+        stream: the file, decompressed.
+        limit: maximum length in bytes; a longer line is cut after limit + 1 bytes.
+        span: bytes [first, last) in which the lines begin; None for the whole file.
     """
     first, last = span or (0, None)
     offset = _line_start(stream, first, last) if first else 0
-    line, start = 0, offset
+    line = 0
+    start = offset
     try:
         while (last is None or offset < last) and (raw := stream.readline(limit + 2)):
             offset += len(raw)
@@ -62,7 +75,7 @@ def numbered_lines(stream: Any, limit: int, span: tuple[int, int] | None) -> Ite
 
 
 def _line_start(stream: Any, first: int, last: int | None) -> int:
-    """Go to the first line that begins at `first` or later, and give its offset; `last` or more when there is none."""
+    """Seek to the first line that begins at `first` or later and return its offset; `last` or more if there is none."""
     offset = stream.seek(first - 1, os.SEEK_SET)
     while last is None or offset < last:
         rest = stream.readline(_READ_BYTES)
@@ -73,21 +86,29 @@ def _line_start(stream: Any, first: int, last: int | None) -> int:
 
 
 def parse(raw: bytes, config: ReadConfig, *, file: str, line: int, offset: int) -> Record | Bad:
-    """One line's bytes as a record, or what is wrong with it."""
-    place = Place(file, line, offset)
+    """Return the record that a JSON object is, or its quarantine entry.
+
+    Args:
+        raw: the object's bytes.
+        config: the settings of `read`.
+        file: what quarantine calls the file.
+        line: number of the line, from 1; 0 if unknown.
+        offset: offset of the first byte.
+    """
+    location = Location(file, line, offset)
     try:
-        values = json.loads(raw.decode("utf-8"), parse_constant=lambda _: None)  # NaN is no JSON
+        values = json.loads(raw.decode("utf-8"), parse_constant=lambda _: None)  # NaN is not JSON
     except UnicodeDecodeError as error:
-        return place.bad("wrong_encoding", raw, f"byte {error.start}: {error.reason}")
+        return location.bad("wrong_encoding", raw, f"byte {error.start}: {error.reason}")
     except (ValueError, RecursionError) as error:
-        return place.bad("invalid_json", raw, str(error) or type(error).__name__)
+        return location.bad("invalid_json", raw, str(error) or type(error).__name__)
     if not isinstance(values, dict):
-        return place.bad("not_an_object", raw, f"a JSON {type(values).__name__}")
-    return record(values, config, place, raw)
+        return location.bad("not_an_object", raw, f"a JSON {type(values).__name__}")
+    return record(values, config, location, raw)
 
 
 def is_blank(stream: Stream) -> bool:
-    """True when a file, from its beginning, holds nothing but white space."""
+    """Return whether a stream, read from its beginning, contains only white space."""
     data = stream.read(_READ_BYTES).removeprefix(_BOM)
     while not data.strip():
         data = stream.read(_READ_BYTES)

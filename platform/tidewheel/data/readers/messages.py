@@ -1,20 +1,21 @@
-"""One message of a conversation: what it may look like in a record, and the one form it gets here.
+"""Convert the messages of conversations to one form, and check them.
 
     {"role": "user" | ..., "content": text, "tool_calls": [...], "weight": 0 | 1, ...}
 
-ShareGPT's {"from", "value"} and OpenAI's content parts become this form, and so do tool calls whose arguments are JSON
-text. Fields that are null are left out: a row of a Parquet file has every field, a JSON record only its own.
+ShareGPT's {"from", "value"}, OpenAI's content parts, and tool calls whose arguments are JSON text are converted to this
+form. Null fields are removed, because a row of a Parquet file has every field and a JSON record only its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASSISTANT = "assistant"
-MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # noncharacters of Unicode, which `chat` uses as marks inside a rendered text
+MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # Unicode noncharacters that `chat` uses as marks in rendered text
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT,
                    ASSISTANT: ASSISTANT, "tool": "tool", "observation": "tool", "function_response": "tool"}
 _SHAREGPT_CALL = "function_call"
@@ -23,18 +24,19 @@ Message = dict[str, Any]
 
 
 class UnusableError(ValueError):
-    """A record cannot be used: `reason` (of `quarantine.REASONS`) and `detail`."""
+    """A record that cannot be used, with a `reason` of `quarantine.REASONS` and a `detail`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 def checked(value: Any, name: str) -> list[Message]:
-    """Return the list of messages in the field `name`, each in the one form; JSON text is parsed.
+    """Return the messages of a field in the common form. Parse the value if it is JSON text.
 
     Raises:
-        UnusableError: it is no list of messages, or one of them cannot be used.
+        UnusableError: the value is not a list of messages, or a message cannot be used.
     """
     if value is None:
         raise UnusableError("missing_messages", f"no field {name!r}")
@@ -43,38 +45,38 @@ def checked(value: Any, name: str) -> list[Message]:
         raise UnusableError("invalid_messages", f"{name!r} is no list of messages")
     if not value:
         raise UnusableError("empty_conversation", f"{name!r} holds no message")
-    messages = [_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
-    if not any(_said(message) for message in messages):
+    messages = [_message(message, f"message {index} of {name!r}") for index, message in enumerate(value)]
+    if not any(_parts(message) for message in messages):
         raise UnusableError("empty_conversation", f"every message of {name!r} is empty")
     return messages
 
 
 def checked_tools(value: Any, name: str) -> list[dict[str, Any]] | None:
-    """Return the tools in the field `name`, JSON schemas as a chat template takes them; None when there are none.
+    """Return the tools of a field as the JSON schemas that chat templates take; None if there are none.
 
     Raises:
-        UnusableError: it is no list of schemas with names.
+        UnusableError: the value is not a list of schemas with names.
     """
     value = parsed(value)
     if value is None or value == [] or value == "":
         return None
     if not isinstance(value, list):
         raise UnusableError("invalid_tools", f"{name!r} is no list")
-    for number, tool in enumerate(value):
+    for index, tool in enumerate(value):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not _is_name(function.get("name")):
-            raise UnusableError("invalid_tools", f"tool {number} of {name!r} is no object with the name of a function")
+            raise UnusableError("invalid_tools", f"tool {index} of {name!r} is no object with the name of a function")
     _check_characters(value, repr(name))
     return value
 
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that a conversation's document has: contents and tool calls, with blank lines between them."""
-    return "\n\n".join(part for message in messages for part in _said(message))
+    """Return the text of a conversation's document: contents and tool calls, separated by blank lines."""
+    return "\n\n".join(itertools.chain.from_iterable(map(_parts, messages)))
 
 
 def parsed(value: Any) -> Any:
-    """Return the JSON value that a text holds; what is no JSON text stays as it is."""
+    """Return the value of JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -87,7 +89,8 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _said(message: Mapping[str, Any]) -> list[str]:
+def _parts(message: Mapping[str, Any]) -> list[str]:
+    """Return the content of a message, unless it is blank, and its tool calls as JSON."""
     content = message.get("content") or ""
     calls = [json.dumps(call.get("function", call), ensure_ascii=False, sort_keys=True)
              for call in message.get("tool_calls") or ()]
@@ -109,7 +112,7 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
         message["tool_calls"] = _tool_calls(calls, where)
     elif "content" not in message:
         raise UnusableError("invalid_messages", f"{where} has no content")
-    if role == ASSISTANT and not _said(message):
+    if role == ASSISTANT and not _parts(message):
         raise UnusableError("empty_conversation", f"{where}, the assistant's, is empty")
     if "weight" in message:
         message["weight"] = _weight(message["weight"], role, where)
@@ -119,7 +122,8 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
 
 def _from_sharegpt(message: Mapping[str, Any], where: str) -> Message:
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
-    speaker, value = message["from"], message.get("value")
+    speaker = message["from"]
+    value = message.get("value")
     if speaker == _SHAREGPT_CALL:
         calls = parsed(value)
         return {**others, "role": ASSISTANT, "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -130,19 +134,19 @@ def _from_sharegpt(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _content(content: Any, where: str) -> str:
-    """Return the text of a message: a string, or the texts of its parts one behind the other."""
+    """Return the text of a message: a string, or the concatenated texts of its parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise UnusableError("invalid_messages", f"the content of {where} is neither text nor a list of parts")
     texts = []
-    for number, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            told = f"of the type {kind!r}" if kind is not None else "no object with a type"
-            raise UnusableError("unsupported_content", f"part {number} of {where} is {told}; only text is read"[:200])
+            problem = f"of the type {kind!r}" if kind is not None else "no object with a type"
+            raise UnusableError("unsupported_content", f"part {index} of {where} is {problem}; only text is read"[:200])
         if not isinstance(part.get("text"), str):
-            raise UnusableError("invalid_messages", f"part {number} of {where} holds no text")
+            raise UnusableError("invalid_messages", f"part {index} of {where} holds no text")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -150,11 +154,11 @@ def _content(content: Any, where: str) -> str:
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise UnusableError("invalid_tool_call", f"the tool calls of {where} are no list")
-    return [_tool_call(call, f"tool call {number} of {where}") for number, call in enumerate(calls)]
+    return [_tool_call(call, f"tool call {index} of {where}") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call whose arguments are an object, as chat templates want them; OpenAI has them as JSON text."""
+    """Return a call with its arguments as an object, as chat templates expect; OpenAI's are JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise UnusableError("invalid_tool_call", f"{where} is no object with the name of a function")

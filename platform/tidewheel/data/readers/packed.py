@@ -1,5 +1,7 @@
-"""Opening source files: packed bytes come out unpacked, UTF-16 as UTF-8; whose fault an error is, the file's or the
-storage's. The first bytes decide, whatever the file is called."""
+"""Open source files: decompress gzip and zstd, recode UTF-16 as UTF-8, and tell damaged files from failing storage.
+
+The first bytes decide how a file is compressed, not its name.
+"""
 
 from __future__ import annotations
 
@@ -24,41 +26,44 @@ else:
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = (("gzip", b"\x1f\x8b"), ("zstd", b"\x28\xb5\x2f\xfd"),
-          *(("zstd", bytes([0x50 + number]) + b"\x2a\x4d\x18") for number in range(16)))  # skippable frames
+          *(("zstd", bytes([0x50 + variant]) + b"\x2a\x4d\x18") for variant in range(16)))  # skippable frames
 _BOMS = (("", codecs.BOM_UTF32_LE), ("utf-16-le", codecs.BOM_UTF16_LE), ("utf-16-be", codecs.BOM_UTF16_BE))
 _LOOK_BYTES = 16
 _RECODE_BYTES = 64 << 10
 DAMAGE = (zlib.error, gzip.BadGzipFile, zstd.ZstdError)
-"""What unpacking raises when the compressed bytes are not what was written."""
+"""Exceptions that decompression raises if the compressed bytes are damaged."""
 
 
 class UnreadableFile(Exception):
-    """The file as a whole cannot be trusted or read; its text is the reason. What was read of it does not count."""
+    """A file that cannot be read as a whole; the message is the reason. Discard what was read of it."""
 
 
 class Stream(Protocol):
-    """What the readers need of a stream."""
+    """The methods of a stream that readers call."""
 
-    def readline(self, size: int = -1, /) -> bytes: ...
+    def readline(self, size: int = -1, /) -> bytes:
+        """Return bytes up to and including the next newline, at most `size` of them."""
 
-    def read(self, size: int = -1, /) -> bytes: ...
+    def read(self, size: int = -1, /) -> bytes:
+        """Return at most `size` bytes, all by default."""
 
 
 def unpacked_name(key: str) -> str:
-    """The key in small letters, without the ending of a compression."""
+    """Return the key in lower case, without the ending of a compression."""
     key = key.lower()
     return next((key.removesuffix(ending) for ending in CODECS if key.endswith(ending)), key)
 
 
 def is_packed(key: str) -> bool:
-    """True when the file's name says that it is compressed."""
+    """Return whether the file's name says that it is compressed."""
     return unpacked_name(key) != key.lower()
 
 
 def packing_of(key: str, head: bytes) -> str:
-    """"gzip", "zstd" or "": how a file with these first bytes is compressed.
+    """Return how a file with these first bytes is compressed: "gzip", "zstd" or "".
 
-    A file that is named as compressed and does not begin so is plain if it begins with text, else damaged.
+    A file that is named as compressed but does not begin as such is plain if it begins with text, and damaged
+    otherwise.
     """
     for packing, magic in _MAGIC:
         if head.startswith(magic):
@@ -74,9 +79,9 @@ def _is_text(head: bytes) -> bool:
 
 
 def encoding_of(head: bytes) -> str:
-    """The encoding that a file with these first bytes, unpacked, is in, if it is not UTF-8, else "".
+    """Return the encoding of a file with these first bytes (decompressed): "utf-16-le", "utf-16-be" or "" for UTF-8.
 
-    By its byte order mark, or, as text begins with ASCII where JSON or a table does, by where the zero bytes are.
+    A byte order mark decides. Without one the zero bytes do, because JSON and tables begin with ASCII characters.
     """
     for encoding, mark in _BOMS:
         if head.startswith(mark):
@@ -88,15 +93,15 @@ def encoding_of(head: bytes) -> str:
 
 
 @contextlib.contextmanager
-def opened(place: Store, key: str) -> Iterator[Any]:
-    """The file as a stream of bytes, unpacked, in UTF-8; seekable when it is neither packed nor in another encoding.
+def opened(store: Store, key: str) -> Iterator[Any]:
+    """Open a file as a stream of decompressed UTF-8; seekable if the file is neither packed nor in another encoding.
 
     Raises:
-        UnreadableFile: its bytes are damaged: a checksum fails, or it is not what its ending says.
-        EOFError: by the stream's own methods, where compressed data end too early.
-        InputError, StorageError: it is not there, or its storage fails: nothing the content is to blame for.
+        UnreadableFile: the bytes are damaged: a checksum fails, or the file is not what its ending says.
+        EOFError: raised by the stream's methods if compressed data end too early.
+        InputError, StorageError: the file is missing, or its storage fails; its content is not the cause.
     """
-    with told(place, key), place.open(key) as stream:
+    with file_errors(store, key), store.open(key) as stream:
         packing = packing_of(key, stream.read(_LOOK_BYTES))
         encoding = _encoding(stream, packing)
         unpacked = _unpacked(stream, packing)
@@ -104,14 +109,14 @@ def opened(place: Store, key: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def unpacked(place: Store, key: str) -> Iterator[Any]:
-    """The file as a stream of bytes, unpacked, whatever they stand for; errors as in `opened`."""
-    with told(place, key), place.open(key) as stream:
+def unpacked(store: Store, key: str) -> Iterator[Any]:
+    """Open a file as a stream of decompressed bytes, in the file's own encoding. Raise the errors of `opened`."""
+    with file_errors(store, key), store.open(key) as stream:
         yield _unpacked(stream, packing_of(key, stream.read(_LOOK_BYTES)))
 
 
 def _unpacked(stream: Any, packing: str) -> Any:
-    """The file from its beginning."""
+    """Return a stream of the decompressed file from its beginning."""
     stream.seek(0)
     if packing == "gzip":
         return gzip.GzipFile(fileobj=stream, mode="rb")  # checks length and sum, reads files of several members
@@ -121,21 +126,23 @@ def _unpacked(stream: Any, packing: str) -> Any:
 def _encoding(stream: Any, packing: str) -> str:
     try:
         return encoding_of(_unpacked(stream, packing).read(_LOOK_BYTES))
-    except (EOFError, OSError, *DAMAGE):  # whoever reads the file from its beginning meets it again
+    except (EOFError, OSError, *DAMAGE):  # reading the file from its beginning raises it again
         return ""
 
 
 class Recoded(io.RawIOBase):
-    """A stream in another encoding as UTF-8, without its byte order mark.
+    """A stream that recodes another one as UTF-8, without its byte order mark.
 
-    What is no text becomes bytes that are no UTF-8, so that the record it is in is told, not the file.
+    Bytes that are not valid text become invalid UTF-8, so that one record goes to quarantine and not the file.
     """
 
     def __init__(self, stream: Any, encoding: str) -> None:
         self.encoding = encoding
-        self._stream, self._left = stream, b""
+        self._stream = stream
+        self._left = b""
         self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
-        self._begun = self._ended = False
+        self._begun = False
+        self._ended = False
 
     def readable(self) -> bool:
         return True
@@ -163,21 +170,26 @@ class Recoded(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def told(place: Store, key: str) -> Iterator[None]:
-    """What goes wrong with a file, in our words; errors as in `opened`."""
+def file_errors(store: Store, key: str) -> Iterator[None]:
+    """Convert errors of decompression, Arrow and the operating system into those of this package.
+
+    Raises:
+        UnreadableFile: the content of the file is at fault.
+        InputError: the file is missing, or reading it takes more memory than the machine has.
+    """
     try:
         yield
     except FileNotFoundError:
-        raise InputError("the file has gone since the run began", where=place.at(key),
-                         fix="leave the input as it is while a pipeline reads it, and run again") from None
-    except MemoryError:  # no verdict on the file: elsewhere there may be enough
-        raise InputError("reading it takes more memory than there is", where=place.at(key),
-                         fix="a damaged file can ask for any amount: take it away, or use a machine with more memory"
-                         ) from None
-    except (OSError, EOFError, *DAMAGE, pa.ArrowException) as error:  # a StorageError is no fault of the file
+        raise InputError("the file has been removed since the run began", where=store.at(key),
+                         fix="do not change the input while a pipeline reads it, and run again") from None
+    except MemoryError:  # not the file's fault: another machine may have enough
+        raise InputError("reading the file takes more memory than is available", where=store.at(key),
+                         fix="remove the file if it is damaged (a damaged file can request any amount of memory), or "
+                             "use a machine with more memory") from None
+    except (OSError, EOFError, *DAMAGE, pa.ArrowException) as error:  # a StorageError is not the file's fault
         raise UnreadableFile(first_line(error)) from None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message, or its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

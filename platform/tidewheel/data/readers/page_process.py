@@ -1,10 +1,10 @@
-"""A process of its own that takes pages apart: libxml2 cannot be interrupted, a process can be ended.
+"""Extract the text of pages in a child process: libxml2 cannot be interrupted, but a process can be killed.
 
     reader = PageProcess()
-    result = reader.read(html, "utf-8")      # the text, or why there is none
+    result = reader.read(html, "utf-8")      # the text, or the reason why there is none
 
-The kernel ends the process when a page takes too much processor time. Time on the clock does not count, so a busy or
-paused machine refuses no page.
+The kernel kills the process when a page takes too much CPU time. Wall-clock time does not count, so a busy or paused
+machine refuses no page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.
 
 @dataclass(frozen=True)
 class PageText:
-    """What became of a page: its text, or a reason of `quarantine.REASONS` and a detail."""
+    """The text of a page, or a reason of `quarantine.REASONS` and a detail."""
 
     text: str | None
     reason: str = ""
@@ -35,10 +35,10 @@ class PageText:
 
 
 class PageProcess:
-    """Takes pages apart in a child process, which it starts for the first page. Safe to use from several threads.
+    """A child process that extracts the text of pages. It starts with the first page. Thread-safe.
 
     Args:
-        cpu_seconds: processor time for one page.
+        cpu_seconds: maximum CPU time for one page, in seconds.
     """
 
     def __init__(self, cpu_seconds: int = page_text.CPU_SECONDS) -> None:
@@ -48,14 +48,14 @@ class PageProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None while there is none."""
+        """The process id of the child; None while no child runs."""
         return self._child.pid if self._child else None
 
     def read(self, html: bytes, charset: str = "") -> PageText:
-        """Return the main text of a page, or why there is none. A child that dies is replaced.
+        """Return the main text of a page, or the reason why there is none. Restart the child if it dies.
 
         Raises:
-            InputError: the machine ended the child twice, so it has too little memory for the page.
+            InputError: the child was killed twice, so the machine has too little memory for the page.
         """
         with self._lock:
             for attempt in ("first", "second"):
@@ -68,12 +68,12 @@ class PageProcess:
                     return PageText(None, "page_too_slow", f"more than {self._cpu_seconds} s of processor time")
                 if -status in _CRASHES and attempt == "second":
                     return PageText(None, "page_breaks_parser", signal.Signals(-status).name)
-        raise InputError(f"the process that takes pages apart ended twice in one page (status {status}); usually there "
-                         "is too little memory", where="read.format",
+        raise InputError(f"the process that extracts text from pages died twice on one page (status {status}), usually "
+                         "for lack of memory", where="read.format",
                          fix="lower read.max_record_bytes, or use a machine with more memory")
 
     def close(self) -> None:
-        """End the child."""
+        """Kill the child."""
         with self._lock:
             if self._child is not None:
                 self._child.kill()

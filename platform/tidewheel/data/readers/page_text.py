@@ -1,11 +1,11 @@
-"""The main text of an HTML page, and the process that takes pages apart so that one of them cannot stop a pipeline.
+"""Extract the main text of HTML pages, in a separate process so that no page can stop a pipeline.
 
-Run as a file, this is that process (`page_process` starts it): it reads pages from standard input and answers with
-their texts. It imports nothing of the package, so that it starts quickly.
+Run as a file, this module is that process (`page_process` starts it): it reads pages from standard input and answers
+with their texts. It imports nothing from the package, so that it starts quickly.
 
-A page is refused before libxml2 sees it when it has more tags, or attributes in a tag, than any real page; both are
-counted, so every machine refuses the same pages. What is not counted ends at a limit of processor time that the kernel
-enforces, also inside C code. It is set wide: a page below the counts takes a fifth of it at most.
+A page with more tags, or more attributes in a tag, than any real page is refused before libxml2 parses it. These limits
+are counts, so every machine refuses the same pages. For all else the kernel enforces a limit of CPU time, also inside
+C code. The limit is wide: a page within the counts takes at most a fifth of it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import time
 from typing import Any, BinaryIO
 
 CPU_SECONDS = 300
-"""Processor time for one page."""
+"""Maximum CPU time for one page, in seconds."""
 MAX_TAGS = 200_000
-"""Start tags and comments in a page. trafilatura takes about 0.1 ms for each."""
+"""Maximum number of start tags and comments in a page. trafilatura takes about 0.1 ms for each."""
 MAX_ATTRIBUTE_PAIRS = 400_000_000
-"""Sum over all tags of the square of their attributes: libxml2 compares each attribute of a tag with those before it.
-A single tag may have 20,000."""
+"""Maximum sum over all tags of their squared number of attributes: libxml2 compares each attribute of a tag with those
+before it. A single tag may have 20,000."""
 MAX_SIBLING_PAIRS = 400_000_000
-"""Sum over all elements of the square of their children: trafilatura walks along the children for each of them."""
+"""Maximum sum over all elements of their squared number of children: trafilatura walks all children for each child."""
 SCAN_FACTOR = 16
-"""Characters looked at per character of the page while attributes are counted."""
+"""Maximum number of characters scanned per character of the page while counting attributes."""
 
 REQUEST = struct.Struct("<IQ")
-"""Length of the charset and of the page, which follow."""
+"""Header of a request: the lengths of the charset and the page, which follow."""
 ANSWER = struct.Struct("<cQ")
-"""TEXT, NOTHING, COMPLEX or FAILED, and the length of what follows: the text, or what is wrong."""
+"""Header of an answer: TEXT, NOTHING, COMPLEX or FAILED, and the length of the text or message that follows."""
 TEXT, NOTHING, COMPLEX, FAILED = b"t", b"n", b"c", b"f"
 
 _TAG = re.compile(r"<[A-Za-z!?]")
@@ -44,22 +44,22 @@ _ATTRIBUTE = (r"[ \t\n\f\r/]*+[^ \t\n\f\r/>][^ \t\n\f\r/>=]*+"
 _ONE = re.compile(_ATTRIBUTE)
 _START_TAG = re.compile(rf"<[A-Za-z][^ \t\n\f\r/>]*+(?:{_ATTRIBUTE})*+")
 _FEW_BYTES = 4096
-"""A shorter tag has at most half as many attributes, too few to be worth counting."""
+"""Attributes of shorter tags are not counted: such a tag has at most half as many."""
 
 
 class TooComplex(Exception):
-    """The page is over a limit; the text says which."""
+    """A page over one of the limits; the message says which."""
 
 
 def main_text(html: bytes, charset: str = "") -> str | None:
-    """Return the main text of a page, without navigation, comments and boilerplate; None when it has none.
+    """Return the main text of a page, without navigation, comments and boilerplate; None if it has none.
 
-    trafilatura (Barbaresi 2021) favours precision, as for FineWeb. Its `deduplicate` is off: it remembers earlier
+    trafilatura (Barbaresi 2021) favours precision here, as for FineWeb. Its `deduplicate` is off: it remembers earlier
     pages, so the text would depend on the order of reading.
 
     Args:
         html: the page.
-        charset: what HTTP says it is; "" or a wrong one leaves that to the page.
+        charset: the charset from the HTTP header; if it is "" or wrong, the page decides.
 
     Raises:
         TooComplex: the page is over a limit.
@@ -74,22 +74,25 @@ def main_text(html: bytes, charset: str = "") -> str | None:
 
 
 def _decoded(html: bytes, charset: str) -> str:
-    """Return the page as text, decoded as trafilatura does: what is counted is what libxml2 sees."""
+    """Return the page decoded as trafilatura decodes it, so that the counts apply to what libxml2 parses."""
     from trafilatura.utils import decode_file
 
     if charset:
         try:
             return html.decode(charset)
         except (UnicodeDecodeError, LookupError):
-            pass  # the page itself says what it is, or its bytes do
+            pass  # the page's own declaration decides, or its bytes
     return decode_file(html)
 
 
 def check_tags(page: str) -> int:
-    """Return the number of tags; raise TooComplex when the page has too many, or too many attributes in a tag.
+    """Return the number of tags in a page.
 
-    A tag may begin at every `<` before a letter. Some of them are inside scripts, comments or values and begin none,
-    but whichever of them do begin one are read as libxml2 reads them, so no page hides its attributes.
+    Every `<` before a letter counts as the beginning of a tag, even inside scripts, comments and values. Real tags are
+    parsed as libxml2 parses them, so no page can hide its attributes.
+
+    Raises:
+        TooComplex: the page has too many tags, or too many attributes in its tags.
     """
     starts = [match.start() for match in _TAG.finditer(page)]
     if len(starts) > MAX_TAGS:
@@ -125,14 +128,20 @@ def _check_siblings(tree: Any) -> None:
 
 
 def quiet() -> None:
-    """Silence what trafilatura says of pages without a text: they are in quarantine."""
+    """Silence trafilatura's messages about pages without text, which go to quarantine."""
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
     logging.getLogger("htmldate").setLevel(logging.CRITICAL)
 
 
 def serve(source: BinaryIO, sink: BinaryIO, cpu_seconds: int) -> None:
-    """Answer pages until `source` ends."""
-    import trafilatura  # noqa: F401, before the first page's time begins
+    """Answer requests until `source` ends.
+
+    Args:
+        source: stream of requests.
+        sink: stream for the answers.
+        cpu_seconds: maximum CPU time for one page, in seconds.
+    """
+    import trafilatura  # noqa: F401, imported before the time of the first page begins
 
     quiet()
     while len(head := source.read(REQUEST.size)) == REQUEST.size:
@@ -152,7 +161,7 @@ def _answer(page: bytes, charset: str) -> tuple[bytes, bytes]:
         text = main_text(page, charset)
     except TooComplex as error:
         return COMPLEX, str(error).encode()
-    except MemoryError:  # says nothing about the page; this process ends, and the caller sees that
+    except MemoryError:  # not the page's fault: this process ends, and the caller notices
         raise
     except Exception as error:  # a page is hostile input
         return FAILED, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
@@ -160,15 +169,15 @@ def _answer(page: bytes, charset: str) -> tuple[bytes, bytes]:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Let the kernel end this process once it has used `seconds` more of processor time."""
+    """Let the kernel kill this process once it has used `seconds` more of CPU time."""
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     until = int(time.process_time()) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (until if most == resource.RLIM_INFINITY else min(until, most), most))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pipeline's to answer; end of input ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pipeline handles Ctrl-C; this process ends with its input
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keep what libraries print out of the answers
     serve(sys.stdin.buffer, answers, int(sys.argv[1]))

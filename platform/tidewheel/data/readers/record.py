@@ -1,4 +1,4 @@
-"""From the fields of one record to a document, or to what is wrong with it."""
+"""Convert the fields of one record into a document, or into a bad record with a reason."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ if TYPE_CHECKING:
     from tidewheel.data.read_config import ReadConfig
 
 RECORDS = Version("records")
-"""How a file is unpacked, its format is recognised, and fields become a document or a bad record."""
+"""Version of decompression, of format recognition, and of the conversion of fields into a document or bad record."""
 OWN_READERS = Version("own_readers", uses=(RECORDS,))
-"""The same for readers from outside the package; their source is in the keys beside this."""
+"""The same for readers from outside the package; keys also contain the hash of their source."""
 CANONICAL = ("url", "language", "license")
-"""Fields that `meta` holds under these names, whatever the input calls them."""
+"""Fields that have these names in `meta`, whatever their names in the input."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A valid record: the document's four fields, and where it was. `meta` is JSON: the record's other fields,
-    `url`, `language` and `license` where given, `_file`, `_offset`, and `_line` where known.
+    """A valid record: the four fields of a document, and its location.
 
     Args:
-        line: from 1; 0 when unknown, because reading began in the middle of the file.
-        offset: of the record's first byte in the unpacked file; of a row, its number from 0.
+        id: the document's id: the record's own, or the hash of the text.
+        text: the document's text.
+        source: the record's source, or else the name of the file.
+        meta: JSON of the record's other fields, `_file`, `_offset`, `_line` if known, and `url`, `language` and
+            `license` if the record has them.
+        line: number of the line, from 1; 0 if unknown, because reading began in the middle of the file.
+        offset: offset of the record's first byte in the decompressed file; of a row, its number from 0.
+        raw_bytes: length of the record in the file.
     """
 
     id: str
@@ -44,71 +49,78 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a record is: the file as the pipeline names it; line and offset as in `Record`."""
+class Location:
+    """Location of a record: the file as the pipeline names it; line and offset as in `Record`."""
 
     file: str
     line: int
     offset: int
 
     def bad(self, reason: str, raw: bytes, detail: str = "") -> Bad:
-        """The record at this place, put aside."""
+        """Return the quarantine entry of the record at this location.
+
+        Args:
+            reason: one of `quarantine.REASONS`.
+            raw: the record's bytes.
+            detail: message of the parser.
+        """
         return bad_record(self.file, self.line, self.offset, reason, raw, detail)
 
 
-def record(values: dict[str, Any], config: ReadConfig, place: Place, raw: bytes) -> Record | Bad:
-    """A record with these fields as a document.
+def record(values: dict[str, Any], config: ReadConfig, location: Location, raw: bytes) -> Record | Bad:
+    """Return the document that a record with these fields is, or its quarantine entry.
 
     Args:
-        values: JSON values by field; may be changed.
-        config: which field is what.
-        raw: the record as it is in the file, for quarantine.
+        values: JSON values by field; modified in place.
+        config: the settings of `read`, which map fields.
+        location: where the record is.
+        raw: the record's bytes in the file, for quarantine.
     """
     _raise_nested(values, config)
     if config.kind != "documents":
         try:
             as_document(values, config)
         except UnusableError as error:
-            return place.bad(error.reason, raw, error.detail)
+            return location.bad(error.reason, raw, error.detail)
     if isinstance(config.text, TextTemplate):
         if problem := config.text.problem(values):
-            return place.bad(problem[0], raw, problem[1])
+            return location.bad(problem[0], raw, problem[1])
         text: Any = config.text.filled(values)
     else:
         text = values.get(config.text)
     if text is None:
-        return place.bad("missing_text", raw, f"no field {config.text!r}; there are: "
+        return location.bad("missing_text", raw, f"no field {config.text!r}; there are: "
                                               f"{', '.join(map(repr, list(values)[:8]))}")
     if reason := text_problem(text):
-        return place.bad(reason, raw, "" if isinstance(text, str) else f"a JSON {type(text).__name__}")
+        return location.bad(reason, raw, "" if isinstance(text, str) else f"a JSON {type(text).__name__}")
     given = values.get(config.id) if config.id else None
     identity = _identity(given, text)
     if identity is None:
-        return place.bad("invalid_id", raw, repr(given)[:100])
+        return location.bad("invalid_id", raw, repr(given)[:100])
     source = values.get(config.source) if config.source else None
     if not (source is None or _is_text(source)):
-        return place.bad("invalid_source", raw, repr(source)[:100])
+        return location.bad("invalid_source", raw, repr(source)[:100])
     meta = _others(values, config)
     for name in CANONICAL:
         field = getattr(config, name)
         value = values.get(field) if field else None
         if not (value is None or _is_text(value)):
-            return place.bad("invalid_field", raw, f"{field}: {value!r}"[:100])
+            return location.bad("invalid_field", raw, f"{field}: {value!r}"[:100])
         if value:
             meta[name] = value
-    meta |= {"_file": place.file, "_offset": place.offset, **({"_line": place.line} if place.line else {})}
+    meta |= {"_file": location.file, "_offset": location.offset, **({"_line": location.line} if location.line else {})}
     encoded = encode_meta(meta)
-    return Record(identity, text, source or place.file, encoded, place.line, place.offset, len(raw))
+    return Record(identity, text, source or location.file, encoded, location.line, location.offset, len(raw))
 
 
 def document_fields(config: ReadConfig) -> set[str]:
-    """The fields that the settings name for a document: text or numbers."""
+    """Return the fields that the settings name for a document: text or numbers."""
     names = (*config.text_fields, config.id, config.source, config.url, config.language, config.license)
     return {name for name in names if name}
 
 
 def message_fields(config: ReadConfig) -> set[str]:
-    """The fields that the settings name for messages, if the records have any."""
+    """Return the fields that the settings name for messages; none for documents."""
     if config.kind == "documents":
         return set()
     if config.kind == "preferences":
@@ -118,18 +130,18 @@ def message_fields(config: ReadConfig) -> set[str]:
 
 
 def _raise_nested(values: dict[str, Any], config: ReadConfig) -> None:
-    """Move what `data.text` names out of the object `data`, to a field of that very name."""
+    """Move the value of a dotted name such as `data.text` out of the object `data`, to a field of that name."""
     for name in sorted(document_fields(config) | message_fields(config)):
         if "." in name and name not in values:
-            found, rest = _taken(values, name.split("."))
-            if found is not None:
+            value, rest = _extracted(values, name.split("."))
+            if value is not None:
                 values.clear()
                 values.update(rest)
-                values[name] = found
+                values[name] = value
 
 
-def _taken(values: Mapping[str, Any], path: list[str]) -> tuple[Any, dict[str, Any]]:
-    """(the value at the end of the path or None, `values` without it and without objects that it leaves empty)."""
+def _extracted(values: Mapping[str, Any], path: list[str]) -> tuple[Any, dict[str, Any]]:
+    """Return (value at the end of the path or None, `values` without it and without objects that this empties)."""
     head, *more = path
     rest = dict(values)
     if not more:
@@ -137,22 +149,22 @@ def _taken(values: Mapping[str, Any], path: list[str]) -> tuple[Any, dict[str, A
     inner = rest.get(head)
     if not isinstance(inner, dict):
         return None, rest
-    found, left = _taken(inner, more)
-    if left:
-        rest[head] = left
+    value, remaining = _extracted(inner, more)
+    if remaining:
+        rest[head] = remaining
     else:
         del rest[head]
-    return found, rest
+    return value, rest
 
 
 def _others(values: Mapping[str, Any], config: ReadConfig) -> dict[str, Any]:
-    """Fields that are not mapped. One that has a canonical name but means something else gets "_" before it."""
+    """Return the fields that are not mapped. An unmapped field with a canonical name gets the prefix "_"."""
     mapped = {*config.text_fields, config.id, config.source, config.url, config.language, config.license}
     return {f"_{name}" if name in CANONICAL else name: value for name, value in values.items() if name not in mapped}
 
 
 def text_problem(text: Any) -> str:
-    """Reason why this can be no document's text; "" when it can."""
+    """Return the reason why this value cannot be a document's text; "" if it can."""
     if not isinstance(text, str):
         return "text_not_string"
     if not text or text.isspace():
@@ -163,7 +175,7 @@ def text_problem(text: Any) -> str:
 
 
 def _identity(given: Any, text: str) -> str | None:
-    """The id as a string, the content's if there is none; None when what is given cannot be one."""
+    """Return the id as a string, or the hash of the text if no id is given; None if the given id is invalid."""
     if given is None:
         return content_id(text)
     if isinstance(given, int) and not isinstance(given, bool):

@@ -1,7 +1,7 @@
-"""What a file holds, by its first bytes: its name may say anything.
+"""Recognise the format of a file by its first bytes. Its name is only a hint.
 
 Readers recognise their own files (`Reader.SIGNATURES`, `ENDINGS`, `trusts_name`, `recognise`); this module asks them in
-order and names none of them. A file that no reader is for is reported as what it is (`foreign`).
+order and names none of them. A file that no reader supports is reported as what it is (`foreign`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tidewheel.data.readers.packed import (
     Recoded,
     UnreadableFile,
     encoding_of,
+    file_errors,
     opened,
     packing_of,
-    told,
     unpacked_name,
 )
 from tidewheel.errors import ConfigError
@@ -36,15 +36,15 @@ _READ_BYTES = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """What a file holds.
+    """The recognised format of a file.
 
     Args:
-        format: name of its reader.
+        format: name of the format's reader.
         packing: "gzip", "zstd" or "".
         encoding: "utf-16-le", "utf-16-be", or "" for UTF-8 and for anything that is not text.
         delimiter: what separates the fields of a table, else "".
         problem: what the file is instead, if it cannot be read, else "".
-        hint: what to do about the problem.
+        hint: how to fix the problem.
     """
 
     format: str
@@ -60,7 +60,7 @@ class Shape:
         return not self.packing and not self.encoding
 
     def __str__(self) -> str:
-        """Return what people read: "csv, gzip, utf-16", or what it is instead."""
+        """Return the shape for display: "csv, gzip, utf-16", or what the file is instead."""
         if self.problem:
             return self.problem
         encoding = self.encoding and "utf-16"
@@ -92,19 +92,19 @@ def installed_sources(config: ReadConfig) -> dict[str, str]:
     return {kind: source_hash(reader) for kind, reader in sorted(_readers().items()) if is_own(kind)}
 
 
-def shape_of(place: Store, key: str, config: ReadConfig) -> Shape:
-    """Return what the file `key` holds: a function of its first `HEAD_BYTES`, its name and the settings.
+def shape_of(store: Store, key: str, config: ReadConfig) -> Shape:
+    """Return the format of the file `key`: a function of its first `HEAD_BYTES`, its name and the settings.
 
     Args:
-        place: the store of the file.
+        store: the store of the file.
         key: its key there.
         config: the settings of `read`.
 
     Raises:
-        UnreadableFile: the file cannot be read at all.
+        UnreadableFile: the beginning of the file cannot be read.
         InputError, StorageError: the file is missing, or its storage fails.
     """
-    with told(place, key), place.open(key) as stream:
+    with file_errors(store, key), store.open(key) as stream:
         raw = stream.read(HEAD_BYTES)
     named = format_of_name(key, config)
     packing = packing_of(key, raw)
@@ -116,7 +116,7 @@ def shape_of(place: Store, key: str, config: ReadConfig) -> Shape:
         return _checked(Shape(kind), config)
     head, encoding = raw, ""
     if packing or named_reader is None or not named_reader.BINARY:
-        head, encoding = _unpacked_head(place, key, raw, packing)
+        head, encoding = _unpacked_head(store, key, raw, packing)
     default = named or fallback()
     if problem := foreign.binary_problem(head) or (None if packing else foreign.binary_problem(raw)):
         return Shape(default, packing, "", "", *problem)
@@ -127,7 +127,7 @@ def shape_of(place: Store, key: str, config: ReadConfig) -> Shape:
 
 
 def _signed(raw: bytes, readers: dict[str, type[Reader]], named: type[Reader] | None) -> str:
-    """Return the format whose signature a file, as it is stored, begins with; "" if there is none."""
+    """Return the format whose signature the stored bytes begin with; "" if there is none."""
     for kind, reader in readers.items():
         if raw.startswith(reader.SIGNATURES):
             return kind
@@ -137,12 +137,12 @@ def _signed(raw: bytes, readers: dict[str, type[Reader]], named: type[Reader] | 
 
 
 def _match(head: FileHead, readers: dict[str, type[Reader]], default: str) -> tuple[str, FileMatch]:
-    """Return (format, what its reader says) of a file whose first bytes are known.
+    """Return the format of a file and its reader's match.
 
     Args:
         head: the beginning of the file.
-        readers: all of them, in the order in which they are asked.
-        default: the format if none of them recognises the file.
+        readers: all readers, in the order in which they are asked.
+        default: the format if no reader recognises the file.
     """
     named = readers.get(head.named)
     if named is not None and named.trusts_name(head):
@@ -161,26 +161,27 @@ def _match(head: FileHead, readers: dict[str, type[Reader]], default: str) -> tu
 
 
 def _checked(shape: Shape, config: ReadConfig) -> Shape:
-    """Return the shape, or the problem that `read.format` names another format than the content has."""
+    """Return the shape, with a problem if `read.format` and the content disagree."""
     if shape.problem or config.format_name in (AUTO, shape.format):
         return shape
-    if shape.format == fallback():  # anything may be a damaged line
+    if shape.format == fallback():  # any content may be a damaged line
         return Shape(config.format_name, shape.packing, shape.encoding)
     return Shape(config.format_name, shape.packing, shape.encoding, "",
                  f"{_readers()[shape.format].SHOWN}, where read.format says {config.format_name}",
                  "leave out read.format: the content decides then")
 
 
-def _unpacked_head(place: Store, key: str, raw: bytes, packing: str) -> tuple[bytes, str]:
-    """Return (the first bytes, decompressed and in UTF-8; the encoding they were in).
+def _unpacked_head(store: Store, key: str, raw: bytes, packing: str) -> tuple[bytes, str]:
+    """Return (the first bytes, decompressed and in UTF-8; their original encoding).
 
-    There are fewer bytes if the file is damaged: its reader reports that.
+    A damaged file gives fewer bytes; its reader reports the damage.
     """
     if not packing and not encoding_of(raw):
         return raw, ""
-    head, encoding = b"", ""
+    head = b""
+    encoding = ""
     try:
-        with opened(place, key) as stream:
+        with opened(store, key) as stream:
             if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, Recoded):
                 encoding = stream.raw.encoding
             while len(head) < HEAD_BYTES and (more := stream.read(_READ_BYTES)):
@@ -211,10 +212,10 @@ def _ordered(names: tuple[str, ...]) -> dict[str, type[Reader]]:
 
 
 def values_of(shape: Shape) -> list[str]:
-    """Return a shape as values for the inputs of a task."""
+    """Return a shape as a list of values, for the inputs of a task."""
     return [shape.format, shape.packing, shape.encoding, shape.delimiter, shape.problem, shape.hint]
 
 
 def shape_from(values: list[Any]) -> Shape:
-    """Return the shape that `values_of` was given."""
+    """Return the shape whose `values_of` are given."""
     return Shape(*values)

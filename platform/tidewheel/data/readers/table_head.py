@@ -1,4 +1,4 @@
-"""How a file of CSV or TSV begins: its delimiter, and whether its header has the columns that a recipe reads."""
+"""Recognise CSV and TSV: find the delimiter, and check that the header has the columns that a recipe reads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PROBLEM_CHARACTERS = 300
 
 
 def match(head: FileHead, kind: str) -> FileMatch | None:
-    """Return what the file is if it is a table of this format.
+    """Return a match if the file is a table of this format.
 
-    A file that is named as CSV or TSV is one. Any other text is a table if its first line has the columns that the
-    recipe reads, or if its first lines look like rows; TSV if tabs separate their fields.
+    A file that `read.format` or its name calls CSV or TSV is a table. Any other text is a table if its first line has
+    the columns that the recipe reads, or if its first lines look like rows. It is TSV if tabs separate the fields.
 
     Args:
         head: the beginning of the file.
@@ -24,8 +24,8 @@ def match(head: FileHead, kind: str) -> FileMatch | None:
     """
     if head.named not in _DELIMITERS and not head.may_be_any_text:
         return None
-    found = _table(head)
-    return found[1] if found is not None and found[0] == kind else None
+    table = _table(head)
+    return table[1] if table is not None and table[0] == kind else None
 
 
 def _table(head: FileHead) -> tuple[str, FileMatch] | None:
@@ -51,7 +51,7 @@ def _format_of(delimiter: str) -> str:
 
 
 def _has_requested(head: FileHead, columns: list[str]) -> bool:
-    """Return whether a header has all columns of a document's text, or one that holds messages."""
+    """Return whether a header has all columns of a document's text, or a column of messages."""
     config = head.config
     if config.kind == "documents":
         return set(config.text_fields) <= set(columns)
@@ -60,7 +60,7 @@ def _has_requested(head: FileHead, columns: list[str]) -> bool:
 
 
 def _without_column(head: FileHead, kind: str, delimiter: str, columns: list[str]) -> FileMatch:
-    """Return a match with the problem that a column is missing."""
+    """Return a match whose problem is the missing column."""
     config = head.config
     if config.kind == "documents":
         field, setting = next((name for name in config.text_fields if name not in columns), ""), "text"
@@ -72,7 +72,7 @@ def _without_column(head: FileHead, kind: str, delimiter: str, columns: list[str
 
 
 def _fields(line: str, delimiter: str) -> list[str]:
-    """Return the fields of a line; none if it ends inside quotes."""
+    """Return the fields of a line; [] if it ends inside quotes."""
     try:
         return [field.strip() for field in split_line(line, delimiter)]
     except MalformedError:
@@ -80,7 +80,7 @@ def _fields(line: str, delimiter: str) -> list[str]:
 
 
 def _looks_regular(lines: list[str]) -> bool:
-    """Return whether the first lines have equally many delimiters, at least one, as rows of a table do."""
+    """Return whether the first lines have the same number of delimiters, at least one, like rows of a table."""
     rows = [line for line in lines[:_LAYOUT_LINES] if line.strip()]
     if len(rows) < 3 or any(line.lstrip()[:1] in "{[" for line in rows):
         return False

@@ -1,6 +1,7 @@
-"""CSV and TSV: the first row names the fields, every other row is a record. Memory is bounded by one record.
+"""Read CSV and TSV: the first row names the fields, every other row is a record. Memory is bounded by one record.
 
-A value is text; an empty one is no value. A row may go over several lines inside quotes, so a file is read as a whole.
+Values are text; an empty field has no value. A row may span several lines inside quotes, so a file is never cut into
+ranges.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers.csv_fields import is_open, split_line
 from tidewheel.data.readers.lines import numbered_lines
 from tidewheel.data.readers.packed import opened
-from tidewheel.data.readers.record import Place, Record, record
+from tidewheel.data.readers.record import Location, Record, record
 from tidewheel.storage import Store
 
 Line = tuple[int, int, bytes | None]
-"""(number, offset, bytes) of a line; without bytes where the file is cut off."""
+"""(number, offset, bytes) of a line; None for bytes where the file is cut off."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row's place and bytes; or the reason why it is none, and the lines that are lost with it."""
+    """Location and bytes of a row; for a bad row also the reason, and the number of lines that are lost with it."""
 
     line: int
     offset: int
@@ -33,36 +34,44 @@ class _Row:
     lines: int = 1
 
 
-def records(place: Store, key: str, config: ReadConfig, name: str, delimiter: str) -> Iterator[Record | Bad]:
-    """The rows behind the header."""
+def records(store: Store, key: str, config: ReadConfig, name: str, delimiter: str) -> Iterator[Record | Bad]:
+    """Yield the rows after the header.
+
+    Args:
+        store: the store of the file.
+        key: its key there.
+        config: the settings of `read`.
+        name: what quarantine calls the file.
+        delimiter: the character that separates fields.
+    """
     header: list[str] | None = None
-    with opened(place, key) as stream:
+    with opened(store, key) as stream:
         for row in _rows(_Lines(numbered_lines(stream, config.max_record_bytes, None)), delimiter.encode(),
                          config.max_record_bytes):
-            here = Place(name, row.line, row.offset)
+            location = Location(name, row.line, row.offset)
             if row.reason:
-                yield replace(here.bad(row.reason, row.raw, row.detail), records=row.lines)
+                yield replace(location.bad(row.reason, row.raw, row.detail), records=row.lines)
                 continue
             try:
                 fields = split_line(row.raw.decode("utf-8"), delimiter)
             except UnicodeDecodeError as error:
-                yield here.bad("wrong_encoding", row.raw, f"byte {error.start}: {error.reason}")
+                yield location.bad("wrong_encoding", row.raw, f"byte {error.start}: {error.reason}")
                 continue
             if header is None:
                 header = _names(fields)
             elif len(fields) != len(header):
-                yield here.bad("wrong_fields", row.raw, f"{len(fields)} fields, the header has {len(header)}")
+                yield location.bad("wrong_fields", row.raw, f"{len(fields)} fields, the header has {len(header)}")
             else:
-                yield record(_values(header, fields, config), config, here, row.raw)
+                yield record(_values(header, fields, config), config, location, row.raw)
 
 
 def _names(fields: list[str]) -> list[str]:
-    """Names of the columns; one without a name is called by its number."""
-    return [name.strip() or f"column_{number}" for number, name in enumerate(fields, start=1)]
+    """Return the names of the columns: "column_3" for a third column without a name."""
+    return [name.strip() or f"column_{position}" for position, name in enumerate(fields, start=1)]
 
 
 def _values(header: list[str], fields: list[str], config: ReadConfig) -> dict[str, str]:
-    """The record's fields; of two columns with one name the first."""
+    """Return the record's fields. The first of two columns with the same name counts."""
     values: dict[str, str] = {}
     for name, value in zip(header, fields, strict=True):
         if value or name in config.text_fields:
@@ -71,10 +80,11 @@ def _values(header: list[str], fields: list[str], config: ReadConfig) -> dict[st
 
 
 class _Lines:
-    """Lines that can be given back."""
+    """An iterator of lines with push-back."""
 
     def __init__(self, lines: Iterator[Line]) -> None:
-        self._lines, self._returned = lines, deque[Line]()
+        self._lines = lines
+        self._returned = deque[Line]()
 
     def next(self) -> Line | None:
         return self._returned.popleft() if self._returned else next(self._lines, None)
@@ -95,16 +105,18 @@ def _rows(lines: _Lines, delimiter: bytes, limit: int) -> Iterator[_Row]:
 
 
 def _row(first: Line, lines: _Lines, delimiter: bytes, limit: int) -> _Row:
-    """The row that begins with the line `first`."""
+    """Return the row that begins with the line `first`."""
     number, offset, raw = first
     assert raw is not None
-    parts, followed = [raw], list[Line]()
-    size, lost = len(raw), 1
+    parts = [raw]
+    followed = list[Line]()
+    size = len(raw)
+    lost = 1
     within = is_open(raw, delimiter, False)
     while within:
         line = lines.next()
         if line is None or line[2] is None:
-            if size <= limit:  # the quote was no opening one, or the file is cut off: what follows are rows again
+            if size <= limit:  # not an opening quote, or the file is cut off: read what follows as rows again
                 lines.give_back([*followed, *([line] if line else [])])
                 return _Row(number, offset, raw, "invalid_csv", "a quote that begins in this row is never closed")
             if line:

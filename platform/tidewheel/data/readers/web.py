@@ -1,8 +1,8 @@
-"""Web archives: WARC pages as the main text that trafilatura finds in their HTML, WET records as they are.
+"""Read web archives: the main text that trafilatura extracts from the HTML of WARC records, and the text of WET.
 
-The archive is taken apart here, strictly: the libraries for it end quietly where a file is cut off, and documents
-would be lost without a word. What HTTP packed into a record is unpacked by warcio, Brotli and Zstandard here: warcio
-cannot read the one with brotli 1.2, and does not know the other.
+This module parses archives itself and strictly: the libraries for them stop without an error where a file is cut off,
+so documents would be lost unnoticed. warcio decodes the HTTP bodies, except for Brotli, which it cannot read with
+brotli 1.2, and Zstandard, which it does not support.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ from tidewheel.data.config import ReadConfig
 from tidewheel.data.quarantine import Bad
 from tidewheel.data.readers.packed import DAMAGE, first_line, opened, zstd
 from tidewheel.data.readers.page_process import page_process
-from tidewheel.data.readers.record import Place, Record, record
+from tidewheel.data.readers.record import Location, Record, record
 from tidewheel.errors import InputError
 from tidewheel.storage import Store
 
 PACKAGES = ("trafilatura", "warcio", "lxml", "brotli")
-"""What decides the text of a page, so that their versions are part of a unit's key."""
+"""Packages that decide the text of a page. Their versions are part of a unit's key."""
 _HEADER_BYTES = 64 << 10
 _HTML = ("text/html", "application/xhtml+xml")
 
 
 @dataclass(frozen=True)
 class _Block:
-    """One record of an archive: its headers by lower-case name, and its content; None when it is too long."""
+    """One record of an archive, or the fault that ends the archive.
+
+    Args:
+        offset: offset of its first byte in the decompressed archive.
+        headers: headers by lower-case name.
+        content: content; None if it is too long.
+        fault: reason of `quarantine.REASONS` for which the rest of the archive cannot be read; "" for a record.
+        detail: explanation of the fault.
+    """
 
     offset: int
     headers: dict[str, str]
@@ -39,30 +47,36 @@ class _Block:
     detail: str = ""
 
 
-def records(place: Store, key: str, config: ReadConfig, name: str) -> Iterator[Record | Bad]:
-    """The pages of an archive: HTML responses of status 200, and conversions (WET). Others are no documents.
+def records(store: Store, key: str, config: ReadConfig, name: str) -> Iterator[Record | Bad]:
+    """Yield the pages of an archive: HTML responses with status 200, and conversions (WET). Skip other records.
 
-    A page has the fields `id` (the archive's id of the record), `url`, `host`, `date`, for WET
-    `identified_language`, and the text. Its offset is in the unpacked archive; its line is the record's number.
+    A page has the fields `id` (the record's id in the archive), `url`, `host`, `date`, for WET `identified_language`,
+    and the text. Its offset refers to the decompressed archive; its line is the number of the record.
+
+    Args:
+        store: the store of the archive.
+        key: its key there.
+        config: the settings of `read`.
+        name: what quarantine calls the archive.
 
     Raises:
         InputError: the packages for HTML are not installed.
     """
     check_installed()
-    with opened(place, key) as stream:
+    with opened(store, key) as stream:
         for number, block in enumerate(_blocks(stream, config.max_record_bytes), start=1):
-            here = Place(name, number, block.offset)
+            location = Location(name, number, block.offset)
             if block.fault:
-                yield here.bad(block.fault, b"", f"{block.detail}; the records before are kept")
-            elif (found := _page(block, config, here)) is not None:
-                yield found
+                yield location.bad(block.fault, b"", f"{block.detail}; the records before are kept")
+            elif (row := _page(block, config, location)) is not None:
+                yield row
 
 
 def _blocks(stream: Any, limit: int) -> Iterator[_Block]:
-    """The records of an archive; where it cannot be taken apart any further, a block that tells the fault.
+    """Yield the records of an archive, and a block with the fault where the archive cannot be parsed any further.
 
-    A block comes when what follows it has been reached: then its length is right, and the checksum of a gzip member
-    of its own has held.
+    Yield a block only after reaching the next one: then its length is correct, and so is the checksum if the record is
+    a separate gzip member.
     """
     start = end = 0
     block: _Block | None = None
@@ -70,7 +84,7 @@ def _blocks(stream: Any, limit: int) -> Iterator[_Block]:
         while True:
             start = block.offset if block else end
             line, next_at = _next_line(stream, end)
-            if block and line and not line.startswith(b"WARC/") and next_at == end:  # else blank lines had ended it
+            if block and line and not line.startswith(b"WARC/") and next_at == end:  # else blank lines ended it
                 raise ValueError("a record is longer than it says")
             end = next_at
             if block:
@@ -91,7 +105,7 @@ def _blocks(stream: Any, limit: int) -> Iterator[_Block]:
             end += size + length
             block = _Block(start, headers, content)
     except EOFError:
-        if block:  # only the compression's own end is missing
+        if block:  # only the end of the compressed stream is missing
             yield block
         yield _Block(start if block is None else end, {}, None, "truncated_file", "the archive ends too early")
     except (ValueError, *DAMAGE) as error:
@@ -99,22 +113,23 @@ def _blocks(stream: Any, limit: int) -> Iterator[_Block]:
 
 
 def _next_line(stream: Any, offset: int) -> tuple[bytes, int]:
-    """(first line that is not blank, its offset); the line is empty at the end."""
+    """Return (first line that is not blank, its offset); the line is empty at the end of the stream."""
     while (line := stream.readline(_HEADER_BYTES)) and not line.strip():
         offset += len(line)
     return line, offset
 
 
 def _headers(stream: Any, line: bytes) -> tuple[dict[str, str], int]:
-    """(headers by lower-case name, their length in bytes) of the record that begins with `line`."""
-    size, last = len(line), ""
+    """Return (headers by lower-case name, their length in bytes) of the record that begins with `line`."""
+    size = len(line)
+    last = ""
     headers: dict[str, str] = {}
     while (line := stream.readline(_HEADER_BYTES)).strip():
         size += len(line)
         if size > _HEADER_BYTES:
             raise ValueError("the headers of a record do not end")
         text = line.decode("utf-8", "replace").strip()
-        if line[:1] in b" \t" and last:  # a header may go on in the next line
+        if line[:1] in b" \t" and last:  # a header may continue on the next line
             headers[last] += " " + text
             continue
         last, _, value = text.partition(":")
@@ -135,14 +150,14 @@ def _skip(stream: Any, length: int) -> None:
         length -= len(data)
 
 
-def _page(block: _Block, config: ReadConfig, place: Place) -> Record | Bad | None:
-    """The document of one record; None for those that are none."""
+def _page(block: _Block, config: ReadConfig, location: Location) -> Record | Bad | None:
+    """Return the document of one record; None if the record is not a page."""
     headers, content = block.headers, block.content
     kind = headers.get("warc-type", "")
     if kind not in ("response", "conversion") or (kind == "response" and not _is_http(headers)):
         return None
     if content is None:
-        return place.bad("record_too_long", b"", f"more than {config.max_record_bytes} bytes")
+        return location.bad("record_too_long", b"", f"more than {config.max_record_bytes} bytes")
     url = headers.get("warc-target-uri", "").strip("<>")
     values = {"id": headers.get("warc-record-id", "").strip("<>") or None, "url": url or None,
               "host": _host(url), "date": headers.get("warc-date")}
@@ -150,23 +165,23 @@ def _page(block: _Block, config: ReadConfig, place: Place) -> Record | Bad | Non
         try:
             text: str | None = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            return place.bad("wrong_encoding", content, f"byte {error.start}: {error.reason}")
+            return location.bad("wrong_encoding", content, f"byte {error.start}: {error.reason}")
         values["identified_language"] = headers.get("warc-identified-content-language")
     else:
         try:
-            found = _html(content, config.max_record_bytes)
+            html = _html(content, config.max_record_bytes)
         except (InputError, MemoryError):
             raise
-        except Exception as error:  # a page is hostile input, and no fault of one may end the run
-            return place.bad("no_main_text", content, f"{type(error).__name__}: {first_line(error)}")
-        if found is None:
+        except Exception as error:  # a page is hostile input and must not end the run
+            return location.bad("no_main_text", content, f"{type(error).__name__}: {first_line(error)}")
+        if html is None:
             return None
-        page = page_process().read(*found)
+        page = page_process().read(*html)
         text = page.text
         if text is None:
-            return place.bad(page.reason, content, page.detail or url)
+            return location.bad(page.reason, content, page.detail or url)
     given = {name: value for name, value in values.items() if value is not None}
-    return record({**given, config.text_name: text}, config, place, content)
+    return record({**given, config.text_name: text}, config, location, content)
 
 
 def _is_http(headers: dict[str, str]) -> bool:
@@ -181,10 +196,10 @@ def _host(url: str) -> str | None:
 
 
 def _html(content: bytes, limit: int) -> tuple[bytes, str] | None:
-    """(HTML, charset that HTTP names or "") of a response; None when it is no page, or not with status 200.
+    """Return (HTML, charset that HTTP names or "") of a response; None if it is not HTML or its status is not 200.
 
     Raises:
-        Exception: it is no HTTP, or its content cannot be unpacked.
+        Exception: the response is not HTTP, or its content cannot be decompressed.
     """
     from warcio.recordloader import ArcWarcRecord
     from warcio.statusandheaders import StatusAndHeadersParser
@@ -202,16 +217,25 @@ def _html(content: bytes, limit: int) -> tuple[bytes, str] | None:
         body = unpack(body, limit + 1)
     if len(body) > limit:
         raise ValueError(f"unpacked it has more than {limit} bytes")
-    charset = next((value.strip().strip("\"'") for name, _, value in (each.partition("=") for each in parameters)
-                    if name.strip().lower() == "charset"), "")
-    return body, charset
+    return body, _charset(parameters)
+
+
+def _charset(parameters: list[str]) -> str:
+    """Return the charset among the parameters of a content type; "" if there is none."""
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "charset":
+            return value.strip().strip("\"'")
+    return ""
 
 
 def _brotli(body: bytes, most: int) -> bytes:
-    """Return at most `most` bytes of what Brotli packed; `body` itself where it is not packed, as in some archives.
+    """Return at most `most` decompressed bytes of a Brotli body; the body itself if it is already plain.
+
+    Some archives store a plain body and keep the header that says it is compressed.
 
     Raises:
-        EOFError: it is cut off.
+        EOFError: the compressed data are cut off.
     """
     import brotli
 
@@ -226,7 +250,7 @@ def _brotli(body: bytes, most: int) -> bytes:
 
 
 def _zstd(body: bytes, most: int) -> bytes:
-    """Return at most `most` bytes of what Zstandard packed; like `_brotli`."""
+    """Return at most `most` decompressed bytes of a Zstandard body, like `_brotli`."""
     decoder = zstd.ZstdDecompressor()
     try:
         content = decoder.decompress(body, max_length=most)
@@ -247,7 +271,11 @@ _UNPACK = {"br": _brotli, "zstd": _zstd}
 
 
 def check_installed() -> None:
-    """Raise InputError when the packages for web archives are not installed."""
+    """Check that the packages for web archives are installed.
+
+    Raises:
+        InputError: a package is missing.
+    """
     if not all(importlib.util.find_spec(name) for name in PACKAGES):
         raise InputError("reading WARC needs packages that are not installed", where="read.format",
                          fix="pip install 'tidewheel[web]'")

@@ -168,5 +168,5 @@ def test_too_little_memory_is_no_verdict_on_rows(tmp_path, monkeypatch, error, f
     parquet(tmp_path / "a.parquet", ["a", "b"])
     arrow(tmp_path / "a.arrow", pa.array(["a", "b"]))
     name = "a.arrow" if fails == "_arrow" else "a.parquet"
-    with pytest.raises(InputError, match="more memory than there is"):
+    with pytest.raises(InputError, match="more memory than is available"):
         list(read_records(store(tmp_path), name, ReadConfig(paths=("*",))))

@@ -271,8 +271,8 @@ print([each.reason for each in found], peak() - before >> 10)
     assert 4 <= int(megabytes) < 32
 
 
-def test_a_file_that_has_gone_is_no_bad_file(tmp_path):
-    with pytest.raises(InputError, match="has gone"):
+def test_a_removed_file_raises_input_error(tmp_path):
+    with pytest.raises(InputError, match="has been removed"):
         list(read_records(store(tmp_path), "none.jsonl", CONFIG))
 
 

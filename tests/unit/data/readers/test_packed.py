@@ -1,10 +1,10 @@
-"""Opening source files: what is the file's fault, and what is not."""
+"""Opening source files: errors of damaged files differ from errors of storage."""
 
 from __future__ import annotations
 
 import pytest
 
-from tidewheel.data.readers.packed import UnreadableFile, is_packed, opened, told, unpacked_name
+from tidewheel.data.readers.packed import UnreadableFile, file_errors, is_packed, opened, unpacked_name
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import store
 
@@ -12,16 +12,16 @@ from tidewheel.storage import store
 @pytest.mark.parametrize(("error", "becomes"), [
     (OSError("broken"), UnreadableFile), (EOFError(), UnreadableFile), (MemoryError(), InputError),
     (FileNotFoundError(), InputError), (StorageError("the store failed"), StorageError)])
-def test_the_fault_of_a_file_is_told_from_that_of_its_place(tmp_path, error, becomes):
-    with pytest.raises(becomes), told(store(tmp_path), "a.jsonl"):
+def test_a_damaged_file_raises_another_error_than_failing_storage(tmp_path, error, becomes):
+    with pytest.raises(becomes), file_errors(store(tmp_path), "a.jsonl"):
         raise error
 
 
-def test_names():
+def test_names_of_compressed_files():
     assert [unpacked_name(name) for name in ("A.JSONL.GZ", "b.txt", "c.warc.zst")] == ["a.jsonl", "b.txt", "c.warc"]
     assert [is_packed(name) for name in ("A.JSONL.GZ", "b.txt")] == [True, False]
 
 
-def test_a_missing_file_is_told(tmp_path):
-    with pytest.raises(InputError, match="has gone"), opened(store(tmp_path), "none.gz") as stream:
+def test_a_missing_file_raises_input_error(tmp_path):
+    with pytest.raises(InputError, match="has been removed"), opened(store(tmp_path), "none.gz") as stream:
         stream.read()
