@@ -1,1 +1,1 @@
-"""Filters: rules that judge, and some of them edit, one document at a time."""
+"""The built-in filters: rules that drop, or edit, one document at a time."""

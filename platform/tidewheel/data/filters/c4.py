@@ -1,10 +1,10 @@
-"""C4's rules (Raffel et al. 2020, section 2.2; definitions as in FineWeb / datatrove). They remove lines.
+"""C4's rules (Raffel et al. 2020, section 2.2; definitions as in FineWeb / datatrove), which remove lines.
 
-Lines are cut at newlines and bare of white space at both ends. In this order a line goes when one of its words (what
-white space separates) is too long; when, without citations, it does not end a sentence; when it has too few words; when
-it mentions "javascript", or a policy. A line that is still there with "lorem ipsum" or a curly bracket drops the
-document; so do too few sentences in the lines that stay. Sentences end at a token of `gopher_quality` that is one of
-. ! ? and their like in other scripts, and begin with the next one that is not punctuation.
+Lines are split at newlines and stripped of white space. The rules remove a line, in this order, if one of its words
+(separated by white space) is too long; if, without citations, it does not end a sentence; if it has too few words; or
+if it mentions "javascript" or a policy. They drop the document if a remaining line contains "lorem ipsum" or a curly
+bracket, or if the remaining lines have too few sentences. A sentence ends at a token of `gopher_quality` that is one of
+. ! ? or their equivalents in other scripts, and the next sentence begins with the next token that is not punctuation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ REASONS = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_too_few_sentences")
 
 
 class C4(Filter):
-    """C4's rules: lines that end no sentence, are too short, or are about cookies and JavaScript are removed; documents
-    with "lorem ipsum", a curly bracket or too few sentences go. A value equal to a threshold is kept. FineWeb has these
-    rules with `terminal_punctuation=False`."""
+    """C4's rules. They remove lines that do not end a sentence, are too short, or are about cookies and JavaScript.
+
+    They drop documents with "lorem ipsum", a curly bracket or too few sentences. A value equal to a threshold is kept.
+    FineWeb uses these rules with `terminal_punctuation=False`.
+    """
 
     VERSION: ClassVar[Version | None] = Version("filter_c4", 2, uses=(MEASURES,))
     ORDER: ClassVar[int] = 50
@@ -32,15 +34,15 @@ class C4(Filter):
     DETAILS: ClassVar[tuple[str, ...]] = ("c4_removed_lines",)
 
     terminal_punctuation: bool = True
-    """Remove lines that do not end in . ? ! " or ', and those that end in an ellipsis. FineWeb does not."""
+    """Remove lines that do not end in . ? ! " or ', and lines that end in an ellipsis. FineWeb keeps them."""
     min_sentences: int = 5
-    """Fewest sentences of a document, in the lines that stay."""
+    """Minimum number of sentences in the remaining lines of a document."""
     min_words_per_line: int = 3
-    """Fewest words of a line."""
+    """Minimum number of words in a line."""
     max_word_length: int = 1000
-    """Most characters of a word; a line with a longer one is removed."""
+    """Maximum number of characters in a word; remove lines with a longer one."""
     remove_citations: bool = True
-    """Cut [1], [], [edit] and [citation needed] out of lines."""
+    """Remove [1], [], [edit] and [citation needed] from lines."""
     javascript: bool = True
     """Remove lines with "javascript"."""
     policy: bool = True
@@ -51,21 +53,21 @@ class C4(Filter):
     """Drop documents with a curly bracket."""
 
     def limits(self) -> Limits:
-        """Return the fewest sentences."""
+        """Return the minimum number of sentences."""
         return {"c4_sentences": (self.min_sentences, None), "c4_kept_lines": (None, None),
                 "c4_removed_lines": (None, None)}
 
     def measures(self) -> Measures:
-        """Ask for the lines that stay."""
+        """Request the remaining lines."""
         return Measures(kept_lines=LineRules(**{name: getattr(self, name) for name in LineRules._fields}))
 
     def apply(self, batch: Batch) -> Verdicts:
         """Judge documents and remove lines.
 
         Returns:
-            One of `REASONS` for each document that goes; statistics: c4_sentences (those in the lines that stay, up to
-            what dropped the document), c4_kept_lines (share of the lines that have words) and c4_removed_lines (their
-            number); and the texts without the lines that go, of a dropped document as it was.
+            One of `REASONS` for each dropped document; statistics: c4_sentences (sentences in the remaining lines, up
+            to the line that dropped the document), c4_kept_lines (share of the lines with words) and c4_removed_lines
+            (their number); and the texts without the removed lines. Dropped documents keep their texts.
         """
         measured = batch.measure(self.measures())
         counts = measured.kept_lines
@@ -76,4 +78,4 @@ class C4(Filter):
             "c4_kept_lines": np.minimum(counts[:, 1] / np.maximum(counts[:, 0], 1), 1.0),
             "c4_removed_lines": np.maximum(counts[:, 0] - counts[:, 1], 0).astype(np.float64),
         }
-        return Verdicts([reasons[number] for number in counts[:, 3]], statistics, measured.edited)
+        return Verdicts([reasons[code] for code in counts[:, 3]], statistics, measured.edited)

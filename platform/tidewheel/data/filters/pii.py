@@ -1,13 +1,13 @@
-"""E-mail addresses and public IPv4 addresses, replaced by fixed placeholders (as FineWeb does, Penedo et al. 2024).
+"""Replace e-mail addresses and public IPv4 addresses with fixed placeholders (as FineWeb does, Penedo et al. 2024).
 
-Which placeholder stands for an address is chosen by the hash of the address, so the same address reads the same
-everywhere and nothing depends on order. The default ones are reserved for documentation (RFC 2606, RFC 5737), and
-replacing twice changes nothing more.
+The hash of an address selects its placeholder, so an address has the same placeholder everywhere and nothing depends on
+order. The default placeholders are reserved for documentation (RFC 2606, RFC 5737). Applying the filter twice gives the
+same text as applying it once.
 
-Left alone, because they point at nobody: reserved, private, multicast and documentation ranges; those with at
-least three numbers of one digit, which are versions and section numbers ("11.4.2.3") or public resolvers ("8.8.4.4";
-of all addresses 0.02 % look like this); and numbers that the text around
-them shows to be versions or parts of a name ("v10.2.33.4", "12.4.10.2-beta", "lib-10.2.33.4.jar", "1.2.3.4.5").
+These addresses stay, because they do not identify anybody: addresses in reserved, private, multicast and documentation
+ranges; addresses with at least three one-digit numbers, which are versions and section numbers ("11.4.2.3") or public
+resolvers ("8.8.4.4"; 0.02 % of all addresses look like this); and numbers that the surrounding text shows to be
+versions or parts of a name ("v10.2.33.4", "12.4.10.2-beta", "lib-10.2.33.4.jar", "1.2.3.4.5").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ADDRESSES = re.compile(
 _VERSION_BEFORE = re.compile(
     r"(?:\b(?:v|ver|version|versions|release|rev|revision|build|firmware|patch|section|sec|chapter|clause|table|figure)"
     r"[.:]?|§|==|>=|<=|~=)\s*$", re.IGNORECASE)
-_CONTEXT = 16  # characters before an address in which such a word is looked for
+_CONTEXT = 16  # number of characters before an address that are searched for such a word
 _MAYBE_ADDRESS = r"\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]"
 #: IANA's special-purpose registry, multicast and the future-use block; frozen here, as Python's list changes.
 _NOT_PUBLIC = tuple(IPv4Network(block) for block in (
@@ -46,7 +46,7 @@ _NOT_PUBLIC = tuple(IPv4Network(block) for block in (
 
 
 class Pii(Filter):
-    """Replace e-mail and public IPv4 addresses by placeholders, chosen by the hash of what they replace."""
+    """Replace e-mail and public IPv4 addresses with placeholders that the hash of the address selects."""
 
     VERSION: ClassVar[Version | None] = Version("filter_pii")
     ORDER: ClassVar[int] = 100
@@ -59,24 +59,30 @@ class Pii(Filter):
     """Replace public IPv4 addresses."""
     email_placeholders: tuple[str, ...] = Field(
         default=("email@example.com", "firstname.lastname@example.org"), min_length=1)
-    """What stands in place of an e-mail address."""
+    """Placeholders for e-mail addresses."""
     address_placeholders: tuple[str, ...] = Field(
         default=("192.0.2.17", "192.0.2.201", "198.51.100.24", "198.51.100.133", "203.0.113.8", "203.0.113.190"),
         min_length=1)
-    """What stands in place of an IPv4 address."""
+    """Placeholders for IPv4 addresses."""
 
     def limits(self) -> Limits:
         """Return statistics without limits: no document is dropped."""
         return {"pii_emails": (None, None), "pii_addresses": (None, None)}
 
     def apply(self, batch: Batch) -> Verdicts:
-        """Replace addresses; statistics: how many of each kind."""
+        """Replace addresses.
+
+        Returns:
+            No reasons; statistics: pii_emails and pii_addresses, the numbers of replacements; and the texts.
+        """
         import pyarrow as pa
         import pyarrow.compute as pc
 
         column = batch.texts
-        emails, addresses = np.zeros(len(column)), np.zeros(len(column))
-        at, dotted = np.zeros(len(column), bool), np.zeros(len(column), bool)  # texts worth a closer look; few
+        emails = np.zeros(len(column))
+        addresses = np.zeros(len(column))
+        at = np.zeros(len(column), bool)  # the few texts that may contain an e-mail address
+        dotted = np.zeros(len(column), bool)  # the few texts that may contain an IPv4 address
         if self.emails:
             at[:] = pc.match_substring(column, "@").to_numpy(zero_copy_only=False)
         if self.addresses:
@@ -97,15 +103,18 @@ class Pii(Filter):
 
 
 def replace_emails(text: str, placeholders: tuple[str, ...]) -> tuple[str, int]:
-    """(text, replacements). An address has a name of letters, digits and the marks RFC 5322 allows, "@", and a domain
-    whose last label is of letters; both in any script."""
+    """Return (text with placeholders, number of replacements).
+
+    An address consists of a name of letters, digits and the marks that RFC 5322 allows, "@", and a domain whose last
+    label consists of letters. Both may be in any script.
+    """
     parts: list[str] = []
     done = count = 0
     at = text.find("@")
     while at >= 0:
-        found = _email(text, at, done)
-        if found is not None:
-            start, end = found
+        span = _email(text, at, done)
+        if span is not None:
+            start, end = span
             if text[start:end] not in placeholders:
                 parts += [text[done:start], _placeholder(text[start:end].lower(), placeholders)]
                 done = end
@@ -115,19 +124,19 @@ def replace_emails(text: str, placeholders: tuple[str, ...]) -> tuple[str, int]:
 
 
 def _email(text: str, at: int, done: int) -> tuple[int, int] | None:
-    """Where the address around the "@" begins and ends."""
+    """Return the [start, end) of the address around the "@"; None if there is none."""
     before = text[max(done, at - _LONGEST_LOCAL) : at]
     local = _LOCAL.match(before[::-1])
     domain = _DOMAIN.match(text, at + 1, at + 1 + _LONGEST_DOMAIN)
     if local is None or domain is None:
         return None
     name = local.group()[::-1]
-    first = next((place for place, character in enumerate(name) if character.isalnum()), None)  # not quotes before it
+    first = next((index for index, character in enumerate(name) if character.isalnum()), None)  # skip quotes before it
     return None if first is None else (at - len(name) + first, domain.end())
 
 
 def replace_addresses(text: str, placeholders: tuple[str, ...]) -> tuple[str, int]:
-    """(text, replacements) for the IPv4 addresses that are public and no version or section number."""
+    """Return (text with placeholders, number of replacements). Versions and section numbers are not replaced."""
     count = 0
 
     def replacement(match: re.Match[str]) -> str:
@@ -142,7 +151,7 @@ def replace_addresses(text: str, placeholders: tuple[str, ...]) -> tuple[str, in
 
 
 def _is_personal(address: str) -> bool:
-    """Public, and with at most two numbers of one digit."""
+    """Return whether an address is public and has at most two one-digit numbers."""
     if sum(len(number) == 1 for number in address.split(".")) >= 3:
         return False
     value = IPv4Address(address)

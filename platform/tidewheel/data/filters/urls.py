@@ -1,7 +1,7 @@
-"""Lists of domains, pages and words that are not wanted in the URLs of documents.
+"""Filter by URL: drop documents whose URLs are on lists of domains, pages and words.
 
 The rules are those of RefinedWeb (Penedo et al. 2023, arXiv:2306.01116, section G.1) and FineWeb: whole domains,
-single pages, words of which one is enough, and words that count only together.
+single pages, words of which one is enough, and soft words of which several are needed.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class UrlFilter(Filter):
-    """Documents whose URL is on a list go; those without a URL stay. Files have one entry a line, plain or gzip."""
+    """Drop documents whose URL is on a list; keep those without a URL. Files have one entry per line, plain or gzip."""
 
     VERSION: ClassVar[Version | None] = Version("filter_urls", uses=(url.VERSION,))
     ORDER: ClassVar[int] = 10
     FILES: ClassVar[tuple[str, ...]] = ("domain_files", "url_files", "word_files", "soft_word_files")
 
     domains: tuple[str, ...] = ()
-    """Domains, each with everything below it: example.com also stands for www.example.com."""
+    """Domains, including their subdomains: example.com also matches www.example.com."""
     domain_files: tuple[str, ...] = ()
     """Files of domains."""
     urls: tuple[str, ...] = ()
-    """Single pages; compared in their normal form (`url.normalised`)."""
+    """URLs of single pages, compared in normal form (`url.normalised`)."""
     url_files: tuple[str, ...] = ()
     """Files of pages."""
     words: tuple[str, ...] = ()
-    """Words of which one in the URL is enough. A word is a run of letters and digits."""
+    """Words of which one in the URL is enough. A word is a sequence of letters and digits."""
     word_files: tuple[str, ...] = ()
     """Files of such words."""
     soft_words: tuple[str, ...] = ()
-    """Words that count only together."""
+    """Words of which a URL may have `max_soft_words`."""
     soft_word_files: tuple[str, ...] = ()
     """Files of such words."""
     max_soft_words: int = Field(default=1, ge=0)
-    """Most soft words in a URL that stays (FineWeb drops at two)."""
+    """Maximum number of soft words in a URL (FineWeb drops documents with two)."""
 
     @model_validator(mode="after")
     def _some(self) -> UrlFilter:
@@ -63,18 +63,18 @@ class UrlFilter(Filter):
         _lists(self)
 
     def limits(self) -> Limits:
-        """Return the most soft words."""
+        """Return the maximum number of soft words."""
         return {"url_missing": (None, None), "url_soft_words": (None, self.max_soft_words)}
 
     def apply(self, batch: Batch) -> Verdicts:
         """Judge documents by the `url` of their meta.
 
         Returns:
-            One of `REASONS` for each document that goes; statistics: url_missing (1 for a document without a usable
-            URL), url_soft_words.
+            One of `REASONS` for each dropped document; statistics: url_missing (1 for a document without a usable URL),
+            url_soft_words.
 
         Raises:
-            InputError: a list is missing or is no text.
+            InputError: a list is missing or is not text.
         """
         import numpy as np
 
@@ -87,7 +87,7 @@ class UrlFilter(Filter):
 
 @dataclass(frozen=True)
 class _Lists:
-    """The lists of a filter; long ones as sorted 64-bit hashes, 8 bytes an entry."""
+    """The lists of a filter; domains and URLs are sorted 64-bit hashes, 8 bytes per entry."""
 
     domains: np.ndarray
     urls: np.ndarray
@@ -96,7 +96,7 @@ class _Lists:
     max_soft_words: int
 
     def judge(self, address: str) -> tuple[str, bool, int]:
-        """(reason or "", whether there is no usable URL, soft words in it)."""
+        """Return (reason or "", whether the URL is unusable, number of soft words in it)."""
         parsed = url.parse(address)
         if parsed is None:
             return "", True, 0
@@ -111,16 +111,16 @@ class _Lists:
 
 
 def _above(host: str) -> list[str]:
-    """A host and every domain it is in: a.b.c, b.c, c."""
+    """Return a host and every domain above it: a.b.c, b.c, c."""
     labels = host.split(".")
-    return [".".join(labels[place:]) for place in range(len(labels))]
+    return [".".join(labels[level:]) for level in range(len(labels))]
 
 
 def _any(hashes: np.ndarray, values: Iterable[str]) -> bool:
-    """Whether one of `values` is in a list."""
-    wanted = _hashed(values)
-    places = hashes.searchsorted(wanted).clip(max=len(hashes) - 1)
-    return bool((hashes[places] == wanted).any())
+    """Return whether one of `values` is in a list of sorted hashes."""
+    requested = _hashed(values)
+    rows = hashes.searchsorted(requested).clip(max=len(hashes) - 1)
+    return bool((hashes[rows] == requested).any())
 
 
 def _hashed(values: Iterable[str]) -> np.ndarray:
@@ -132,7 +132,7 @@ def _hashed(values: Iterable[str]) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _lists(config: UrlFilter) -> _Lists:
-    """The lists of a filter, read once a process."""
+    """Return the lists of a filter, read once per process."""
     import numpy as np
 
     from tidewheel.data import resources
@@ -153,6 +153,6 @@ def _absolute(entry: str) -> str:
 
 
 def _domain(entry: str) -> str:
-    """The domain of an entry: lists write example.com, .example.com, *.example.com or a URL."""
+    """Return the domain of an entry: lists write example.com, .example.com, *.example.com or a URL."""
     parsed = url.parse(_absolute(entry.removeprefix("*").removeprefix(".")))
     return parsed.host if parsed else ""

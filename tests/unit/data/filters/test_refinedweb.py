@@ -114,5 +114,5 @@ def test_documents_without_anything_to_remove_stay_as_they_are():
 
 
 def test_phrases_are_checked():
-    with pytest.raises(ConfigError, match="is no phrase"):
+    with pytest.raises(ConfigError, match="is not a phrase"):
         build(RefinedWeb, {"phrases": ["panier à moi"]})
