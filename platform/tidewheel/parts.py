@@ -1,15 +1,15 @@
-"""Parts: what a recipe or a run is made of, found by name. Whoever needs another one writes it outside this package.
+"""Parts: the components of recipes and runs, found by name. Users add their own outside this package.
 
 A part is a typed configuration class with the function that it configures. YAML, `--set` and the SDK name it in the
 same three ways:
 
 - the name of a built-in part, which is the name of its module: `gopher_quality`;
-- `module:Class`, code of the user's own, found from the working folder as `python -m` finds it. `--working-dir` takes
-  it along to a cluster;
-- the name of an entry point of an installed package, in the group of the part's kind: `tidewheel.filters`.
+- `module:Class`, the user's own code, found from the working folder as `python -m` finds it. `--working-dir` sends it
+  to a cluster;
+- the name of an installed package's entry point, in the group of the part's kind: `tidewheel.filters`.
 
-What other code must know about a part is said by the part itself, in class variables and methods of its kind's base
-class. Keys of finished work hold the declared version of a built-in part, and the hash of the source of any other.
+A part itself declares what other code must know about it, in class variables and methods of its kind's base class. Keys
+of finished work contain the declared version of a built-in part, and the source hash of any other part.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from tidewheel.versions import Version
 
 P = TypeVar("P", bound="Part")
 KIND, CODE = "kind", "code"
-"""Keys under which `Part.decisive` holds the name of a part and the hash of its source; no setting is called so."""
+"""Keys of a part's name and its source hash in `Part.decisive`. No setting may have these names."""
 MISTAKES = (TypeError, ValueError, AttributeError, LookupError, NameError, ArithmeticError, ImportError,
             NotImplementedError)
-"""Errors of code that fails in the same way each time. A RuntimeError may be another worker's, or the device's."""
+"""Errors of code that fails the same way each time. A RuntimeError may come from another worker or from the device."""
 _names: dict[type[Part], str] = {}
-"""Names of classes that were made of functions."""
+"""Names of classes that were made from functions."""
 
 
 class Part(Config):
-    """Base of every part: its fields are its settings."""
+    """Base class of all parts. The fields of a part are its settings."""
 
     VERSION: ClassVar[Version | None] = None
-    """What its output is promised for, in `tests/golden`; only of parts in this package whose output keys depend on."""
+    """Version of the output, for built-in parts whose output keys depend on; `tests/golden` holds the output."""
 
-    if not TYPE_CHECKING:  # checkers see the fields as arguments
+    if not TYPE_CHECKING:  # type checkers see the fields as arguments
         def __init__(self, /, **settings: Any) -> None:
-            """Take settings by name.
+            """Set the part's settings by name.
 
             Raises:
                 ConfigError: a setting is unknown, missing or wrong.
@@ -67,7 +67,7 @@ class Part(Config):
                 raise ConfigError(explain(type(self), error), where=name_of(type(self)),
                                   fix="correct the settings named above") from None
 
-        __init__.__pydantic_base_init__ = True  # so that a part inside another configuration is told with its path
+        __init__.__pydantic_base_init__ = True  # errors inside another configuration then have their path
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -79,22 +79,22 @@ class Part(Config):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Refuse settings whose names would hide what `decisive` says of the part."""
+        """Refuse settings named like the keys that `decisive` adds."""
         if taken := {KIND, CODE} & set(cls.model_fields):
-            raise TypeError(f"{cls.__name__}: a setting cannot be called {taken.pop()!r}, name it otherwise")
+            raise TypeError(f"{cls.__name__}: a setting cannot be called {taken.pop()!r}, choose another name")
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as JSON values."""
         return super().decisive()
 
     def decisive(self) -> dict[str, Any]:
-        """Return `settings` with the part's name as `kind`, and for a part outside this package its source's hash."""
+        """Return `settings` plus the part's name as `kind`, and the source hash of a part outside this package."""
         name = name_of(type(self))
         code = {CODE: source_hash(type(self))} if is_own(name) else {}
         return {KIND: name, **code, **self.settings()}
 
     def decisive_beside(self, default: object) -> dict[str, Any]:
-        """Return `decisive` without the `kind` that goes without saying, because the field's default is of it."""
+        """Return `decisive`, without `kind` if the field's default value is of the same kind."""
         values = self.decisive()
         if type(default) is type(self):
             del values["kind"]
@@ -106,11 +106,11 @@ class Kind(Generic[P]):
     """One kind of part.
 
     Args:
-        noun: what one is called in messages: "filter".
-        base: the class that parts of this kind inherit from.
-        package: the package whose modules are the built-in parts; its sub-packages are not.
-        group: group of entry points in which installed packages offer theirs.
-        wrap: makes a part's class of a plain function; None where a part cannot be a function.
+        noun: name of the kind in messages, such as "filter".
+        base: class that parts of this kind inherit from.
+        package: package whose modules are the built-in parts; sub-packages are not parts.
+        group: group of entry points of installed packages.
+        wrap: makes a part's class from a plain function; None if parts of this kind cannot be functions.
     """
 
     noun: str
@@ -121,23 +121,23 @@ class Kind(Generic[P]):
 
     @property
     def must_be(self) -> str:
-        """What a name has to stand for, for messages."""
+        """Description of what a name must refer to, for messages."""
         shown = f"a class that inherits from tw.{self.base.__name__}"
         return f"{shown}, or a function" if self.wrap else shown
 
     def built_in(self) -> tuple[str, ...]:
-        """Return the names of the parts in this package, sorted, without importing them."""
+        """Return the names of the built-in parts, sorted, without importing them."""
         return _modules(self.package)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the built-in parts and of those of installed packages, sorted."""
+        """Return the names of all built-in and installed parts, sorted."""
         return tuple(sorted({*self.built_in(), *_entry_points(self.group)}))
 
     def find(self, name: str) -> type[P]:
         """Return the class of the part `name`.
 
         Raises:
-            ConfigError: nothing has this name, or what has it is no such part.
+            ConfigError: no part has this name, or the name refers to something else.
         """
         if is_own(name):
             return self._checked(name, *_load(name, self.noun, os.getcwd()))
@@ -150,7 +150,7 @@ class Kind(Generic[P]):
         near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.names())}"
         raise ConfigError(f"there is no {self.noun} {name!r}; {hint}", where=name,
-                          fix=f"name one of these, or your own as module:name, {self.must_be}")
+                          fix=f"name one of these, or your own as module:name, which is {self.must_be}")
 
     def build(self, name: str, settings: Mapping[str, Any] | None = None) -> P:
         """Return the part `name` with `settings`.
@@ -166,30 +166,30 @@ class Kind(Generic[P]):
 
     def _checked(self, name: str, value: Any, target: str, where: str) -> type[P]:
         if self._is_part(value):
-            found: type[P] = value
-            return found
+            part: type[P] = value
+            return part
         if self.wrap is not None and callable(value) and not isinstance(value, type):
             return _wrapped(self.wrap, value, target)
-        what = "is not there" if value is None else f"is no {self.noun}"
+        what = "does not exist" if value is None else f"is no {self.noun}"
         raise ConfigError(f"{target.partition(':')[2]!r} {what} in {where}", where=name, fix=f"name {self.must_be}")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Annotation of a configuration's field that holds one part: `optimizer: Annotated[Optimizer, Chosen(...)]`.
+    """Annotation of a configuration field that holds one part: `optimizer: Annotated[Optimizer, Chosen(...)]`.
 
-    The field takes the part itself, its name, or its settings with the name under `kind`.
+    The field accepts the part itself, its name, or its settings with the name under `kind`.
 
     Args:
-        kind: of the part.
-        default: name of the part that settings without `kind` are for; "": they are refused.
+        kind: kind of the part.
+        default: name of the part that settings without `kind` belong to; "" refuses such settings.
     """
 
     kind: Kind[Any]
     default: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
-        """Tell pydantic how the field is read and written."""
+        """Return pydantic's schema for reading and writing the field."""
         written = core_schema.plain_serializer_function_ser_schema(as_json, when_used="always")
         return core_schema.no_info_before_validator_function(
             self._choose, core_schema.is_instance_schema(self.kind.base), serialization=written)
@@ -201,8 +201,8 @@ class Chosen:
             settings = {key: setting for key, setting in value.items() if key != KIND}
             name = str(value.get(KIND, self.default))
             if not name:
-                raise ValueError(f"which {self.kind.noun} is it? Give its name in `kind`; there are "
-                                 f"{', '.join(self.kind.names())}, and your own as module:name")
+                raise ValueError(f"which {self.kind.noun} is it? Give its name in `kind`: one of "
+                                 f"{', '.join(self.kind.names())}, or your own as module:name")
             return self.kind.build(name, settings)
         return value
 
@@ -213,12 +213,12 @@ def as_json(part: Part) -> dict[str, Any]:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name is `module:name`, of code outside this package."""
+    """Return whether a name has the form `module:name`, which refers to code outside this package."""
     return ":" in name
 
 
 def name_of(part: type[Part]) -> str:
-    """Return the name by which any process finds a part: that of a built-in one, or `module:name`."""
+    """Return the name by which any process can find a part: a built-in name, or `module:name`."""
     package, _, module = part.__module__.rpartition(".")
     if part in _names:
         return _names[part]
@@ -226,30 +226,30 @@ def name_of(part: type[Part]) -> str:
 
 
 def importable(name: str, where: str) -> str:
-    """Return `name`, if other processes can import what it names.
+    """Return `name`, after checking that other processes can import it.
 
     Raises:
-        ConfigError: it is defined in a script, or inside a function.
+        ConfigError: the code is defined in a script or inside a function.
     """
     if name.startswith("__main__:") or "<" in name or "." in name.partition(":")[2]:
         raise ConfigError(f"workers cannot import {name}", where=where,
-                          fix="define it at the top of a module of its own, and import it from there")
+                          fix="define it at the top level of a module of its own, and import it from there")
     return name
 
 
 def source_hash(part: type[Part]) -> str:
-    """Return the hash of the source that a part may follow from: its module, or all of the package it is in."""
+    """Return the hash of a part's source: its module, or the whole package that contains the module."""
     return _source_hash(name_of(part).partition(":")[0])
 
 
 @dataclass(frozen=True)
 class Code:
-    """Where the source of a part outside this package is, and what it must be.
+    """Location and hash of the source of a part outside this package.
 
     Args:
         name: `module:name` of the part.
-        root: folder from which its module is found.
-        hash: of its source.
+        root: folder from which its module can be imported.
+        hash: hash of its source.
     """
 
     name: str
@@ -258,32 +258,32 @@ class Code:
 
     @classmethod
     def of(cls, part: type[Part]) -> Code | None:
-        """Return the code of a part; None for a built-in one, which comes with the package."""
+        """Return the code of a part; None for a built-in part, which every node has."""
         name = name_of(part)
         return cls(name, _root(name), source_hash(part)) if is_own(name) else None
 
-    def arrive(self) -> None:
-        """Make the module importable in this process.
+    def load(self) -> None:
+        """Import the module in this process.
 
         Raises:
-            ConfigError: it is not on this node, or has another source here.
+            ConfigError: the module is missing on this node, or its source differs.
         """
         if self.root not in sys.path and Path(self.root).is_dir():
             sys.path.append(self.root)
         module = self.name.partition(":")[0]
         _module(module, self.name, "part", os.getcwd())
         if _source_hash(module) != self.hash:
-            raise ConfigError(f"the source of {self.name} is another one on this node than where the run began",
+            raise ConfigError(f"the source of {self.name} on this node differs from the one that the run started with",
                               where=self.name, fix="bring every node to the same version, or submit with "
                               "--working-dir, and run again")
 
 
 @contextlib.contextmanager
 def calling(part: Part) -> Iterator[None]:
-    """Run a block that calls a part's code, and say where a mistake in code outside this package is.
+    """Run a block that calls a part's code, and report the location of a mistake in code outside this package.
 
     Raises:
-        ConfigError: the code raised one of `MISTAKES`; another start would meet it again.
+        ConfigError: the code raised one of `MISTAKES`, which a restart would not fix.
     """
     try:
         yield
@@ -295,13 +295,13 @@ def calling(part: Part) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
         raise ConfigError(f"{name} failed: {type(error).__name__}: {error}", where=f"{frame.filename}:{frame.lineno}",
-                          fix="correct it there, and start again") from error
+                          fix="correct the code there, and start again") from error
 
 
 @cache
 def _modules(package: str) -> tuple[str, ...]:
-    found = importlib.import_module(package)
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(found.__path__) if not module.ispkg))
+    folders = importlib.import_module(package).__path__
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders) if not module.ispkg))
 
 
 @cache
@@ -311,17 +311,17 @@ def _entry_points(group: str) -> dict[str, str]:
 
 
 def _wrapped(wrap: Callable[[Callable[..., Any]], type[P]], function: Callable[..., Any], name: str) -> type[P]:
-    made = next((part for part, known in _names.items()
-                 if known == name and getattr(part, "function", None) is function), None)
-    if made is None:
-        made = wrap(function)
-        _names[made] = name
-    return made  # type: ignore[return-value]
+    wrapped = next((part for part, known in _names.items()
+                    if known == name and getattr(part, "function", None) is function), None)
+    if wrapped is None:
+        wrapped = wrap(function)
+        _names[wrapped] = name
+    return wrapped  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=256)
 def _load(name: str, noun: str, folder: str) -> tuple[Any, str, str]:
-    """Return what `module:name` names (None if nothing), the name again, and the file of the module."""
+    """Return the object that `module:name` refers to (or None), the name, and the file of the module."""
     module_name, _, attribute = name.partition(":")
     module = _module(module_name, name, noun, folder)
     return getattr(module, attribute, None), name, str(module.__file__)
@@ -329,15 +329,15 @@ def _load(name: str, noun: str, folder: str) -> tuple[Any, str, str]:
 
 def _module(module_name: str, name: str, noun: str, folder: str) -> ModuleType:
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that nothing there can stand in for an installed package
+        sys.path.append(folder)  # last, so that nothing there can shadow an installed package
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(f"the module of the {noun} needs {error.name!r}, which is not installed", where=name,
-                              fix=f"pip install it, on every node; the {noun} is in {module_name}") from None
+                              fix=f"pip install it on every node; the {noun} is in {module_name}") from None
         raise ConfigError(f"there is no module {module_name!r} in {folder} or among the installed packages",
-                          where=name, fix="run from the folder that holds it; on a cluster, submit with "
+                          where=name, fix="run from the folder that contains it; on a cluster, submit with "
                           "--working-dir") from None
 
 

@@ -1,8 +1,8 @@
-"""Which nodes work goes to: node groups and labels, which are Ray's own and mean the same on every kind of cluster.
+"""Select nodes by Ray's node groups and labels, which have the same meaning on every kind of cluster.
 
 A node's group is its label `ray.io/node-group` (KubeRay sets it to the worker group's name, Ray's cluster launcher to
-the node type), and `ray.io/market-type` says whether it may be taken away (spot) or not (on-demand). What asks for
-nodes has a selector: label by label what a node must, or must not, have there.
+the node type). Its label `ray.io/market-type` distinguishes spot nodes, which may be preempted, from on-demand nodes. A
+selector has one condition per label that a node must meet.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pydantic import Field
 from tidewheel.config import Config
 
 Selector: TypeAlias = Mapping[str, str]
-"""A condition for each label: "value", "in(a,b)", and with "!" before it the contrary, which nodes without the label
-meet too. Ray's syntax of `label_selector`."""
+"""Conditions by label: "value" or "in(a,b)", negated by a leading "!", which nodes without the label meet too. This is
+Ray's `label_selector` syntax."""
 
 GROUP_LABEL = "ray.io/node-group"
 MARKET_LABEL = "ray.io/market-type"
 SPOT, ON_DEMAND = "spot", "on-demand"
 DOMAIN_LABELS = ("tidewheel.io/failure-domain", "topology.kubernetes.io/zone", "ray.io/availability-zone")
-"""What names a node's failure domain, a rack or a zone whose nodes may be lost together. The first it has counts."""
-#: A selector that keeps what must not be lost off spot nodes. Nodes without the label match too.
+"""Labels that may hold a node's failure domain, a rack or zone whose nodes may fail together. The first one counts."""
+#: Selector that keeps actors that must not be lost off spot nodes. Nodes without the label match too.
 NOT_SPOT = {MARKET_LABEL: f"!{SPOT}"}
 
 WORD = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-"""Names of groups, and names and values of labels: those of Kubernetes."""
+"""Names of groups, and names and values of labels, as in Kubernetes."""
 _CONDITION = re.compile(rf"(!?)(?:({WORD.pattern})|in\(({WORD.pattern}(?:, ?{WORD.pattern})*)\))")
 
 
@@ -68,41 +68,41 @@ class PlacementConfig(Config):
 
     @property
     def selector(self) -> dict[str, str]:
-        """Groups and labels as one selector, without spaces, which Ray takes for part of a value; {}: any node."""
-        found = {key: condition.replace(" ", "") for key, condition in self.labels.items()}
+        """Groups and labels as one selector, without spaces, which Ray reads as part of a value; {} for any node."""
+        selector = {key: condition.replace(" ", "") for key, condition in self.labels.items()}
         if not self.groups:
-            return found
-        return {GROUP_LABEL: self.groups[0] if len(self.groups) == 1 else f"in({','.join(self.groups)})", **found}
+            return selector
+        return {GROUP_LABEL: self.groups[0] if len(self.groups) == 1 else f"in({','.join(self.groups)})", **selector}
 
 
 def matches(selector: Selector, labels: Mapping[str, str]) -> bool:
-    """Whether a node with these labels is one that the selector asks for."""
+    """Return whether a node with these labels meets all conditions of the selector."""
     return all(_meets(labels.get(key), condition) for key, condition in selector.items())
 
 
 def _meets(value: str | None, condition: str) -> bool:
-    found = _CONDITION.fullmatch(condition)
-    assert found is not None, condition
-    contrary, single, several = found[1], found[2], found[4]
-    return (value in ([single] if single else several.split(","))) != bool(contrary)
+    match = _CONDITION.fullmatch(condition)
+    assert match is not None, condition
+    negation, single, several = match[1], match[2], match[4]
+    return (value in ([single] if single else several.split(","))) != bool(negation)
 
 
 def is_spot(labels: Mapping[str, str]) -> bool:
-    """Whether a node with these labels may be taken away at any time. Without a word about it: no."""
+    """Return whether a node with these labels is a spot node, which may be preempted at any time."""
     return labels.get(MARKET_LABEL) == SPOT
 
 
 def failure_domain(labels: Mapping[str, str]) -> str:
-    """The failure domain of a node with these labels; "": they do not say."""
+    """Return the failure domain of a node with these labels; "" if no label names one."""
     return next((labels[name] for name in DOMAIN_LABELS if labels.get(name)), "")
 
 
 def is_label(key: str) -> bool:
-    """Whether Ray takes `key` as a label's name: with a prefix and a slash before it, or without."""
+    """Return whether Ray accepts `key` as the name of a label, with or without a prefix and a slash."""
     parts = key.split("/")
     return len(parts) <= 2 and all(WORD.fullmatch(part) for part in parts)
 
 
 def with_labels(selector: Selector) -> str:
-    """A selector in messages, behind "node": " with ray.io/node-group=data, team=a"; "" where any node will do."""
+    """Return a selector as text that follows "node": " with ray.io/node-group=data, team=a"; "" for any node."""
     return " with " + ", ".join(f"{key}={condition}" for key, condition in selector.items()) if selector else ""

@@ -1,10 +1,11 @@
-"""Folders for caches and temporary files that only this user can write, and the removal of what killed runs left.
+"""Folders for caches and temporary files that only this user can write, and the cleanup after killed runs.
 
-    folder = user_folder("shards")                  # the same for all runs of this user on this machine
-    with temporary_folder("train") as folder:       # of this run; a later run removes it if this one is killed
+    folder = user_folder("shards")                  # shared by all runs of this user on this machine
+    with temporary_folder("train") as folder:       # for this run; a later run removes it if this one is killed
 
-Other users of a machine may make a folder under a name that we will use, or replace files in one that they can write.
-So every folder is looked at before it is used: it must belong to this user, be no link, and be writable by nobody else.
+Other users of a machine may create a folder under a name that Tidewheel will use, or replace files in a folder that
+they can write. So each folder is checked before use: it must belong to this user, must not be a link, and must not be
+writable by others.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _PREFIXES = ("tidewheel-", "tw-")
 
 
 def is_private(path: Path, *, secret: bool = False) -> bool:
-    """Return whether a folder is this user's, is no link, and nobody else can write it; nor read it, if `secret`."""
+    """Return whether a folder is this user's, is no link, and others cannot write it (nor read it, if `secret`)."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
     others = 0o077 if secret else 0o022
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & others
 
 
 def make_private(path: Path, *, secret: bool = False) -> bool:
-    """Make a folder, and those above it that are missing, with mode 0700; return whether it `is_private` now."""
+    """Create a folder and its missing parents with mode 0700; return whether it `is_private` now."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
@@ -44,10 +45,10 @@ def make_private(path: Path, *, secret: bool = False) -> bool:
 
 
 def private_folder(path: Path) -> Path:
-    """Return the folder `path`; where others can write it, a folder of this user's own in it.
+    """Return the folder `path`, or a folder of this user inside it if others can write to `path`.
 
     Raises:
-        StorageError: someone else has made that one, or it cannot be made.
+        StorageError: that folder belongs to another user or cannot be created.
     """
     path = path.resolve()
     if make_private(path):
@@ -62,7 +63,7 @@ def user_folder(kind: str) -> Path:
     """Return this user's folder for `kind` in the system's temporary folder.
 
     Raises:
-        StorageError: someone else has made it, or it cannot be made.
+        StorageError: the folder belongs to another user or cannot be created.
     """
     path = Path(tempfile.gettempdir(), f"tidewheel-{kind}-{os.getuid()}")
     if make_private(path):
@@ -72,17 +73,17 @@ def user_folder(kind: str) -> Path:
 
 def _refused(path: Path) -> StorageError:
     return StorageError("the folder cannot be used: it must belong to this user and be writable by nobody else",
-                        where=str(path), fix="remove it if you made it; else set another folder (data.cache for "
-                                             "shards, TMPDIR for all)")
+                        where=str(path), fix="remove it if it is yours; otherwise choose another folder (data.cache "
+                                             "for shards, TMPDIR for everything)")
 
 
 def create_file(path: Path) -> int:
-    """Return a descriptor of a new file that only this user can read and write."""
+    """Create a file that only this user can read and write; return its descriptor."""
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
 
 
 def create_locked(path: Path) -> int:
-    """Return a descriptor as `create_file` does; nobody sees the file under its name before it is locked."""
+    """Create a file like `create_file`, locked before it appears under its name; return its descriptor."""
     new = path.with_name(f"new{path.name}")
     descriptor = create_file(new)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -91,22 +92,23 @@ def create_locked(path: Path) -> int:
 
 
 def open_file(path: Path) -> int:
-    """Return a descriptor of a file of this user, for reading.
+    """Open a file of this user for reading; return its descriptor.
 
     Raises:
-        OSError: there is none, it is a link, or someone else can write it.
+        PermissionError: the file belongs to another user, or others can write it.
+        OSError: the file is missing or a link.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
         return descriptor
     os.close(descriptor)
-    raise PermissionError(f"{path} is not this user's alone")
+    raise PermissionError(f"{path} belongs to another user, or others can write it")
 
 
 @contextlib.contextmanager
 def temporary_folder(kind: str) -> Iterator[Path]:
-    """Make a folder of mode 0700 for the block, and remove it afterwards, with all that is in it."""
+    """Create a folder with mode 0700 for the block, and remove it with its content afterwards."""
     path = make_temporary(kind)
     with held(path):
         try:
@@ -116,7 +118,7 @@ def temporary_folder(kind: str) -> Iterator[Path]:
 
 
 def make_temporary(kind: str) -> Path:
-    """Make a temporary folder of mode 0700, and remove those whose processes were killed."""
+    """Create a temporary folder with mode 0700, after removing those of killed processes."""
     remove_abandoned()
     return Path(tempfile.mkdtemp(prefix=f"tidewheel-{kind}-"))
 
@@ -132,19 +134,19 @@ def held(path: Path) -> Iterator[None]:
 
 
 def hold(path: Path) -> int:
-    """Return a descriptor that keeps others from removing the folder as long as it is open."""
+    """Return a descriptor that keeps other processes from removing the folder while it is open."""
     return create_locked(path / _ALIVE)
 
 
 def remove_abandoned(*more: Path) -> list[Path]:
-    """Remove this user's temporary folders whose processes ended without doing so; return them.
+    """Remove this user's temporary folders that killed processes have left; return their paths.
 
     Args:
-        more: folders to look in beside the system's temporary folder.
+        more: folders to search, besides the system's temporary folder.
     """
     removed = []
-    for place in {Path(tempfile.gettempdir()), *more}:
-        for path in sorted(place.glob("*")):
+    for parent in {Path(tempfile.gettempdir()), *more}:
+        for path in sorted(parent.glob("*")):
             if path.name.startswith(_PREFIXES) and is_private(path) and _is_abandoned(path / _ALIVE):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
@@ -152,7 +154,7 @@ def remove_abandoned(*more: Path) -> list[Path]:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return whether a file is there that a process had locked, and none has."""
+    """Return whether a lock file exists that no process has locked any more."""
     try:
         descriptor = open_file(path)
     except OSError:
@@ -167,7 +169,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def remove_unlocked(folder: Path, pattern: str) -> None:
-    """Remove the files of killed processes from a folder: those that match, and that no process has locked."""
+    """Remove the files of killed processes from a folder: those that match `pattern` and that no process has locked."""
     for path in folder.glob(pattern):
         if _is_abandoned(path):
             path.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
-"""One way of stopping: Ctrl-C (SIGINT) and SIGTERM save what can be saved, then end in one sentence and with the
-signal's exit code, 130 or 143. A second signal ends the process at once.
+"""Stop on signals: after Ctrl-C (SIGINT) or SIGTERM, save, print one sentence and exit with code 130 or 143.
+
+A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from tidewheel.console import console
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SECONDS = 0.4
-"""A terminal and a program that started us may both pass on one Ctrl-C: what follows so soon is the same wish."""
+"""A signal that follows this soon belongs to the same Ctrl-C: a terminal and a parent process may both send one."""
 WAKE_SECONDS = 0.1
-"""The same between our own signal, which ends the block, and another one that came beside it."""
+"""The same after the signal that this module sends to itself to end the block."""
 INSIST_SECONDS = 1.0
+"""Time between two attempts to end the block."""
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal came, and what could be saved is saved.
+    """Raised after a signal, when everything that can be saved is saved.
 
     Args:
-        number: of the signal.
-        saved: what is saved, for people; "" when there was nothing to save.
+        number: number of the signal.
+        saved: description of what was saved, for the message; "" for nothing.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
@@ -39,39 +41,43 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """As of a process that the signal ended."""
+        """Exit code of a process that the signal ends."""
         return 128 + self.number
 
     def __str__(self) -> str:
         what = "interrupted" if self.number == signal.SIGINT else "stopped"
-        return f"{', '.join(filter(None, (what, self.saved)))}; give the same command again to go on"
+        return f"{', '.join(filter(None, (what, self.saved)))}; give the same command again to continue"
 
 
 class Stop:
-    """The wish to stop, inside a block of `stopping`."""
+    """Request to stop, for the code inside a block of `stopping`."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
-        """Set by the first signal; a block that ends by itself may be told to by others, too."""
+        self.requested = threading.Event()
+        """Set by the first signal. With `ends_itself`, other code may set it too."""
         self.by_signal = 0
-        """Its number; 0: none has come."""
+        """Number of the signal; 0 before one has arrived."""
         self.saved = ""
+        """Description of what was saved."""
 
     def stopped(self, saved: str = "") -> Stopped:
-        """What a block raises that ends by itself."""
+        """Return the exception with which a block ends itself."""
         return Stopped(self.by_signal, saved or self.saved)
 
 
 @contextlib.contextmanager
 def stopping(save: Callable[[], str] | None = None, *, ends_itself: bool = False) -> Iterator[Stop]:
-    """Handle SIGINT and SIGTERM while the block runs. Outside a main thread, where Python has no handlers, do nothing.
+    """Handle SIGINT and SIGTERM during the block. Do nothing outside the main thread, where Python has no handlers.
 
-    The first signal runs `save`, then ends the block with `Stopped`; whatever the block raises from then on becomes
-    `Stopped`. A second signal ends the process at once, also while the block cleans up.
+    The first signal runs `save`, then ends the block with `Stopped`. Any exception that the block raises after the
+    signal becomes `Stopped`. A second signal ends the process at once, even while the block cleans up.
 
     Args:
-        save: called in a thread; returns what it saved, for people, or "".
-        ends_itself: the block looks at `Stop.asked` and raises something soon.
+        save: called in a thread; returns a description of what it saved, or "".
+        ends_itself: the block checks `Stop.requested` and raises an exception soon after it is set.
+
+    Raises:
+        Stopped: a signal has ended the block.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -81,14 +87,14 @@ def stopping(save: Callable[[], str] | None = None, *, ends_itself: bool = False
     before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield stop
-    except SystemExit as error:  # how Ray's own handler answers SIGTERM while Ray starts
+    except SystemExit as error:  # raised by Ray's own SIGTERM handler while Ray starts
         if error.code != signal.SIGTERM:
             raise
         raise Stopped(signal.SIGTERM) from None
     except Stopped:
         raise
     except (Exception, KeyboardInterrupt):
-        if not stop.asked.is_set():
+        if not stop.requested.is_set():
             raise
         raise stop.stopped() from None
     finally:
@@ -98,8 +104,11 @@ def stopping(save: Callable[[], str] | None = None, *, ends_itself: bool = False
 
 
 class _Handler:
-    """See `stopping`. The block is ended by a KeyboardInterrupt, the only exception that ends a `ray.get`. Libraries
-    swallow it now and then, so it is raised again until it comes through."""
+    """Signal handler of `stopping`.
+
+    It ends the block with a KeyboardInterrupt, the only exception that interrupts `ray.get`. Libraries sometimes
+    swallow it, so it is raised again until the block ends.
+    """
 
     def __init__(self, stop: Stop, save: Callable[[], str] | None, ends_itself: bool) -> None:
         self._stop, self._save, self._ends_itself = stop, save, ends_itself
@@ -116,39 +125,39 @@ class _Handler:
             raise KeyboardInterrupt
         if now < self._quiet_until or self._over.is_set():
             return
-        if self._stop.asked.is_set():
+        if self._stop.requested.is_set():
             end_at_once(number)
         self._stop.by_signal, self._quiet_until = number, now + SAME_SECONDS
-        self._stop.asked.set()
+        self._stop.requested.set()
         if not self._ends_itself:
             threading.Thread(target=self._end_block, name="save and stop", daemon=True).start()
 
     def _end_block(self) -> None:
         try:
             if self._save is not None:
-                console.print("stopping after a save; the same signal again ends at once", markup=False)
+                console.print("saving, then stopping; send the signal again to end at once", markup=False)
                 self._stop.saved = self._save()
         finally:
             while self._interrupt():
                 self._over.wait(INSIST_SECONDS)
 
     def _interrupt(self) -> bool:
-        """Call the handler in the main thread; return False when the block is over."""
+        """Call the handler in the main thread; return False if the block has ended."""
         with self._ending:
-            if not self._over.is_set():  # else our handler may be gone
+            if not self._over.is_set():  # otherwise this handler may be gone
                 self._wake = True
-                # never SIGTERM: Ray takes our handler of it away while it shuts down
+                # never SIGTERM: Ray replaces its handler while shutting down
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return not self._over.is_set()
 
     def close(self) -> None:
-        """Answer no more signals."""
+        """Ignore further signals."""
         with self._ending:
             self._over.set()
 
 
 def _unwinding() -> bool:
-    """Return True while the interrupted block cleans up: a KeyboardInterrupt is on its way through it."""
+    """Return whether the interrupted block is cleaning up after a KeyboardInterrupt."""
     error = sys.exception()
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
@@ -158,16 +167,16 @@ def _unwinding() -> bool:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """End the process without cleaning up; processes that it started find out by themselves."""
-    text = b"ended at once; give the same command again to go on from what is saved\n"
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more
+    """End the process without cleanup; its child processes notice that by themselves."""
+    text = b"ended at once; give the same command again to continue from what is saved\n"
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed
         os.write(sys.stderr.fileno(), (SHOW_CURSOR if sys.stderr.isatty() else b"") + text)
     os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def keeping_handlers() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM after a block that replaces them: Ray's print a C++ stack trace."""
+    """Restore the SIGINT and SIGTERM handlers after a block that replaces them; Ray's print a C++ stack trace."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -176,5 +185,5 @@ def keeping_handlers() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: set by C, and not to be had
+            if handler is not None:  # None: set by C code, so Python cannot restore it
                 signal.signal(number, handler)

@@ -39,7 +39,7 @@ def test_a_pipeline_says_one_sentence_and_goes_on(tmp_path):
             break
     said += process.communicate(timeout=200)[0]
     assert process.returncode == 143, said
-    assert said.splitlines()[-1] == "stopped; give the same command again to go on"
+    assert said.splitlines()[-1] == "stopped; give the same command again to continue"
     assert "SIGTERM received" not in said, said  # how the dump begins
     assert not (tmp_path / "out/summary.json").exists()
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)

@@ -131,7 +131,7 @@ def test_auto_chooses_the_reader_of_an_installed_package(
 def test_mistakes_about_an_installed_package_are_told(installed: str):
     for given, told in (({"lout": {}}, "unknown key 'steps.0.filter.lout', did you mean 'loud'"),
                         ({"loud": {"max_uper": 1}}, "'steps.0.filter.loud.max_uper', did you mean 'max_upper'"),
-                        ({"gone": {}}, "steps.0.filter.gone: 'Gone' is not there")):
+                        ({"gone": {}}, "steps.0.filter.gone: 'Gone' does not exist")):
         with pytest.raises(ConfigError, match=told):
             recipe(given)
 

@@ -16,7 +16,7 @@ import pytest
 from tidewheel.stopping import Stopped, stopping
 
 ROOT = Path(__file__).parents[2]
-AGAIN = "give the same command again to go on"
+AGAIN = "give the same command again to continue"
 COMMAND = """
 import signal, sys, time
 from tidewheel import cli
@@ -78,7 +78,7 @@ def test_one_sentence_and_the_signals_exit_code(number, code, said):
     process = working(save="save")
     process.signal(number)
     assert process.end() == (code, textwrap.dedent(f"""\
-        stopping after a save; the same signal again ends at once
+        saving, then stopping; send the signal again to end at once
         cleaning
         {said}, saved at step 12; {AGAIN}
     """))
@@ -94,7 +94,7 @@ def test_without_anything_to_save():
 def test_a_second_signal_ends_at_once(during):
     process = working(save="save" if during == "save" else "None", save_seconds=60, cleaning_seconds=60)
     process.signal(signal.SIGINT)
-    process.wait_for("stopping after" if during == "save" else "cleaning")
+    process.wait_for("saving, then" if during == "save" else "cleaning")
     with pytest.raises(subprocess.TimeoutExpired):
         process.popen.wait(0.5)
     process.signal(signal.SIGINT)
@@ -125,7 +125,7 @@ def test_what_breaks_because_of_the_stop_is_a_stop():
     def block() -> None:
         with stopping(ends_itself=True) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.asked.wait(5)
+            assert stop.requested.wait(5)
             raise RuntimeError("a worker is gone")
 
     with pytest.raises(Stopped) as stopped:

@@ -195,5 +195,5 @@ def received(values: Mapping[str, Any]) -> ReadConfig:
     """
     settings = dict(values)
     if (code := settings.pop(_CODE, None)) is not None:
-        Code(**code).arrive()
+        Code(**code).load()
     return ReadConfig(paths=("-",), **settings)

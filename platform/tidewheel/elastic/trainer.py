@@ -245,7 +245,7 @@ class LocalControl(Control):
     def poll(self) -> bool:
         if self._lost is not None:
             raise self._lost
-        return self._stop.asked.is_set()
+        return self._stop.requested.is_set()
 
     def save_requested(self) -> bool:
         return False

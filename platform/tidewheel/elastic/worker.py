@@ -55,7 +55,7 @@ def run_worker(settings: dict[str, Any]) -> Any:
     from tidewheel.train.config import TrainConfig
 
     for code in settings.get("code", ()):
-        Code(**code).arrive()
+        Code(**code).load()
     config = TrainConfig.model_validate(settings["config"])
     coordinator = ray.get_actor(settings["coordinator"], namespace=NAMESPACE)
     context = ray.get_runtime_context()

@@ -351,7 +351,7 @@ def _import_own_parts(entry: Entry) -> None:
         ConfigError: a module is missing, or its source differs from the one that the workflow was made of.
     """
     for code in entry.get("code", ()):
-        Code(**code).arrive()
+        Code(**code).load()
 
 
 def imported(entry: Entry) -> Callable[..., Any]:

@@ -213,7 +213,7 @@ def run_spec(spec: Spec, *, address: str | None = None,
     with stopping(ends_itself=True) as stop, session(address):
         launcher = RayLauncher(nodes, input=spec["input"], output=spec["output"], functions=functions)
         try:
-            Schedule(nodes, records, leases, launcher, say=_say, stop=stop.asked).run()
+            Schedule(nodes, records, leases, launcher, say=_say, stop=stop.requested).run()
         except Cancelled:
             if stop.by_signal:
                 raise stop.stopped("what could be saved is saved") from None

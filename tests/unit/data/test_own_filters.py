@@ -131,7 +131,7 @@ def test_the_error_of_a_failing_filter_names_its_line(module: str, name: str, to
 
 
 @pytest.mark.parametrize(("name", "settings", "told"), [
-    ("{}:Shoutin", {}, "'Shoutin' is not there"), ("{}:nothing", {}, "is no filter"),
+    ("{}:Shoutin", {}, "'Shoutin' does not exist"), ("{}:nothing", {}, "is no filter"),
     ("no_such_module_at_all:x", {}, "there is no module 'no_such_module_at_all'"),
     ("{}:Shouting", {"max_uper": 1}, "did you mean 'max_upper'"), ("{}:short", {"a": 1}, "a"),
 ])
@@ -165,7 +165,7 @@ def test_a_worker_with_a_different_source_raises(module: str):
     name, settings, code = filters.bound(rule)
     ((_, [arrived]),) = groups([[False, [[name, settings, code]]]])
     assert arrived == rule
-    with pytest.raises(ConfigError, match="another one on this node"):
+    with pytest.raises(ConfigError, match="on this node differs from"):
         filters.received(name, settings, {**code, "hash": "blake3-0"})
 
 

@@ -103,7 +103,7 @@ def received(name: str, settings: Mapping[str, Any], code: Mapping[str, str] | N
         ConfigError: the filter's module is missing on this node, or has a different source here.
     """
     if code is not None:
-        Code(**code).arrive()
+        Code(**code).load()
     return FILTERS.build(name, settings)
 
 

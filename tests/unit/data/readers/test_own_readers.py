@@ -92,7 +92,7 @@ def test_a_worker_with_another_source_refuses(module: str):
     sent = read_config.bound(config, {"format": config.decisive()["format"]}, config.format)
     assert read_config.received(sent).format == config.format
     sent["reader_code"]["hash"] = "blake3-0"
-    with pytest.raises(ConfigError, match="another one on this node"):
+    with pytest.raises(ConfigError, match="on this node differs from"):
         read_config.received(sent)
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_file_goes_to_quarantine_and_a_mistake_ends_the_run(module: st
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ("jsnl", "read.format: there is no reader 'jsnl'; did you mean 'json"), ("{}:Gamez", "'Gamez' is not there"),
+    ("jsnl", "read.format: there is no reader 'jsnl'; did you mean 'json"), ("{}:Gamez", "'Gamez' does not exist"),
     ({"kind": "{}:Games", "marc": "x"}, "unknown key 'read.format.marc', did you mean 'mark'"),
     ({"kind": "jsonl", "lines": 3}, "unknown key 'read.format.lines'"), (3, "read.format"),
 ])

@@ -240,7 +240,7 @@ def test_a_node_with_another_source_of_a_part_is_refused(own: str, tmp_path: Pat
     parts._load.cache_clear()
     assert TrainKind().recipe(entry)["optimizer"]["kind"] == f"{own}:Momentum", "found where the workflow was made"
     entry["code"][0]["hash"] = "other"
-    with pytest.raises(ConfigError, match="another one on this node"):
+    with pytest.raises(ConfigError, match="on this node differs from"):
         TrainKind().recipe(entry)
 
 
