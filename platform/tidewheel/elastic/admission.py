@@ -1,4 +1,4 @@
-"""Which workers may have a rank: after a failure, workers at a blamed place only once they pass a probe."""
+"""Decide which workers may have a rank. After a failure, workers of a blamed device or node must pass a probe first."""
 
 from __future__ import annotations
 

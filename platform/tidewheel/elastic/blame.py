@@ -1,4 +1,4 @@
-"""Which worker caused a failure, and what the run leaves out because of it: plain decisions without sockets or clock.
+"""Decide which worker caused a failure and what the run leaves out because of it, without sockets or clock.
 
 When a generation ends in an error, every member reports one. Most reports only say that a collective broke; they are
 echoes. The cause is the first report that is not an echo (`elastic.faults` tells them apart).
@@ -36,7 +36,7 @@ REMEMBERED = 64
 
 
 class Level(StrEnum):
-    """What is left out of the run."""
+    """Size of an exclusion."""
 
     PROCESS = "process"
     DEVICE = "device"
@@ -45,7 +45,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """An error of a worker's own."""
+    """An error that a worker raised first."""
 
     worker: str
     node: str
@@ -67,7 +67,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A place that the run leaves out."""
+    """A process, device or node that the run leaves out for a time."""
 
     level: Level
     node: str
@@ -81,11 +81,11 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a fault leads to."""
+    """The consequences of a fault."""
 
     cause: Fault
     out: Exclusion | None = None
-    """The place that is left out; None for none."""
+    """The process, device or node to leave out; None for none."""
     counted: bool = False
     """The failure counts against the attempts without progress."""
     final: bool = False
@@ -100,7 +100,7 @@ class Blame:
     """Remembers faults and judges new ones.
 
     Args:
-        backoff: how long a place is excluded.
+        backoff: duration of exclusions.
     """
 
     def __init__(self, backoff: Backoff) -> None:
@@ -131,7 +131,7 @@ class Blame:
         return Judgement(cause, self._leave_out(cause, level, len(strikes) + 1, now), counted=again)
 
     def refuse(self, fault: Fault, now: float) -> Exclusion:
-        """Leave out a process that did not pass its probe. The next one of its place is excluded for longer."""
+        """Leave out a process that did not pass its probe. The next fault of its node is excluded for longer."""
         times = 1 + sum(earlier.node == fault.node for earlier, _ in self._earlier)
         self._earlier.append((fault, now))
         return self._leave_out(fault, Level.PROCESS, times, now)
@@ -174,7 +174,7 @@ class Blame:
         return 2 * self._backoff.most
 
     def _seen_elsewhere(self, cause: Fault, spare: Spare) -> bool:
-        """Return whether another place raised this kind of error, since the last progress or with the same text."""
+        """Return whether another node raised this kind of error, since the last progress or with the same text."""
         for fault, _ in self._earlier:
             elsewhere = fault.node != cause.node or (fault.worker != cause.worker and not spare(cause, Level.NODE))
             same_text = cause.fatal and fault.wording == cause.wording

@@ -40,7 +40,7 @@ FLEETING = (Beat, StepDone)
 
 
 class Client:
-    """The connection of one worker process. A broken connection is made again, with growing pauses.
+    """The connection of one worker process. It reconnects after a break, with growing pauses.
 
     Args:
         address: host and port of the coordinator.

@@ -1,4 +1,4 @@
-"""What a generation is made of: its workers, its time limits, and the choice of the workers that get a rank."""
+"""Parts of a generation: its workers, its time limits, and the choice of the workers that get a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers form a generation, and when the next one forms: a plain state machine without sockets and clock.
+"""Decide which workers form a generation and when the next one forms: a state machine without sockets and clock.
 
 A worker is a process that can take a rank; a worker without a rank stands by. A generation runs until a member is lost
 or fails, or until its members are asked to leave for a planned change. Then every member leaves, members that do not
@@ -24,7 +24,7 @@ class Membership:
     Args:
         sizes: legal numbers of workers.
         resizer: decides on growth and drains.
-        budget: decides what a failure leads to.
+        budget: decides how the run recovers from a failure.
         outbox: receives the decisions.
         limits: time limits.
         blame: decides which worker caused a failure; default: one that remembers failures for two hours.
@@ -40,11 +40,11 @@ class Membership:
         self.generation: Generation | None = None
         self.workers: dict[str, Worker] = {}
         self.recovery = Recovery.IN_PLACE
-        """What the last failure leads to."""
+        """How the run recovers from the last failure."""
         self.remaining_seconds = float("inf")
-        """Time until the run is over, at the present speed."""
+        """Time until the run is over, at the current speed."""
         self.avoided: set[str] = set()
-        """Nodes that are too slow. They are used again when there are too few others."""
+        """Nodes that are too slow. The run uses them again when too few others are left."""
         self._resizer = resizer
         self._budget = budget
         self._outbox = outbox
@@ -67,7 +67,7 @@ class Membership:
         """The furthest step that the run has ever done."""
         return self._furthest
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
     def expect(self, names: Collection[str], now: float, *, anew: bool = False) -> None:
         """Note workers that are being started.
 
@@ -113,11 +113,11 @@ class Membership:
         self._gather(now)
 
     def beat(self, name: str, number: int, step: int, now: float, *, work: float = 0.0, aborts: int = -1) -> None:
-        """Note a sign of life.
+        """Note a heartbeat.
 
         Args:
             name: the worker.
-            number: its generation.
+            number: number of its generation.
             step: last step that it has done in this generation; 0 before the first.
             now: the time.
             work: CPU seconds used by its training thread.
@@ -137,7 +137,7 @@ class Membership:
             self._progress(generation, step, now)
 
     def leaving(self, name: str) -> None:
-        """Note that a worker's process was asked to end."""
+        """Note that a worker's process has received SIGTERM."""
         if name in self.workers:
             self.workers[name].leaving = True
 
@@ -282,7 +282,7 @@ class Membership:
         for worker in self.workers.values():
             self._outbox.send(worker.name, Over())
 
-    # -- time passes -------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
     def tick(self, now: float) -> None:
         """Act on the time; call it several times a second."""
         for worker in self._silence.find(self.generation, now):
@@ -345,7 +345,7 @@ class Membership:
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        """Decide what follows once every member has left."""
+        """Decide how to continue once every member has left."""
         generation = self.generation
         if generation is None or self.phase not in (Phase.RUNNING, Phase.ENDING) or self._remaining(generation):
             return
@@ -384,18 +384,18 @@ class Membership:
             self._not_before = now + self._budget.pause
             self._regather(now)
         elif self.recovery is not Recovery.NONE:
-            self._raise_all(f"recovery in place is given up: {self.recovery}")
+            self._raise_all(f"in-place recovery has failed: {self.recovery}")
         elif judgement is not None and self._can_raise(judgement.cause):
             self._outbox.send(judgement.cause.worker, Raise())
         else:
-            self._raise_all(f"the run is given up: {cause}")
+            self._raise_all(f"the run has failed: {cause}")
 
     def charge(self, *, counted: bool = True, in_place: bool = False) -> Recovery:
-        """Note one more failure; return what it leads to.
+        """Note one more failure; return how to recover from it.
 
         Args:
             counted: see `FailureBudget`.
-            in_place: a worker is left out, so recovery starts again with the first way.
+            in_place: a worker is left out, so recovery starts again with the first kind.
         """
         self._resizer.shrunk()
         self.recovery = self._budget.charge(self._furthest, counted=counted)
@@ -421,7 +421,7 @@ class Membership:
         return cause
 
     def _can_raise(self, cause: Fault) -> bool:
-        """Return whether the worker is there and the error is its own, so that it can raise it."""
+        """Return whether the fault's worker still exists and raised the error itself."""
         worker = self.workers.get(cause.worker)
         return worker is not None and worker.text == cause.text
 
@@ -443,7 +443,7 @@ class Membership:
         self._admission.refuse(fault, now)
         if too_few and self.phase is Phase.GATHERING and self.charge() is Recovery.NONE:
             self.phase = Phase.FAILED
-            self._raise_all(f"the run is given up: {problem}")
+            self._raise_all(f"the run has failed: {problem}")
 
     def _end_generation(self) -> None:
         if self.generation is not None:
@@ -469,7 +469,7 @@ class Membership:
             size = largest_fit(self.sizes, len(available))
         if not size:
             if waited > self._limits.start / 4 or not starting:
-                self._admission.blame.lift()  # so is a blamed worker that passes a probe
+                self._admission.blame.lift()  # a blamed worker that passes a probe is better than none, too
             if waited > self._limits.gather:
                 self.phase = Phase.FAILED
                 self.recovery = Recovery.KEPT
@@ -540,5 +540,5 @@ class Membership:
         return [name for name in generation.members if self._exit_reason(name) in errors]
 
     def _remaining(self, generation: Generation) -> list[str]:
-        """Return the members that are there and have not left."""
+        """Return the members that are not lost and have not left."""
         return [name for name in generation.members if name in self.workers and self.workers[name].left is None]

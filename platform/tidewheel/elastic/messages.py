@@ -1,4 +1,4 @@
-"""Messages between the coordinator and its workers: what each side may say, and how a message becomes a line of JSON.
+"""Messages between the coordinator and its workers, and their encoding as lines of JSON.
 
 Each message is a frozen dataclass with a `type` that names it on the wire. `FromWorker` and `FromCoordinator` are the
 frames that carry messages; a frame also holds the sequence number of its message and an acknowledgement. The decoder
@@ -79,7 +79,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Beat:
-    """Sign of life."""
+    """Heartbeat."""
 
     generation: int
     step: int
@@ -87,7 +87,7 @@ class Beat:
     work: float = 0.0
     """CPU seconds used by the training thread."""
     aborts: int = -1
-    """Newest generation that this worker was told to abort; -1 for none."""
+    """Newest generation whose `Abort` this worker has received; -1 for none."""
     type: Literal["beat"] = "beat"
 
 
@@ -166,7 +166,7 @@ class End:
 
 @dataclass(frozen=True)
 class Received:
-    """Carries nothing but the acknowledgement of its frame."""
+    """Empty message, for the acknowledgement in its frame."""
 
     type: Literal["received"] = "received"
 

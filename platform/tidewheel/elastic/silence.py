@@ -1,4 +1,4 @@
-"""Which workers are lost because they send nothing, told apart from workers that are slow or out of reach for now."""
+"""Find workers that are lost because they send nothing, as opposed to slow or temporarily unreachable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls whose errors must not end their thread: the errors are logged, counted and recorded, and the work goes on."""
+"""Call functions whose errors must not end their thread: log, count and record the errors, and continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tell a failure that may pass, such as a service that does not answer, from a mistake in the code of a part."""
+"""Distinguish passing failures, such as a service that does not respond, from mistakes in the code of a part."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tidewheel.errors import ConfigError, StorageAwayError
 from tidewheel.parts import MISTAKES, Part, name_of
 
 PATH_MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""Errors of the operating system that name a wrong path: another try meets them again."""
+"""Errors of the operating system for a wrong path, which a retry does not fix."""
 CODE_MISTAKES = (*MISTAKES, *PATH_MISTAKES, AssertionError)
-"""Errors of a callback or tracker that a person has to correct."""
+"""Errors of a callback or tracker that its author must fix."""
 
 
 def is_passing(error: BaseException) -> bool:
     """Return whether an error comes from a network, service, store or disk that may work again later.
 
-    Client libraries raise errors of their own `from` the error of the connection, so the causes are looked at, too. A
-    mistake in code that handles such an error is still a mistake.
+    The check includes causes, because client libraries raise their own errors `from` that of the connection. A mistake
+    in code that handles such an error is still a mistake.
     """
     if isinstance(error, (OSError, StorageAwayError)):  # ConnectionError and TimeoutError are OSErrors
         return not isinstance(error, PATH_MISTAKES)
@@ -30,13 +30,13 @@ def is_passing(error: BaseException) -> bool:
 
 
 def mistake(part: Part, role: str, method: str, error: BaseException) -> ConfigError:
-    """Return an error that says which part failed, and where in its code.
+    """Return an error that names the failed part and the line of its code.
 
     Args:
         part: the part whose code raised.
-        role: what it is, such as "callback".
+        role: kind of the part, such as "callback".
         method: the method that was called.
-        error: what it raised.
+        error: the error that it raised.
     """
     file = getattr(sys.modules.get(type(part).__module__), "__file__", None)
     frames = traceback.extract_tb(error.__traceback__)
@@ -47,7 +47,7 @@ def mistake(part: Part, role: str, method: str, error: BaseException) -> ConfigE
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield what led to an error, the nearest first."""
+    """Yield the causes of an error, the nearest first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

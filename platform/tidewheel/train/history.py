@@ -1,4 +1,4 @@
-"""What a new generation must know about its run's history, at a cost that does not grow with the run.
+"""The history of a run that a new generation needs, at a cost that does not grow with the run.
 
 The coordinator keeps the history while it lives and sends it to the workers. From time to time it also writes it to
 `state.json`. The next driver reads that file and adds what the newest records of the logs say.
@@ -19,11 +19,11 @@ from tidewheel.storage import Store
 
 STATE = "state.json"
 STATE_SECONDS = 30.0
-"""Between two writes of `STATE`."""
+"""Time between two writes of `STATE`."""
 LOOK_BACK = 1_000
 """Most records of a log that a start reads."""
 CLOCKS_SECONDS = 3600.0
-"""Most that the clocks of workers and driver may differ."""
+"""Largest difference between the clocks of workers and driver."""
 
 
 @dataclass(frozen=True)

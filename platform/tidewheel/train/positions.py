@@ -1,4 +1,4 @@
-"""Compute the positions that each step's global batch takes in the planned order. Everything that needs them asks here.
+"""Compute the positions of each step's global batch in the planned order, for all code that needs them.
 
 A step takes the next positions outside all windows. Windows are stretches of the data that the run passes over after
 a rollback (`train.guards.policy.window`). The list of windows is part of the run's record, so positions are a pure

@@ -1,4 +1,4 @@
-"""Runs with steps that go wrong: skipped or rolled back, recorded, and the same through restarts and resizes.
+"""Tests of runs with bad steps: skipped or rolled back, recorded, and the same after restarts and resizes.
 
 The fault is planted: wherever certain sequences are in a batch, its loss and gradient come out wrong.
 """

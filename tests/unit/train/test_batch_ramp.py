@@ -1,4 +1,4 @@
-"""A run whose batch grows: killed, resumed on another number of processes, audited, traced."""
+"""Tests of a run with a growing batch: killed, resumed on another number of processes, audited, traced."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_lineage_knows_the_sizes(folder: Path):
     assert {(use["step"], use["batch_row"]) for use in uses} >= {(6, 20)}
 
 
-def test_the_plan_counts_what_will_be_read(folder: Path):
+def test_the_plan_describes_the_ramp(folder: Path):
     rows = {row["what"]: row["value"] for row in plan(config(folder, "planned", *RAMP))}
     assert rows["steps"].startswith("7 of 8 -> 16 -> 24 sequences")
     assert rows["tokens"].startswith(f"{sum(SIZES) * LENGTH:,},")

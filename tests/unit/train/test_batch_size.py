@@ -1,4 +1,4 @@
-"""The batch-size ramp: every step's size and what came before it, against counting step by step."""
+"""Tests of the batch-size ramp: each step's size and the sequences before it, against counting step by step."""
 
 import numpy as np
 import pytest

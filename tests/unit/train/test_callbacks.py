@@ -1,4 +1,4 @@
-"""Callbacks and trackers of the user's own hear what the loop does, in order, and again after a failure."""
+"""Tests that the loop calls a user's callbacks and trackers in order, and again after a failure."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_callback_hears_of_everything_in_order(folder: Path):
     assert write_run_report(str(folder / "runs/run"))
 
 
-def test_a_step_that_is_done_again_is_told_again(folder: Path):
+def test_callbacks_see_repeated_steps_again(folder: Path):
     run = settings(folder)
     with pytest.raises(Replaced):
         train(run, Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), control=Script(die=5)))
@@ -196,7 +196,7 @@ def test_neither_changes_the_recipe_and_both_travel_to_the_workers(folder: Path)
     assert plain.code() == []
 
 
-def test_a_list_of_parts_says_what_is_wrong_with_it(folder: Path):
+def test_errors_in_a_list_of_parts_name_the_part(folder: Path):
     for wrong, hint in ((["log_progres"], "did you mean 'log_progress'"), ([{"every_seconds": 3}], "which callback"),
                         ([{"kind": "log_progress", "every_second": 3}], "did you mean 'every_seconds'"),
                         ([f"{module(folder)}:Table"], "Table' is no callback"),
@@ -220,7 +220,7 @@ class FirstOnly(Callback):
         raise AssertionError("told on another rank")
 
 
-def test_ranks_beside_the_first_are_told_where_that_is_wanted():
+def test_callbacks_with_every_rank_run_on_all_ranks():
     worker = Worker("run", "uri", 8, 1, 2, 0, lambda step, figures: None)
     callbacks = Callbacks([FirstOnly(), Everywhere()], worker)
     callbacks.close()
@@ -228,7 +228,7 @@ def test_ranks_beside_the_first_are_told_where_that_is_wanted():
         callbacks.call("on_finish", None)
 
 
-def test_what_closing_raises_is_logged(caplog: pytest.LogCaptureFixture):
+def test_errors_of_on_close_are_logged(caplog: pytest.LogCaptureFixture):
     Callbacks([FirstOnly()], Worker("run", "uri", 8, 0, 1, 0, lambda step, figures: None)).close()
     assert "FirstOnly failed in on_close" in caplog.text
 

@@ -1,4 +1,4 @@
-"""torch.compile per block: the same losses, one compilation for all blocks, a cache that is on disk."""
+"""Tests of torch.compile per block: the same losses, one compilation for all blocks, a cache on disk."""
 
 import functools
 import os
@@ -52,7 +52,7 @@ def test_one_graph_serves_all_blocks_and_gives_the_same_losses(checkpointed: boo
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def test_the_cache_is_where_it_was_asked_for(tmp_path, monkeypatch):
+def test_the_cache_is_in_the_configured_folder(tmp_path, monkeypatch):
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "elsewhere")
     use_cache("")

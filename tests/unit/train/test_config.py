@@ -1,4 +1,4 @@
-"""What a configuration refuses, and what its hash depends on."""
+"""Tests of the training configuration: refused settings, and the settings in its hash."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Validation by domain against a loop over tokens, and in a run: metrics, TensorBoard, samples on the way."""
+"""Tests of validation by domain: against a loop over tokens, and in a run with metrics, TensorBoard and samples."""
 
 from __future__ import annotations
 

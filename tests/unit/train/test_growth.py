@@ -1,4 +1,4 @@
-"""Training while the set grows: the run that it would have been with all of it there, however the waves come."""
+"""Tests of training on a growing set: the run equals one on the finished set, whenever the waves come."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_save_and_a_planned_stop_do_not_wait_for_data(whole: Path, tmp_path: P
     assert_same(whole, folder)
 
 
-def test_it_gives_up_and_goes_on_when_the_pipeline_does(whole: Path, tmp_path: Path):
+def test_a_run_ends_without_a_new_wave_and_resumes_with_the_pipeline(whole: Path, tmp_path: Path):
     folder = begun(whole, tmp_path, waves=1)
     with pytest.raises(ShardError, match=r"wave 2 of 4 has not come for 0\.05 s") as told:
         run(growing_config(folder, "data.wait_seconds=0.05"))
@@ -176,7 +176,7 @@ def test_another_content_is_refused(whole: Path, tmp_path: Path):
             refused()
 
 
-def test_a_set_made_anew_while_it_is_waited_for(whole: Path, tmp_path: Path):
+def test_a_set_rewritten_during_the_wait_is_refused(whole: Path, tmp_path: Path):
     folder = begun(whole, tmp_path, waves=1)
 
     class Other(Pipeline):
@@ -191,7 +191,7 @@ def test_a_set_made_anew_while_it_is_waited_for(whole: Path, tmp_path: Path):
         run(growing_config(folder), Other(folder))
 
 
-def test_only_a_run_that_may_wait_reads_a_part(whole: Path, tmp_path: Path):
+def test_only_a_run_with_wait_seconds_reads_an_unfinished_set(whole: Path, tmp_path: Path):
     folder = begun(whole, tmp_path, waves=1)
     with pytest.raises(ShardError, match="a pipeline is still writing this set") as told:
         fit_local(config(folder, "other"))

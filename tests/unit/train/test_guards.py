@@ -1,4 +1,4 @@
-"""What counts as a bad step, on values that we know; what follows from it; optimizers that are told on the device."""
+"""Tests of bad-step detection on known values, of the guards' actions, and of optimizers that skip on the device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_deviation_is_that_of_the_textbook(values: list[tuple[float, float]]
     (3.0, math.nan, "non-finite gradient"), (5.0, 1.0, "loss spike"), (3.0, 30.0, "gradient spike"),
     (5.0, 30.0, "loss spike"), (3.0, 1.0, ""), (1.0, 0.01, "")])
 @pytest.mark.parametrize("spike", ["ignore", "skip", "rollback"])
-def test_what_is_bad_and_what_follows(loss: float, norm: float, reason: str, spike: str):
+def test_bad_steps_are_detected_and_handled(loss: float, norm: float, reason: str, spike: str):
     guard = Guard(GuardsConfig(window=16, spike=spike, non_finite="rollback"), CPU)
     random = np.random.default_rng(0)
     for _ in range(16):
@@ -84,7 +84,7 @@ def test_the_scale_overflow_is_not_the_guards_affair():
         guard.check(guard.verdict(judge(guard, math.nan, math.inf)), 6, "run")
 
 
-def test_it_does_not_skip_for_ever():
+def test_skips_are_limited():
     guard = Guard(GuardsConfig(max_skips=3), CPU)
     for step in range(1, 4):
         guard.check(guard.verdict(judge(guard, math.nan)), step, "run")

@@ -1,4 +1,4 @@
-"""A rank that stands still is named by the others, in bounded time: real processes, one of them stopped by a signal."""
+"""Tests that ranks name a hanging rank in bounded time, with real processes, one of them stopped by a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start knows of the run before it."""
+"""Tests of the run's history that a start reads."""
 
 import json
 import time
@@ -56,7 +56,7 @@ def test_a_damaged_state_is_as_none(tmp_path, content):
     assert read_history(store(tmp_path)) == RunHistory(step=2, generation=0)
 
 
-def test_records_before_what_is_known_are_not_read(tmp_path, monkeypatch):
+def test_reading_stops_at_the_known_step(tmp_path, monkeypatch):
     place = store(tmp_path)
     batches(place, *range(1, 5000))
     event(place, 1.0, "failure", generation=0)
@@ -76,7 +76,7 @@ def test_records_before_what_is_known_are_not_read(tmp_path, monkeypatch):
     assert len(read) == 10 + 31
 
 
-def test_the_writer_writes_what_changed_and_waits_for_storage(tmp_path):
+def test_the_writer_writes_changes_and_waits_for_storage(tmp_path):
     class Away(LocalStore):
         away, writes = False, 0
 

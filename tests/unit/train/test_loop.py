@@ -1,4 +1,4 @@
-"""The loop: the same result for one and two processes, through kills, planned stops and resumes."""
+"""Tests of the training loop: one and two processes give the same result, after kills, planned stops and resumes."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ def assert_same_run(folder: Path, run: str, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(weights(folder, run)[name], value, atol=10 * tolerance, err_msg=name)
 
 
-def test_a_run_writes_what_the_design_says(reference: Path):
+def test_a_run_writes_its_records(reference: Path):
     metrics = log(reference, "whole", "metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9))
@@ -108,7 +108,7 @@ def test_a_finished_run_does_nothing(reference: Path):
     assert (reference / "runs/whole/metrics.jsonl").read_bytes() == before
 
 
-def test_a_killed_run_resumes_and_says_what_was_done_again(reference: Path):
+def test_a_killed_run_resumes_and_reports_repeated_steps(reference: Path):
     settings = config(reference, "killed")
     with pytest.raises(Replaced):
         alone(settings, die=5)  # the checkpoint is of step 3
@@ -197,7 +197,7 @@ def test_the_audit_sees_a_wrong_digest(reference: Path):
     assert [line.split(" (")[0] for line in found] == ["step 2", "step 3"]
 
 
-def test_the_audit_checks_steps_that_were_done_again(reference: Path):
+def test_the_audit_checks_repeated_steps(reference: Path):
     again = {"generation": 1, "digest": "0" * 32}
     found = tampered(reference, "again", lambda records: [*records, {**records[0], **again}])
     assert len(found) == 1
@@ -260,7 +260,7 @@ def test_a_number_of_workers_that_does_not_divide_is_refused(reference: Path):
         train(config(reference, "refused"), Runtime(world_size=3))
 
 
-def test_a_loss_mask_says_what_is_learnt(tmp_path: Path):
+def test_a_loss_mask_selects_the_targets(tmp_path: Path):
     """The loss is the mean over the marked tokens, and the others leave no trace in it."""
     write_shards(tmp_path / "shards", loss_mask=True)
     write_shards(tmp_path / "validation", shards=1, rows=11, seed=1, loss_mask=True)

@@ -1,4 +1,4 @@
-"""Training on a mixture: the planned sequences of each domain, through kills and other numbers of processes."""
+"""Tests of training on a mixture: the planned sequences of each domain, after kills and resizes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_run_says_what_it_is_made_of(reference: Path):
+def test_run_json_records_the_mixture(reference: Path):
     run = json.loads((reference / "runs/whole/run.json").read_text())
     told = run["data"]["mixture"]
     assert [(part["domain"], part["sequences"]) for part in told["proportions"]] == [("code", 28), ("web", 36)]
@@ -68,7 +68,7 @@ def test_the_run_says_what_it_is_made_of(reference: Path):
     assert lines["mixture"] == "ends after 153 sequences, 2,448 tokens"
 
 
-def test_killed_resumed_and_resized_it_reads_the_same(reference: Path):
+def test_a_killed_and_resized_run_reads_the_same_sequences(reference: Path):
     killed = mixed(reference, "killed")
     with pytest.raises(Replaced):
         alone(killed, die=5)
@@ -124,7 +124,7 @@ def test_other_data_or_other_shares_are_refused(reference: Path):
 @pytest.mark.parametrize(("override", "told"), [
     ("steps=20", "ends after 153 sequences"), ("data.uri=/somewhere", "both given"),
     ("data.mixture.domains.web.weight=1000000000", "smallest weight"), ("data.mixture.weights=1", "unknown")])
-def test_what_cannot_be_is_said_before_the_first_step(reference: Path, override: str, told: str):
+def test_illegal_mixtures_are_refused_before_the_first_step(reference: Path, override: str, told: str):
     with pytest.raises(ConfigError, match=told):
         alone(mixed(reference, "wrong", override))
     assert not (reference / "runs" / "wrong").exists()

@@ -1,4 +1,5 @@
-"""The ranks of a node write their ledger together: one request a minute, and nothing is lost but with the node."""
+"""Tests of the ledger that a node's ranks write together: one request a minute, and lines are lost only with the node.
+"""
 
 import multiprocessing
 import os
@@ -73,7 +74,7 @@ def test_a_node_uploads_once_in_a_while_for_all_its_ranks(place, puts, monkeypat
     assert not list(node_folder(place, KEY).glob("*.jsonl"))
 
 
-def test_the_end_of_a_run_is_written_whoever_comes_last(place):
+def test_ranks_finish_in_any_order_without_losing_lines(place):
     ranks = [NodeLog(place, KEY, generation=0, rank=rank) for rank in range(3)]
     ranks[1].flush()  # has the lock
     for rank, log in enumerate(ranks):
@@ -93,7 +94,7 @@ def _die(uri: str, rank: int, first: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_killed_ranks_left_is_uploaded_by_the_next_generation(place):
+def test_the_next_generation_uploads_files_of_killed_ranks(place):
     context = multiprocessing.get_context("spawn")
     os.environ["TMPDIR"] = str(node_folder(place, KEY).parents[1])
     try:
@@ -130,7 +131,7 @@ def test_while_the_store_fails_lines_stay_on_the_node(place, monkeypatch):
     assert not list(node_folder(place, KEY).glob("*.jsonl"))
 
 
-def test_what_nobody_uploads_for_long_is_dropped_and_said(place, monkeypatch):
+def test_lines_beyond_the_limit_are_dropped_and_reported(place, monkeypatch):
     monkeypatch.setattr(node_log, "MAX_PENDING_BYTES", 1000)
     first, log = (NodeLog(place, KEY, generation=0, rank=rank) for rank in range(2))
     first.flush()

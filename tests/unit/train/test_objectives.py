@@ -1,4 +1,4 @@
-"""Objectives are parts: the built-in one, a user's own on every layout that it says, and what is refused."""
+"""Tests of objectives: the built-in one, a user's own on every layout that it supports, and refused layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN = "tests.unit.train.own_objectives"
 SMOOTH = {"kind": f"{OWN}:LabelSmoothing", "smoothing": 0.2}
 
 
-def test_without_smoothing_it_is_the_built_in_one():
+def test_without_smoothing_it_equals_the_built_in_objective():
     _, expected = train(config({}), 1, 3)
     _, found = train(config({}, objective={**SMOOTH, "smoothing": 0.0}), 1, 3)
     for ours, theirs in zip(found, expected):
@@ -37,7 +37,7 @@ def test_without_smoothing_it_is_the_built_in_one():
         assert theirs.metrics == {}
 
 
-def test_a_term_is_what_the_objective_says():
+def test_the_objective_counts_its_terms():
     _, (result,) = train(config({}, objective={"kind": f"{OWN}:ByRow"}), 1, 1)
     assert result.targets == 8, "rows of the global batch"
 
@@ -63,7 +63,7 @@ def test_every_layout_gives_the_sums_of_one_process_and_takes_an_own_optimizer()
 
 
 @pytest.mark.parametrize("name", ["tensor", "context"])
-def test_a_layout_that_it_does_not_name_is_refused(name: str):
+def test_a_layout_outside_works_with_is_refused(name: str):
     with pytest.raises(ConfigError, match=rf"ByRow works with data and pipeline parallelism.*parallel\.{name} is 2"):
         config({name: 2}, objective={"kind": f"{OWN}:ByRow"})
     config({"pipeline": 2}, objective={"kind": f"{OWN}:ByRow"})
@@ -75,7 +75,7 @@ def test_a_layout_that_it_does_not_name_is_refused(name: str):
     (lambda: tw.Sums(torch.zeros(()), {"accuracy": 0.5, "cross_entropy": torch.zeros(())}), "accuracy is float"),
     (lambda: tw.Sums(torch.zeros(()), {"accurazy": torch.zeros(())}), "METRICS names"),
 ])
-def test_what_an_objective_returns_is_checked(monkeypatch: pytest.MonkeyPatch, sums, message: str):
+def test_the_result_of_an_objective_is_checked(monkeypatch: pytest.MonkeyPatch, sums, message: str):
     monkeypatch.setattr(LabelSmoothing, "sums", lambda self, outputs, batch: sums())
     with pytest.raises(ConfigError, match=message):
         train(config({}, objective=SMOOTH), 1, 1)

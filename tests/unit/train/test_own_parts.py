@@ -1,4 +1,4 @@
-"""A run of a user's own optimizer, schedule and objective: saved, resumed, and not continued with another source."""
+"""Tests of a run with a user's optimizer, schedule and objective: it resumes, but not with another source."""
 
 from __future__ import annotations
 

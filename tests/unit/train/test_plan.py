@@ -1,4 +1,4 @@
-"""The dry run of a training: what would happen, and nothing does."""
+"""Tests of the dry run: it describes the run and starts nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidewheel.errors import ConfigError, ShardError
 from tidewheel.train.plan import plan
 
 
-def test_the_plan_says_what_would_run_and_writes_nothing(tmp_path):
+def test_the_plan_describes_the_run_and_writes_nothing(tmp_path):
     manifest = write_shards(tmp_path / "shards")
     rows = {row["what"]: row["value"] for row in plan(config(tmp_path))}
     assert f"{manifest.rows:,} sequences" in rows["shards"]

@@ -1,4 +1,4 @@
-"""Positions of a step are a pure function of the batch, the windows passed over and the step."""
+"""Tests that a step's positions are a pure function of the batch, the skipped windows and the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number types: what stays fp32 under autocast, what fp8 converts and where it is refused, the loss scale of fp16."""
+"""Tests of precision: fp32 operations under autocast, layers in fp8 and its refusal, the loss scale of fp16."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_fp32_is_left_alone_inside_another_autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
-def test_fp8_is_refused_by_name_where_there_is_none():
+def test_fp8_is_refused_on_hardware_without_it():
     with pytest.raises(ConfigError, match=r"fp8 needs a GPU with fp8 matrix products.*this is a CPU"):
         precision.check_precision(CPU, "fp8")
     for name in ("fp32", "bf16", "fp16"):

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: fp8, the fused optimizer, an update withheld without the host."""
+"""Tests that need a CUDA device: fp8, the fused optimizer, an update skipped without the host."""
 
 import pytest
 import torch

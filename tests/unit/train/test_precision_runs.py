@@ -1,4 +1,4 @@
-"""Whole runs in each precision: they learn, and a killed one goes on bit for bit."""
+"""Tests of whole runs in each precision: they learn, and a killed run resumes bit for bit."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def ran(folder: Path, run: str, *overrides: str, **script: int) -> tuple[dict[in
 @pytest.mark.parametrize("overrides", [
     ("precision=bf16",), ("precision=fp16",), ("precision=bf16", "parameters=bf16"),
     ("optimizer.kind=adamw8bit", "model.dim=256"), ("optimizer.kind=muon",)], ids=" ".join)
-def test_a_killed_run_goes_on_bit_for_bit(folder: Path, overrides: tuple[str, ...]):
+def test_a_killed_run_resumes_bit_for_bit(folder: Path, overrides: tuple[str, ...]):
     name = "".join(c if c.isalnum() else "-" for c in "".join(overrides))
     whole, _ = ran(folder, f"{name}-whole", *overrides)
     exact, _ = ran(folder, "exact", *[setting for setting in overrides if "precision" not in setting

@@ -1,4 +1,4 @@
-"""Every configuration that comes with the repository can be loaded, and its layout is legal."""
+"""Tests that every configuration in the repository loads and has a legal layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is opened once in a process, and its handle is passed on."""
+"""Tests that a process opens a run once and passes its handle on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to save, by a clock that we turn."""
+"""Tests of the save schedule, with a simulated clock."""
 
 import math
 
@@ -48,7 +48,7 @@ def test_by_steps_by_seconds_and_by_both():
     assert steps_saved(schedule(clock, every_steps=5, every_seconds=3), clock, 10, 1.0) == [3, 5, 8, 10]
 
 
-def test_what_failed_is_tried_again_before_its_turn():
+def test_a_failed_save_is_retried_before_the_next_interval():
     clock = Clock()
     plan = schedule(clock, every_steps=100, retry_seconds=5)
     assert steps_saved(plan, clock, 30, 1.0, Saves(failed=1, seconds=2.0)) == [7, 14, 21, 28]

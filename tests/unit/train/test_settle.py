@@ -1,4 +1,4 @@
-"""The training only reads its state between `keep` and `settle`: a copy behind it is that of the step boundary."""
+"""Tests that training only reads its state between `keep` and `settle`, so that a late copy is the step's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may change when a run is started again, and what run.json keeps."""
+"""Tests of the settings that may change between starts of a run, and of their record in run.json."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_json(folder: Path) -> dict:
     return json.loads((folder / "runs" / "run" / "run.json").read_text())
 
 
-def test_each_start_is_kept_and_told(folder):
+def test_each_start_is_recorded_and_reported(folder):
     fit_local(config(folder, "run", "steps=6"))
     events = []
     fit_local(config(folder, "run", "steps=12", "optimizer.learning_rate=1e-4", "checkpoint.keep_last=2"),
@@ -59,7 +59,7 @@ def test_each_start_is_kept_and_told(folder):
     ("model.dim=64", "model.dim was 32, now 64"),
     ("data.seed=8", "data.seed was 7, now 8"),
 ])
-def test_what_makes_the_run_what_it_is_cannot_change(folder, override, says):
+def test_settings_that_define_the_run_cannot_change(folder, override, says):
     fit_local(config(folder, "run", "steps=3"))
     before = run_json(folder)
     with pytest.raises(ConfigError, match=says) as refused:
@@ -69,7 +69,7 @@ def test_what_makes_the_run_what_it_is_cannot_change(folder, override, says):
     assert fit_local(config(folder, "run", "steps=6")).steps == 6, "the refused start has left nothing behind"
 
 
-def test_reproducible_runs_keep_what_decides_their_bits(folder):
+def test_reproducible_runs_refuse_changes_of_their_bits(folder):
     fit_local(config(folder, "run", "steps=3", "reproducible=true"))
     with pytest.raises(ConfigError, match=r"batch\.micro_sequences was 2, now 1"):
         fit_local(config(folder, "run", "steps=6", "reproducible=true", "batch.micro_sequences=1"))
@@ -88,7 +88,7 @@ def raised(monkeypatch: pytest.MonkeyPatch, kind: Kind, name: str) -> None:
     monkeypatch.setattr(part, "VERSION", replace(part.VERSION, number=part.VERSION.number + 1))
 
 
-def test_a_part_of_another_version_is_told_and_recorded(folder, monkeypatch):
+def test_a_changed_part_version_is_reported_and_recorded(folder, monkeypatch):
     fit_local(config(folder, "run", "steps=3"))
     assert run_json(folder)["part_versions"]["optimizer_adamw"] == 1
     raised(monkeypatch, optimizers.KIND, "adamw")

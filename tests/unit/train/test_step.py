@@ -1,4 +1,4 @@
-"""The optimizer step on its own: accumulation, clipping, learning."""
+"""Tests of the optimizer step: accumulation, clipping, learning."""
 
 import pytest
 import torch

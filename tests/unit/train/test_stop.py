@@ -1,4 +1,4 @@
-"""Ctrl-C while a training runs in this process: it saves, and goes on behind the save."""
+"""Tests of Ctrl-C during training in this process: the run saves, and the next start continues after the save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage that is away for a while: training goes on, saves are tried again, and a limit ends the run."""
+"""Tests of unavailable storage: training continues, saves are retried, and a limit ends the run."""
 
 import time
 from pathlib import Path
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_training_goes_on_and_the_save_is_made_up_for(folder: Path):
+def test_training_continues_and_the_save_is_made_up_for(folder: Path):
     place, events = run(folder, lambda step: 5 <= step < 14)
     kinds = [event["kind"] for event in events]
     assert kinds.count("save_failed") >= 1
@@ -100,7 +100,7 @@ def test_a_limit_ends_the_run(folder: Path):
     assert "start the run again" in error.value.fix
 
 
-def test_logs_wait_for_nobody():
+def test_logs_do_not_block_training():
     """An object store that takes requests and does not answer, then does."""
     from tidewheel.cluster.faults import frozen
 

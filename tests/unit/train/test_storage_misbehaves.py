@@ -1,4 +1,4 @@
-"""A run whose storage misbehaves in the middle: training goes on, the cause is told, and nothing is lost in the end."""
+"""Tests of storage that misbehaves during a run: training continues, reports the cause and loses nothing."""
 
 from __future__ import annotations
 

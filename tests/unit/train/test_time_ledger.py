@@ -1,3 +1,5 @@
+"""Tests that the summary of time ledgers adds up over kills, joins and drivers."""
+
 import itertools
 
 import pytest
@@ -52,7 +54,7 @@ def test_a_worker_that_never_wrote_counts_too():
     assert summary.parts["detection"] == 1 + 11
 
 
-def test_a_worker_that_wakes_up_after_it_was_cut_off_adds_nothing():
+def test_a_worker_that_wakes_after_it_was_cut_off_does_not_count():
     """It was stopped at 10, the others went on without it at 14, and it wrote its last record at 32."""
     records = [record(0, 0, "productive", 0, 13), record(1, 0, "productive", 0, 10), record(1, 0, "idle", 10, 32),
                record(0, 1, "productive", 15, 40)]
@@ -73,7 +75,7 @@ def test_a_driver_that_never_had_workers_is_not_counted():
     assert [(one.start, one.end) for one in summary.generations] == [(0, 10), (100, 110)]
 
 
-def test_nothing():
+def test_a_run_without_records_has_no_time():
     summary = summarise([], [])
     assert summary.worker_seconds == summary.goodput == 0
 
@@ -97,7 +99,7 @@ def logs(draw):
 
 
 @given(logs())
-def test_the_parts_sum_to_the_time_workers_were_there(both):
+def test_the_parts_sum_to_the_time_workers_ran(both):
     summary = summarise(*both)
     assert sum(summary.parts.values()) == pytest.approx(summary.worker_seconds, abs=1e-6)
     assert 0 <= summary.goodput <= 1

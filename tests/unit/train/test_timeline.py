@@ -1,4 +1,4 @@
-"""The ledger of one worker joins without gaps and stays short."""
+"""Tests that a worker's ledger has no gaps and stays short."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lineage of a run: from a step to documents and back."""
+"""Tests of a run's lineage: from a step to its documents and back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_in_small_chunks_the_same(run, monkeypatch):
     assert "read in" in "\n".join(trace.document_step_lines(whole))
 
 
-def test_a_changed_digest_is_told(run):
+def test_a_changed_digest_is_reported(run):
     (run / "run/batches.jsonl").write_text('{"step": 1, "digest": "other"}\n')
     found = trace.trace_step(str(run / "run"), 1)
     assert not found["as_recorded"]
@@ -73,7 +73,7 @@ def test_a_changed_digest_is_told(run):
 @pytest.mark.parametrize(("arguments", "told"), [
     ({"step": 10}, "step 10 has no record"), ({"step": 0}, "step 0"), ({"step": 1, "batch_row": 4}, "no row 4"),
     ({"step": 1, "token": 4}, "without its row"), ({"step": 1, "batch_row": 0, "token": 99}, "no token 99")])
-def test_no_such_place(run, arguments, told):
+def test_unknown_steps_and_tokens_are_refused(run, arguments, told):
     with pytest.raises(ShardError, match=told) as error:
         trace.trace_step(str(run / "run"), **arguments)
     assert error.value.fix

@@ -1,4 +1,4 @@
-"""Where metrics go: one small interface, and one thread that serves all sinks, so that no step waits for them."""
+"""The interface of metrics sinks, and the thread that serves them all, so that no step waits for them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_text_has_every_part_and_moves_no_cursor(run: str, capsys: pytest.Captur
                                        "second\\x1b[2J\n")
 
 
-def test_nothing_found_says_what_there_is(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_empty_result_lists_the_available_logs(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.run_command(["logs", run, "--rank", "7"]) == 0
     assert "no line matches; there are lines of ranks 0-1 and generations 0-1" in capsys.readouterr().err
     assert cli.run_command(["logs", str(tmp_path / "none")]) == 2

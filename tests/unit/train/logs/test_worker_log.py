@@ -180,7 +180,7 @@ def test_on_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert all(entry.key.startswith("logs/workers/") for entry in place.list())
 
 
-def test_a_store_that_is_away_holds_up_nobody_and_its_lines_come_later(place: storage.Store, tmp_path: Path,
+def test_an_unavailable_store_blocks_nobody_and_gets_its_lines_later(place: storage.Store, tmp_path: Path,
                                                                       monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(worker_log, "CLOSE_SECONDS", 0.3)
     with monkeypatch.context() as broken:

@@ -87,7 +87,7 @@ class Products(TorchDispatchMode):
         return function(*arguments, **(kwargs or {}))
 
 
-def test_selective_computes_only_what_is_cheap_again():
+def test_selective_checkpointing_recomputes_only_cheap_operations():
     counts = {}
     for name, config in {"none": {}, "full": KINDS[0], "half": KINDS[2], "all": KINDS[3]}.items():
         model = decoder(MemoryConfig(**config))

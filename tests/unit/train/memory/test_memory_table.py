@@ -8,7 +8,7 @@ SMALL = {"dim": 128, "num_layers": 3, "num_heads": 4, "ffn_dim": 384, "qk_norm":
 
 
 @pytest.mark.parametrize(("data", "stage"), STAGES.items())
-def test_each_stage_holds_what_zero_says(data: str, stage: int):
+def test_memory_of_each_zero_stage(data: str, stage: int):
     found = measure(SMALL, 1024, 8, data)
     row = Row("small", 8, data, arithmetic(found.billions, 8, stage))
     assert within(row, found), (found, row)

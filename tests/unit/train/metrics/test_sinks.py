@@ -276,7 +276,7 @@ def test_wandb_gets_each_step_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert calls[-1][0] == "finish"
 
 
-def test_what_a_configuration_may_say():
+def test_configurations_of_trackers():
     [wandb] = build(MetricsConfig, {"trackers": [{"kind": "wandb", "project": "p"}]}).trackers
     assert isinstance(wandb, WeightsAndBiases)
     for wrong, hint in (({"straggle": {}}, "did you mean 'straggler'"),
