@@ -109,7 +109,7 @@ def test_documents(lines: list[str], reason: str):
     "no full stop here", "It goes on...", "Two words.", f"It is {'x' * 1001} long.", "Please enable JavaScript here.",
     "Read our Privacy Policy now.", "This site uses cookies for you.", "", "   ",
 ])
-def test_lines_that_go(line: str):
+def test_lines_are_removed(line: str):
     reasons, statistics, edited = judged(["\n".join([*LINES[:2], line, *LINES[2:]])], C4())
     assert reasons == [""]
     assert edited.to_pylist() == ["\n".join(LINES)]
@@ -117,7 +117,7 @@ def test_lines_that_go(line: str):
     assert statistics["c4_kept_lines"].tolist() == [5 / 6 if line.strip() else 1.0]
 
 
-def test_citations_are_cut_and_end_punctuation_is_looked_at_without_them():
+def test_citations_are_removed_before_end_punctuation_is_checked():
     text = "\n".join(LINES)
     lines = [line[:-1] + "[12]" + line[-1] for line in LINES]
     assert judged(["\n".join(lines)], C4())[2].to_pylist() == [text]
@@ -125,7 +125,7 @@ def test_citations_are_cut_and_end_punctuation_is_looked_at_without_them():
     assert judged(["\n".join(lines)], C4(remove_citations=False))[2].to_pylist() == ["\n".join(lines)]
 
 
-def test_dropped_characters_stay_in_lines_that_stay():
+def test_kept_lines_keep_their_dropped_characters():
     lines = ["A de\u0301compose\u0301 line\u00ad is here.", *LINES]
     _, _, edited = judged(["\r\n".join(lines)], C4())
     assert edited.to_pylist() == ["\n".join(lines)]

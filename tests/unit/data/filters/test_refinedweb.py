@@ -71,7 +71,7 @@ def slow(document: str, config: RefinedWeb) -> tuple[list[int], str]:
 @needs_frozen
 @given(st.lists(DOCUMENTS, min_size=1, max_size=4), CONFIGS)
 @settings(max_examples=500, deadline=None)
-def test_what_is_left_matches_the_oracle(documents: list[str], config: RefinedWeb):
+def test_remaining_text_matches_the_oracle(documents: list[str], config: RefinedWeb):
     counts, edited = remove_lines(documents, config)
     for document, row, text in zip(documents, counts.tolist(), edited.to_pylist(), strict=True):
         expected, left = slow(document, config)
@@ -105,7 +105,7 @@ def test_a_document_that_loses_too_much_is_dropped():
         assert edited.to_pylist() == [GOOD.strip()]
 
 
-def test_documents_without_anything_to_remove_stay_as_they_are():
+def test_documents_with_nothing_to_remove_are_unchanged():
     documents = [GOOD, "", " \n", "\n a line with spaces around it \n\n", "two words\r\n\r\n", "plain words"]
     reasons, statistics, edited = judged(documents, RefinedWeb())
     assert edited.to_pylist() == documents

@@ -31,11 +31,11 @@ def table(*urls):
     "https://user@example.com/a?utm_source=x&utm_medium=y", "https://example.com./%61?fbclid=1&gclid=2",
     " http://example.com/a ",
 ])
-def test_urls_of_one_page_are_one(url):
+def test_urls_of_one_page_have_one_normal_form(url):
     assert urls.normalised(url) == "example.com/a"
 
 
-def test_what_names_another_page_stays():
+def test_urls_of_different_pages_stay_different():
     forms = {urls.normalised(url) for url in (
         "http://example.com/A", "http://example.com/a", "http://example.com:8080/a", "http://example.com/a?id=1",
         "http://example.com/a?id=2", "http://example.com/#!/a", "http://blog.example.com/a", "http://example.com/a%2Fb",
@@ -47,7 +47,7 @@ def test_what_names_another_page_stays():
 
 @pytest.mark.parametrize("url", ["", "no url", "mailto:a@b.c", "/path/only", "http://", "http://[::1", "http://a:99999/",
                                  "C:\\file", "javascript:alert(1)"])
-def test_what_is_no_url_has_no_form(url):
+def test_invalid_urls_have_no_normal_form(url):
     assert urls.normalised(url) == ""
     reasons, statistics = judged(table(url), UrlFilter(domains=("a",), words=("url", "path")))
     assert reasons == [""]

@@ -32,7 +32,7 @@ def by_search(texts, entries):
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(ALPHABET), max_size=30).map(" ".join), max_size=5),
        st.lists(st.lists(st.sampled_from(ALPHABET), max_size=4).map("-".join), max_size=5))
-def test_counts_are_those_of_a_search(texts, entries):
+def test_counts_match_a_naive_search(texts, entries):
     found, total = words.count(pa.array(texts, pa.large_string()), words.hashed(entries))
     assert (found.tolist(), total.tolist()) == by_search(texts, entries)
 
@@ -69,6 +69,6 @@ def test_entries_come_from_files(tmp_path):
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({}, "give words"), ({"words": ["x"], "max_count": None}, "give max_count")])
-def test_settings_that_mean_nothing(settings, message):
+def test_settings_without_effect_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         WordFilter(**settings)

@@ -1,4 +1,4 @@
-"""A few bytes that unpack to a great many: the readers' memory is bounded, whatever the machine has.
+"""Small files that decompress to very large ones: the memory of the readers stays bounded.
 
 Each test reads in a process of its own and looks at the most memory that it ever held.
 """
@@ -161,7 +161,7 @@ def test_a_page_of_200_mebibytes(tmp_path, encoding):
 
 @pytest.mark.parametrize("error", [pa.ArrowMemoryError("malloc of size 64 failed"), MemoryError()])
 @pytest.mark.parametrize("fails", ["_columns", "_largest_value", "_arrow"])
-def test_too_little_memory_is_no_verdict_on_rows(tmp_path, monkeypatch, error, fails):
+def test_too_little_memory_raises_input_error(tmp_path, monkeypatch, error, fails):
     def failing(*_):
         raise error
     monkeypatch.setattr(columns, fails, failing)

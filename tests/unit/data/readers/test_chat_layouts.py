@@ -1,4 +1,4 @@
-"""ShareGPT, Alpaca, content parts, tool calls and weights become one form of message, or say why they cannot."""
+"""ShareGPT, Alpaca, content parts, tool calls and weights are converted to one form, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_arguments_as_json_text_become_an_object_and_tools_are_kept(tmp_path):
     assert "tools" not in json.loads(read(tmp_path, {"messages": [USER, BOT], "tools": []}).meta)
 
 
-def test_what_a_template_writes_out_keeps_its_order(tmp_path):
+def test_tool_schemas_keep_their_key_order(tmp_path):
     call = {"name": "add", "arguments": {"b": 2, "a": {"z": 1, "y": 2}}}
     tool = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
     record = {"tools": [tool], "messages": [USER, {"role": "assistant", "tool_calls": [call]}], "b": {"d": 1, "c": 2}}
@@ -161,7 +161,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     ({"messages": [{**USER, "weight": 1}, BOT]}, "invalid_weight", "only what the assistant says"),
     ({"messages": [USER, {**BOT, "weight": 0}]}, "no_assistant_turn", "weight 0"),
 ])
-def test_what_cannot_be_used_says_why(tmp_path, values, reason, detail):
+def test_unusable_records_have_a_reason_and_detail(tmp_path, values, reason, detail):
     found = read(tmp_path, values)
     assert isinstance(found, Bad)
     assert (found.reason, detail in found.detail) == (reason, True), found.detail
@@ -173,7 +173,7 @@ def test_an_answer_without_weight_is_no_preference(tmp_path):
     assert (found.reason, "as a whole" in found.detail) == ("invalid_weight", True)
 
 
-def test_columns_give_what_json_gives(tmp_path):
+def test_columns_give_the_same_documents_as_json(tmp_path):
     records = [
         {"id": "a", "messages": [USER, {**CALL, "content": None}], "tools": [TOOL]},
         {"id": "b", "messages": [USER, {"role": "assistant", "tool_calls": [

@@ -1,4 +1,4 @@
-"""Reading Parquet and Arrow: rows are records, a fault is one row's, a damaged file is unreadable as a whole."""
+"""Reading Parquet and Arrow: a bad value affects only its row, and a damaged file is unreadable as a whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(folder, name, span=None, **settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("string", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_rows_come_out_as_they_went_in(tmp_path, kind, string):
+def test_rows_round_trip(tmp_path, kind, string):
     texts = [f"Ünï {number}" for number in range(2500)]
     table = pa.table({"body": pa.array(texts).cast(string), "id": list(range(2500)), "other": texts})
     found = read(tmp_path, write(tmp_path, kind, table))
@@ -46,7 +46,7 @@ def test_rows_come_out_as_they_went_in(tmp_path, kind, string):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_is_one_rows(tmp_path, kind):
+def test_a_bad_value_affects_only_its_row(tmp_path, kind):
     raw = pa.array([b"good", None, b"caf\xe9", b" ", b"a\x00b", b"x" * 50, b"last"])
     body = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
     found = read(tmp_path, write(tmp_path, kind, pa.table({"body": body})), max_record_bytes=20)
@@ -113,7 +113,7 @@ def test_ranges_of_row_groups_give_the_rows_of_the_whole_file(tmp_path, size):
     assert [each for span in cut or [None] for each in read(tmp_path, name, span)] == read(tmp_path, name)
 
 
-def test_a_damaged_row_group_is_put_aside_alone(tmp_path):
+def test_a_damaged_row_group_affects_no_other(tmp_path):
     name = "file.parquet"
     texts = [f"{number * 7919} text {number}" for number in range(2100)]
     pq.write_table(pa.table({"body": texts}), tmp_path / name, row_group_size=700, write_page_checksum=True,

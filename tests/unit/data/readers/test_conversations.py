@@ -1,4 +1,4 @@
-"""Chat and preference records become documents whose text is what was said; what cannot be used says why."""
+"""Chat and preference records become documents; unusable records have a reason."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_trained_tokenizer_needs_a_template_of_its_own():
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_columns_give_what_json_gives(tmp_path, ending):
+def test_columns_give_the_same_documents_as_json(tmp_path, ending):
     records = [{"id": "a", "messages": [USER, BOT]},
                {"id": "b", "messages": [{**USER, "name": "me"}, {**BOT, "weight": 1}]},
                {"id": "c", "messages": [USER]}]

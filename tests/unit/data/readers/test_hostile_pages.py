@@ -1,4 +1,4 @@
-"""Pages that would stall a pipeline are refused by what is counted, or ended by the kernel; later pages are read."""
+"""Pages that would stall a pipeline are refused by counts or killed by the kernel; later pages are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORDS = "<p>The harbour of the old town was rebuilt after the storm, and its wal
     "<p>" + "<a href=x>a</a> x " * 21_000 + "</p>",
     "<!---->" * 201_000,
 ], ids=["attributes", "script", "comment", "value", "equals", "tags", "siblings", "comments"])
-def test_a_page_with_more_than_a_real_page_has_is_put_aside(tmp_path, body):
+def test_a_page_over_a_limit_goes_to_quarantine(tmp_path, body):
     begin = time.process_time()
     html = f"<html><body><article>{body}{WORDS}</article></body></html>"
     found = read(tmp_path, block("response", http(html.encode())) + response(2))
@@ -57,7 +57,7 @@ def test_a_large_real_page_is_read(tmp_path):
 @pytest.mark.parametrize("body", ["<a" * 150_000, "<a x=\"<a x='" * 90_000, "<a b=" + "'<b '" * 90_000,
                                   "<a x='" + "<a " * 150_000, "<a =" + '"x>"' * 150_000, "<" * 1_000_000,
                                   "<a b='" + "c='d" * 100_000])
-def test_counting_takes_time_in_proportion(body):
+def test_counting_takes_linear_time(body):
     begin = time.process_time()
     try:
         page_text.check_tags(body)
@@ -73,7 +73,7 @@ def reader():
     reader.close()
 
 
-def test_what_is_not_counted_ends_at_the_limit_of_processor_time(reader, monkeypatch):
+def test_a_slow_page_ends_at_the_cpu_time_limit(reader, monkeypatch):
     slow = ("<html><body><article><p>" + "<a href='x'>a b c</a> x " * 19_000 + "</p></article></body></html>").encode()
     result = reader.read(slow)
     assert (result.text, result.reason) == (None, "page_too_slow")
@@ -91,14 +91,14 @@ def kill_before(monkeypatch, number, times):
     monkeypatch.setattr(PageProcess, "_ask", asked)
 
 
-def test_a_page_that_crashes_the_parser_is_put_aside(reader, monkeypatch):
+def test_a_page_that_crashes_the_parser_goes_to_quarantine(reader, monkeypatch):
     kill_before(monkeypatch, signal.SIGSEGV, 2)
     assert reader.read(page(1).encode()).reason == "page_breaks_parser"
 
 
-def test_a_machine_short_of_memory_says_nothing_about_a_page(reader, monkeypatch):
+def test_a_killed_child_raises_input_error(reader, monkeypatch):
     kill_before(monkeypatch, signal.SIGKILL, 2)
-    with pytest.raises(InputError, match="too little memory"):
+    with pytest.raises(InputError, match="for lack of memory"):
         reader.read(page(1).encode())
     kill_before(monkeypatch, signal.SIGKILL, 1)
     assert reader.read(page(1).encode()).text, "a child that was killed once is replaced"

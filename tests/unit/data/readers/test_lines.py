@@ -1,4 +1,4 @@
-"""Reading JSONL: whatever the bytes, each line is a record or a bad record, and good ones come out as they went in."""
+"""Reading JSONL: any line is a record or a bad record, and good records round-trip."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lines(*values):
 
 
 @pytest.mark.parametrize("ending", PACK)
-def test_records_come_out_as_they_went_in(tmp_path, ending):
+def test_records_round_trip(tmp_path, ending):
     values = [{"id": f"d{number}", "text": f"Ünï {number}\n" * (number % 50 + 1), "source": "s", "lang": "de"}
               for number in range(3000)]
     found = read(tmp_path, PACK[ending](lines(*values)), ending)
@@ -59,7 +59,7 @@ def test_records_come_out_as_they_went_in(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", PACK)
-def test_places_point_at_the_raw_record(tmp_path, ending):
+def test_locations_point_at_the_raw_record(tmp_path, ending):
     data = b'\n{"text": "a"}\r\n   \n{"text": ""}\n{"text": 3}\nno json\n{"text": "last, without a line end"}'
     found = read(tmp_path, PACK[ending](data), ending)
     assert [each.line for each in found] == [2, 4, 5, 6, 7]
@@ -102,7 +102,7 @@ def test_each_fault_has_its_reason(raw, reason):
     assert (found.line, found.offset, found.hash) == (3, 10, content_hash(raw))
 
 
-def test_ids_given_numbered_or_by_content():
+def test_ids_are_given_or_computed_from_content():
     def identity(raw, config=CONFIG):
         return parse(raw, config, file="f", line=1, offset=0).id
 
@@ -120,7 +120,7 @@ def test_fields_can_have_other_names():
     assert json.loads(found.meta)["source"] == "kept"
 
 
-def test_odd_values_in_other_fields_do_no_harm():
+def test_unusual_values_in_other_fields_are_harmless():
     found = parse(b'{"text": "a", "x": NaN, "y": "\\ud800", "_file": "mine"}', CONFIG, file="f", line=1, offset=0)
     meta = json.loads(found.meta)
     assert meta["x"] is None
@@ -128,7 +128,7 @@ def test_odd_values_in_other_fields_do_no_harm():
     found.meta.encode()
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_first_record(tmp_path):
     assert read(tmp_path, b"\xef\xbb\xbf" + lines({"text": "a"}))[0].text == "a"
 
 
@@ -140,7 +140,7 @@ def test_files_without_records(tmp_path, data, ending):
 
 @pytest.mark.parametrize(("ending", "damage"), [
     (".gz", "flipped"), (".gz", "sum"), (".gz", "not packed"), (".zst", "not packed")])
-def test_what_does_not_fit_its_checksum_is_unreadable(tmp_path, ending, damage):
+def test_a_file_with_a_wrong_checksum_is_unreadable(tmp_path, ending, damage):
     generator = random.Random(3)
     packed = PACK[ending](lines(*({"text": f"{generator.random()} {number}"} for number in range(5000))))
     if damage == "sum":
@@ -155,7 +155,7 @@ def test_what_does_not_fit_its_checksum_is_unreadable(tmp_path, ending, damage):
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("left", [5, 0.3, 0.9, -3])
-def test_what_is_before_the_end_of_a_file_cut_off_is_kept(tmp_path, ending, left):
+def test_records_before_the_end_of_a_truncated_file_are_kept(tmp_path, ending, left):
     generator = random.Random(3)
     values = [{"id": f"d{number}", "text": f"{generator.random()} {number}"} for number in range(20_000)]
     data = lines(*values)
@@ -197,7 +197,7 @@ def test_ranges_of_any_size_give_the_records_of_the_whole_file(tmp_path_factory,
         assert is_blank(stream) == (not found)
 
 
-def test_packed_and_small_files_stay_whole(tmp_path):
+def test_compressed_and_small_files_are_not_cut_into_ranges(tmp_path):
     config = ReadConfig(paths=("*",), unit_bytes=100)
     place = store(tmp_path)
     assert ranges(place, "a.jsonl", 100, config, Shape("jsonl")) == []
@@ -231,7 +231,7 @@ def test_members_one_after_the_other_are_one_file(tmp_path):
 
 @pytest.mark.parametrize("ending", PACK)
 @pytest.mark.parametrize("size", [998, 999, 1000, 1001, 1002, 1003, 5000, 3_000_000])
-def test_lines_beyond_the_limit_are_put_aside_alone(tmp_path, ending, size):
+def test_a_line_over_the_limit_affects_no_other(tmp_path, ending, size):
     long = b'{"text": "' + b"x" * (size - 12) + b'"}'
     assert len(long) == size
     data = lines({"text": "before"}) + long + b"\n" + lines({"text": "after"}) + long
@@ -278,7 +278,7 @@ def test_a_removed_file_raises_input_error(tmp_path):
 
 @given(data=st.binary(max_size=400))
 @settings(max_examples=200, deadline=None)
-def test_any_bytes_give_one_result_a_line(data):
+def test_any_bytes_give_one_result_per_line(data):
     for line in data.split(b"\n"):
         found = parse(line, CONFIG, file="f", line=1, offset=0)
         if isinstance(found, Bad):

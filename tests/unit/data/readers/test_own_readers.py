@@ -1,4 +1,4 @@
-"""Readers of the user's own: named in a recipe, keyed by their source, and damaged files told from mistakes in them."""
+"""The user's own readers: named in a recipe, keyed by their source; damaged files differ from bugs in a reader."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_its_records_become_documents(module: str, tmp_path: Path):
     assert {line.is_usable for line in plan.formats} == {True}
 
 
-def test_the_recipe_says_which_and_how(module: str, tmp_path: Path):
+def test_the_recipe_names_the_reader_and_its_settings(module: str, tmp_path: Path):
     plain = recipe(f"{module}:Games")
     assert recipe({"kind": f"{module}:Games", "mark": "----"}).recipe_hash() == plain.recipe_hash()
     assert build(PipelineConfig, plain.canonical()) == plain
@@ -113,7 +113,7 @@ def test_a_damaged_file_goes_to_quarantine_and_a_mistake_ends_the_run(module: st
     ({"kind": "{}:Games", "marc": "x"}, "unknown key 'read.format.marc', did you mean 'mark'"),
     ({"kind": "jsonl", "lines": 3}, "unknown key 'read.format.lines'"), (3, "read.format"),
 ])
-def test_mistakes_are_told_with_their_place(module: str, given: object, told: str):
+def test_error_messages_name_the_setting(module: str, given: object, told: str):
     named = {key: value.format(module) for key, value in given.items()} if isinstance(given, dict) and (
         "marc" in given) else given.format(module) if isinstance(given, str) else given
     with pytest.raises(ConfigError) as raised:

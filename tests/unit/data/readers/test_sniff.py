@@ -1,4 +1,4 @@
-"""What a file holds is told by its first bytes, whatever it is called, and read if it can be."""
+"""The first bytes of a file decide its format, whatever its name."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_content_decides_whatever_the_name_says(tmp_path, content, name):
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl.gz", "data.jsonl.zst"])
 @pytest.mark.parametrize("content", ["JSONL", "a JSON array over lines", "CSV"])
-def test_packing_is_told_by_content(tmp_path, content, name, packing):
+def test_content_decides_the_compression(tmp_path, content, name, packing):
     data, kind = READABLE[content]
     assert look(tmp_path, name, PACK[packing](data)) == Shape(
         kind, {".gz": "gzip", ".zst": "zstd"}[packing], delimiter="," if kind == "csv" else "")
     assert [each.id for each in read_records(store(tmp_path), name, ReadConfig(paths=("*",)))] == ["1", "2"]
 
 
-def test_a_plain_file_that_is_named_as_packed_is_read(tmp_path):
+def test_a_plain_file_with_a_compressed_name_is_read(tmp_path):
     assert look(tmp_path, "data.jsonl.gz", JSONL.encode()) == Shape("jsonl")
     assert len(list(read_records(store(tmp_path), "data.jsonl.gz", ReadConfig(paths=("*",))))) == 2
 
@@ -104,7 +104,7 @@ def test_utf_16_is_read(tmp_path, name, text, encoding, packing):
     assert [each.text for each in found] == ([CSV] if name == "a.txt" else [row["text"] for row in ROWS])
 
 
-def test_a_fault_in_utf_16_is_one_records(tmp_path):
+def test_a_bad_character_in_utf_16_affects_only_its_record(tmp_path):
     data = JSONL.encode("utf-16-le").replace("\U0001f600".encode("utf-16-le"), b"\x00\xd8") + JSONL.encode("utf-16-le")
     assert look(tmp_path, "a.jsonl", b"\xff\xfe" + data + b"\0").encoding == "utf-16-le"
     found = list(read_records(store(tmp_path), "a.jsonl", ReadConfig(paths=("*",))))
@@ -141,7 +141,7 @@ UNREADABLE = [  # the ids are written out: archives hold the time, so two test p
 
 @pytest.mark.parametrize("name", ["a.json", "a.txt", "a.parquet", "a.csv"])
 @pytest.mark.parametrize(("data", "problem"), UNREADABLE)
-def test_what_cannot_be_read_has_a_name(tmp_path, name, data, problem):
+def test_unsupported_files_are_recognised(tmp_path, name, data, problem):
     shape = look(tmp_path, name, data)
     assert shape.problem.startswith(problem)
     assert shape.hint
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_has_a_name(tmp_path, name, data, problem):
     ("a", b"id,body\n1,a b\n2,c d\n3,e f\n", "CSV without a column 'text'"),
     ("a.tsv", b"id\tbody\n1\ta b\n", "TSV without a column 'text'"),
     ("a.parquet.gz", gzip.compress(parquet()), "a columnar file packed with gzip")])
-def test_what_would_give_no_document(tmp_path, name, data, problem):
+def test_files_without_documents_have_a_problem(tmp_path, name, data, problem):
     assert look(tmp_path, name, data).problem.startswith(problem)
 
 
@@ -164,7 +164,7 @@ def test_what_would_give_no_document(tmp_path, name, data, problem):
     ("csv", "JSONL", "CSV without a column"),
     ("parquet", "a JSON array", "JSON, an array"), ("text", "Parquet", "a Parquet file"), ("text", "JSONL", ""),
     ("csv", "TSV", "")])
-def test_a_format_that_is_named_and_another_content(tmp_path, format, content, problem):
+def test_a_format_setting_that_contradicts_the_content_is_a_problem(tmp_path, format, content, problem):
     shape = look(tmp_path, "a", READABLE[content][0], format=format)
     assert shape.format == format
     assert shape.problem.startswith(problem)
@@ -177,7 +177,7 @@ def test_a_format_that_is_named_and_another_content(tmp_path, format, content, p
     (b"{no json}\n" + JSONL.encode(), "jsonl"), (b"x, y\n" + JSONL.encode(), "jsonl"),
     (b"no json at all\n" * 9, "jsonl"),
     (b"[]", "json"), (b"[\n", "json"), (b'{"text": "' + b"x" * 100_000 + b'"}\n', "jsonl")])
-def test_in_doubt_it_is_jsonl(tmp_path, data, kind):
+def test_unrecognised_content_is_jsonl(tmp_path, data, kind):
     assert look(tmp_path, "a", data) == Shape(kind)
 
 

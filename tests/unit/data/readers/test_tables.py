@@ -1,4 +1,4 @@
-"""CSV and TSV as Python's `csv` reads them, JSON arrays as `json` does, nested fields as one names them."""
+"""CSV and TSV are read like Python's `csv` reads them, JSON arrays like `json`; dotted names reach nested fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIELD = st.text(alphabet='a b",;\n\u00e9', max_size=12)
        quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]), ended=st.booleans(),
        end=st.sampled_from(["\n", "\r\n"]))
 @settings(max_examples=200, deadline=None)
-def test_what_the_csv_module_writes_comes_out(tmp_path_factory, rows, delimiter, quoting, ended, end):
+def test_output_of_the_csv_module_round_trips(tmp_path_factory, rows, delimiter, quoting, ended, end):
     sink = io.StringIO()
     writer = csv.writer(sink, delimiter=delimiter, quoting=quoting, lineterminator=end)
     writer.writerow(["id", "text", "note"])
@@ -55,7 +55,7 @@ def test_what_the_csv_module_writes_comes_out(tmp_path_factory, rows, delimiter,
 
 @given(line=st.text(alphabet='a",', max_size=12))
 @settings(max_examples=300, deadline=None)
-def test_any_row_is_cut_as_the_csv_module_cuts_it(line):
+def test_any_row_is_split_as_the_csv_module_splits_it(line):
     try:
         found = split_line(line, ",")
     except MalformedError:
@@ -73,7 +73,7 @@ def test_any_row_is_cut_as_the_csv_module_cuts_it(line):
     ('1,\n,b\n', ["empty_text", "b"]),
     (f'1,{"x" * 300}\n2,b\n3,"{"y" * 90}\n{"y" * 90}\n{"y" * 90}"\n4,c\n',
      ["record_too_long", "b", "record_too_long", "c"])])
-def test_a_bad_row_is_one_row(tmp_path, rows, result):
+def test_a_bad_row_affects_no_other(tmp_path, rows, result):
     found = read(tmp_path, "a.csv", f"id,text\n{rows}".encode(), max_record_bytes=200)
     assert told(found) == result
 
@@ -100,7 +100,7 @@ VALUE = st.recursive(st.none() | st.integers() | st.text(alphabet='ab"\\{}[],\n\
 @given(notes=st.lists(VALUE, min_size=1, max_size=6), indent=st.sampled_from([None, 0, 2]),
        is_array=st.booleans(), is_ascii=st.booleans(), size=st.sampled_from([1, 2, 3, 7, 64, 1 << 20]))
 @settings(max_examples=200, deadline=None)
-def test_what_the_json_module_writes_comes_out(tmp_path_factory, notes, indent, is_array, is_ascii, size):
+def test_output_of_the_json_module_round_trips(tmp_path_factory, notes, indent, is_array, is_ascii, size):
     rows = [{"id": str(number), "text": f"t{number}", "note": note} for number, note in enumerate(notes)]
     parts = [json.dumps(row, indent=indent, ensure_ascii=is_ascii) for row in rows]
     data = (f"[{', '.join(parts)}]\n" if is_array else "\n".join(parts)).encode()
@@ -140,7 +140,7 @@ def test_brackets_cost_no_more_than_text(tmp_path):
     ('[{"text": "a"}] {"text": "b"}', ["a", "b"]),
     (f'[{{"text": "{"x" * 300}"}}, {{"text": "b"}}]', ["record_too_long", "b"]),
     ("[]", [])])
-def test_a_bad_value_is_one_value(tmp_path, data, result):
+def test_a_bad_value_affects_no_other(tmp_path, data, result):
     assert told(read(tmp_path, "a.json", data.encode(), max_record_bytes=200)) == result
 
 

@@ -1,4 +1,4 @@
-"""Several fields as one text: plain names only, and what is missing says which field."""
+"""Text templates join several fields: only plain names are allowed, and errors name the missing field."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nested_names_numbers_and_braces(tmp_path):
     ({"title": "t", "body": 1.5}, "text_not_string", "is a float"),
     ({"title": " ", "body": ""}, "empty_text", "every field"),
     ({"title": "t", "body": "\x00"}, "null_bytes", ""), ({"title": "t", "body": "\ud800"}, "invalid_unicode", "")])
-def test_what_cannot_be_filled_says_why(tmp_path, values, reason, detail):
+def test_records_that_cannot_fill_the_template_have_a_reason(tmp_path, values, reason, detail):
     found = read(tmp_path, values)
     assert isinstance(found, Bad)
     assert (found.reason, detail in found.detail) == (reason, True), found.detail
@@ -68,13 +68,13 @@ def test_what_cannot_be_filled_says_why(tmp_path, values, reason, detail):
     ("{title", "write {{ and }} for braces"),
     ("title}", "write {{ and }} for braces"), ("no field", "names no field"), ("{a..b}", "empty name"),
     ("{.a}", "empty name")])
-def test_templates_that_are_more_than_names(template, told):
+def test_templates_with_more_than_field_names_are_refused(template, told):
     with pytest.raises(ConfigError, match=r"read\.text") as error:
         config(template)
     assert told in str(error.value)
 
 
-def test_a_name_that_looks_like_an_attribute_is_a_field_and_nothing_else(tmp_path):
+def test_a_name_like_an_attribute_is_only_a_field_name(tmp_path):
     found = read(tmp_path, {"title": "t"}, "{title.__class__}")
     assert (found.reason, found.detail[:24]) == ("missing_text", "no field 'title.__class_")
 
@@ -106,7 +106,7 @@ def test_tables_and_columns(tmp_path):
     assert (found.reason, "list" in found.detail) == ("text_not_string", True)
 
 
-def test_files_that_are_one_text(tmp_path):
+def test_a_template_applies_to_text_files_and_code(tmp_path):
     (tmp_path / "a.md").write_text("hello")
     found = next(iter(read_records(store(tmp_path), "a.md", config("{id}: {text}"))))
     assert (found.text, found.id) == ("a.md: hello", "a.md")

@@ -1,4 +1,4 @@
-"""Reading trees of text: a file is a document that its path names."""
+"""Reading trees of text: each file is a document, and its path is the id."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_faults(tmp_path, data, reason):
     assert found.reason == reason
 
 
-def test_no_bytes_are_no_record_and_half_a_packed_file_is_none(tmp_path):
+def test_an_empty_file_has_no_record_and_a_truncated_one_is_bad(tmp_path):
     assert read(tmp_path, b"") == []
     found, = read(tmp_path, gzip.compress(b"hello world")[:-9], "a.txt.gz")
     assert found.reason == "truncated_file"

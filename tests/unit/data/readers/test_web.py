@@ -1,4 +1,4 @@
-"""Reading web archives: pages by their main text, WET as it is, and nothing lost where an archive is damaged."""
+"""Reading web archives: pages give their main text, WET records their text; records before damage are kept."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_only_pages_are_documents(tmp_path):
         assert each.id.encode() in data[each.offset : each.offset + 90]
 
 
-def test_what_http_packed_is_unpacked(tmp_path):
+def test_compressed_http_bodies_are_decompressed(tmp_path):
     body = gzip.compress(page(1).encode())
     chunked = b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
     more = "Transfer-Encoding: chunked\r\nContent-Encoding: gzip\r\n"
@@ -95,7 +95,7 @@ def test_pages_in_other_encodings(tmp_path):
 
 @pytest.mark.parametrize("body", [b"", b"<html></html>", b"<html><body><img src='a.png'></body></html>",
                                   b"\x00\xff\xfe" * 50])
-def test_pages_without_a_main_text_are_put_aside(tmp_path, body):
+def test_pages_without_a_main_text_go_to_quarantine(tmp_path, body):
     found = read(tmp_path, block("response", http(body)) + response(2))
     assert ids(found) == ["no_main_text", "urn:uuid:0002"]
 
@@ -125,14 +125,14 @@ def cuts(*parts: bytes) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("left", "whole"), cuts(*RECORDS))
-def test_an_archive_cut_off_keeps_the_records_before(tmp_path, left, whole):
+def test_a_truncated_archive_keeps_earlier_records(tmp_path, left, whole):
     found = read(tmp_path, PLAIN[:left])
     assert ids(found) == [f"urn:uuid:{number:04d}" for number in range(whole)] + ["truncated_file"]
     assert found[-1].offset == len(b"".join(RECORDS[:whole]))
 
 
 @pytest.mark.parametrize(("left", "whole"), cuts(*map(gzip.compress, RECORDS)))
-def test_a_packed_archive_cut_off_keeps_the_records_before(tmp_path, left, whole):
+def test_a_truncated_compressed_archive_keeps_earlier_records(tmp_path, left, whole):
     found = read(tmp_path, MEMBERS[:left], "a.warc.gz")
     good = [f"urn:uuid:{number:04d}" for number in range(whole)]
     assert ids(found) in ([*good, "truncated_file"], [*good, f"urn:uuid:{whole:04d}", "truncated_file"])
@@ -140,7 +140,7 @@ def test_a_packed_archive_cut_off_keeps_the_records_before(tmp_path, left, whole
 
 @pytest.mark.parametrize("member", range(4))
 @pytest.mark.parametrize("part", ["content", "sum"])
-def test_a_member_that_does_not_fit_its_checksum_is_not_kept(tmp_path, member, part):
+def test_a_member_with_a_wrong_checksum_is_dropped(tmp_path, member, part):
     parts = list(map(gzip.compress, RECORDS))
     broken = bytearray(parts[member])
     broken[len(broken) // 2 if part == "content" else -8] ^= 0xFF
@@ -154,12 +154,12 @@ def test_a_member_that_does_not_fit_its_checksum_is_not_kept(tmp_path, member, p
     b"hello\r\n", RECORDS[1].replace(b"Content-Length: ", b"Content-Length: x"),
     RECORDS[1].replace(b"Content-Length: ", b"Content-Lungth: "),
     RECORDS[1].replace(b"\r\n\r\nHTTP", b"\r\n" + b"x" * 70_000 + b"\r\n\r\nHTTP")])
-def test_an_archive_that_cannot_be_taken_apart_keeps_the_records_before(tmp_path, broken):
+def test_a_damaged_archive_keeps_earlier_records(tmp_path, broken):
     found = read(tmp_path, RECORDS[0] + broken + RECORDS[2])
     assert ids(found) == ["urn:uuid:0000", "damaged_file"]
 
 
-def test_a_record_of_the_wrong_length_is_not_kept(tmp_path):
+def test_a_record_with_a_wrong_length_is_dropped(tmp_path):
     length = len(RECORDS[1].split(b"\r\n\r\n", 1)[1]) - 4
     short = RECORDS[1].replace(b"Content-Length: %d" % length, b"Content-Length: %d" % (length - 50))
     found = read(tmp_path, RECORDS[0] + short + RECORDS[2])
@@ -167,14 +167,14 @@ def test_a_record_of_the_wrong_length_is_not_kept(tmp_path):
     assert found[-1].offset == len(RECORDS[0])
 
 
-def test_too_long_a_record_is_put_aside_alone(tmp_path):
+def test_a_record_that_is_too_long_affects_no_other(tmp_path):
     long = block("response", http(b"x" * 9000), 1)
     bomb = block("response", http(gzip.compress(b" " * 9000), more="Content-Encoding: gzip\r\n"), 2)
     found = read(tmp_path, RECORDS[0] + long + bomb + RECORDS[3], max_record_bytes=5000)
     assert ids(found) == ["urn:uuid:0000", "record_too_long", "no_main_text", "urn:uuid:0003"]
 
 
-def test_the_text_depends_on_nothing_but_the_page():
+def test_the_text_depends_only_on_the_page():
     code = ("import sys; from tidewheel.data.readers.page_text import main_text; "
             "print(main_text(sys.stdin.buffer.read()))")
     html = page(1).replace("<h1>", "<div class='comments'><p>nice</p></div><table><tr><td>a</td></tr></table><h1>")
@@ -185,7 +185,7 @@ def test_the_text_depends_on_nothing_but_the_page():
     assert len({main_text(html.encode()) for _ in range(5)}) == 1, "earlier pages count for nothing"
 
 
-def test_a_missing_package_is_told_with_what_to_install(monkeypatch):
+def test_a_missing_package_error_says_what_to_install(monkeypatch):
     readers.check_installed([readers.Shape("warc", "gzip")], ReadConfig(paths=("*",)))
     monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"tidewheel\[web\]"):
