@@ -1,1 +1,1 @@
-"""Entry points that `ray job submit` runs: one module a job, each `python -m jobs.NAME --config FILE ...`."""
+"""Entry points that `ray job submit` runs: one module per job, each run as `python -m jobs.NAME --config FILE ...`."""

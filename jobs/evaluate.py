@@ -2,7 +2,7 @@
 
     ray job submit --working-dir . -- python -m jobs.evaluate s3://bucket/runs/first --data s3://bucket/clean/validation
 
-Prints loss, perplexity and bits per byte of each validation set. The exit code is 0 when that went well, 2 when
+Print loss, perplexity and bits per byte of each validation set. The exit code is 0 on success, 2 when
 there is something for you to fix, 1 for a bug of ours.
 """
 
@@ -14,7 +14,7 @@ from tidewheel.cli import leave, run_command
 
 
 def main() -> int:
-    """`tidewheel evaluate`."""
+    """Run `tidewheel evaluate`."""
     return run_command(["evaluate", *sys.argv[1:]])
 
 

@@ -14,7 +14,7 @@ from tidewheel.cli import leave, run_command
 
 
 def main() -> int:
-    """`tidewheel checkpoint export`."""
+    """Run `tidewheel checkpoint export`."""
     return run_command(["checkpoint", "export", *sys.argv[1:]])
 
 

@@ -3,7 +3,7 @@
     ray job submit --working-dir . -- python -m jobs.prepare_data \
         --config pipelines/demo.yaml --input s3://bucket/raw --output s3://bucket/clean
 
-Safe to submit again: what is published and intact is not computed twice. The exit code is 0 when the shard
+Safe to submit again: published work is not computed twice. The exit code is 0 when the shard
 set is published, 2 when there is something for you to fix (the message says what), 1 for a bug of ours.
 """
 
@@ -15,7 +15,7 @@ from tidewheel.cli import leave, run_command
 
 
 def main() -> int:
-    """`tidewheel data run`, with the pipeline given as --config."""
+    """Run `tidewheel data run`, with the pipeline given as --config."""
     return run_command(["data", "run", *sys.argv[1:]])
 
 

@@ -3,7 +3,7 @@
     ray job submit --working-dir . -- python -m jobs.train \
         --config jobs/configs/demo.yaml --set data.uri=s3://bucket/clean --set run.uri=s3://bucket/runs/first
 
-Submit it again with the same run URI and it goes on from the newest intact checkpoint. The exit code is 0 when
+Submit it again with the same run URI to continue from the newest intact checkpoint. The exit code is 0 when
 the run has reached its last step, 2 when there is something for you to fix, 1 for a bug of ours.
 """
 
@@ -15,7 +15,7 @@ from tidewheel.cli import leave, run_command
 
 
 def main() -> int:
-    """`tidewheel train`, with the configuration given as --config."""
+    """Run `tidewheel train`, with the configuration given as --config."""
     return run_command(["train", *sys.argv[1:]])
 
 

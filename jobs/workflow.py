@@ -15,7 +15,7 @@ from tidewheel.cli import leave, run_command
 
 
 def main() -> int:
-    """`tidewheel workflow run`."""
+    """Run `tidewheel workflow run`."""
     return run_command(["workflow", "run", *sys.argv[1:]])
 
 

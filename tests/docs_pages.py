@@ -1,14 +1,14 @@
-"""The Markdown of `docs/` as tests read it: fenced blocks, and the shell script that a task page is.
+"""Read the Markdown of `docs/`: its fenced blocks, and the shell script of a task page.
 
-What a fence says, and what is done with it:
+The language of a fence decides how tests use the block:
 
 | fence | |
 |---|---|
-| ```sh | run by bash; behind a command `# exit code 2`: how it ends; `# the tests add: --limit 9`: options for tests |
+| ```sh | run by bash; after a command, `# exit code 2` is its exit code, `# the tests add: --limit 9` are options for tests |
 | ```python, ```yaml | written to the file that the first line names (`# mine.yaml`); Python without a name is run |
 | ```diff | applied to the checkout |
-| ```console | not run; the paragraph before says why, and only `OUTSIDE` is called there |
-| ```text | what a command printed: neither run nor compared |
+| ```console | not run; the paragraph before says why, and it only calls programs in `OUTSIDE` |
+| ```text | output of a command: neither run nor compared |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 TASKS = ("first_run", "csv_to_model", "bring_your_data", "inputs", "clean_text", "pretrain_on_a_cluster",
          "on_kubernetes", "spot_training", "recover", "write_a_filter",
          "write_an_optimizer", "write_an_objective", "write_a_callback", "write_a_reward", "add_a_model")
-#: Programs of blocks that are not run: what needs a cloud, an API server or a container engine.
+#: Programs of blocks that are not run, because they need a cloud, an API server or a container engine.
 OUTSIDE = ("kubectl", "docker", "helm", "aws", "gcloud", "ray up")
 NOT_RUN = re.compile(r"[Nn]ot run by the tests, which have no [^:]+:$")
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -42,26 +42,30 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The name of the file that it is, "" where it is none."""
+        """Return the name of the file that the block writes; "" if it writes none."""
         found = _FILE.match(self.text) if self.language in ("python", "yaml") else None
         return found.group(1) if found else ""
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page."""
+    """Return the fenced blocks of a page."""
     text = page.read_text()
     return [Block(found.group(1), found.group(2), text.count("\n", 0, found.start()) + 1,
                   text[: found.start()].rstrip().rpartition("\n\n")[2]) for found in _FENCE.finditer(text)]
 
 
 def commands(text: str) -> list[str]:
-    """The command lines of a shell block, continued ones as one, without comments of their own line."""
+    """Return the commands of a shell block, with continued lines joined and without comment lines."""
     joined = re.sub(r"\\\n\s*", "", text)
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
 def script(page: Path) -> str:
-    """What a page is to bash: every block that is run or written, in order; the first failing command ends it."""
+    """Return a bash script of all blocks that are run or written, in order; it ends at the first failing command.
+
+    Raises:
+        ValueError: a block has an unknown language.
+    """
     parts = ["set -eo pipefail"]
     for block in blocks(page):
         if block.language in ("text", "console"):
@@ -77,7 +81,7 @@ def script(page: Path) -> str:
         elif block.language == "python":
             parts.append(_fed("python -", block.text))
         else:
-            raise ValueError(f"{page.name}:{block.line}: what is a block of {block.language or 'no language'} to do?")
+            raise ValueError(f"{page.name}:{block.line}: unknown language {block.language!r} of a block")
     return "\n".join([*parts, "echo '--- end'", ""])
 
 
@@ -86,7 +90,7 @@ def _fed(command: str, text: str) -> str:
 
 
 def _expecting(line: str) -> str:
-    """A command line whose comment names an exit code, as a command that fails on any other code."""
+    """Return a command line that fails on any exit code but the one its comment names."""
     found = _EXIT_CODE.match(line)
     if not found:
         return line
