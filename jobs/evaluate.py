@@ -3,7 +3,7 @@
     ray job submit --working-dir . -- python -m jobs.evaluate s3://bucket/runs/first --data s3://bucket/clean/validation
 
 Print loss, perplexity and bits per byte of each validation set. The exit code is 0 on success, 2 when
-there is something for you to fix, 1 for a bug of ours.
+there is a user error, 1 for a bug in Tidewheel.
 """
 
 from __future__ import annotations

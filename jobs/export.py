@@ -3,7 +3,7 @@
     ray job submit --working-dir . -- python -m jobs.export s3://bucket/runs/first s3://bucket/models/first
 
 Safe to submit again: the same checkpoint gives the same files. The exit code is 0 when the folder is written, 2 when
-there is something for you to fix, 1 for a bug of ours.
+there is a user error, 1 for a bug in Tidewheel.
 """
 
 from __future__ import annotations

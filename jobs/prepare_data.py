@@ -4,7 +4,7 @@
         --config pipelines/demo.yaml --input s3://bucket/raw --output s3://bucket/clean
 
 Safe to submit again: published work is not computed twice. The exit code is 0 when the shard
-set is published, 2 when there is something for you to fix (the message says what), 1 for a bug of ours.
+set is published, 2 when there is a user error (the message has the fix), 1 for a bug in Tidewheel.
 """
 
 from __future__ import annotations

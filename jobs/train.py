@@ -4,7 +4,7 @@
         --config jobs/configs/demo.yaml --set data.uri=s3://bucket/clean --set run.uri=s3://bucket/runs/first
 
 Submit it again with the same run URI to continue from the newest intact checkpoint. The exit code is 0 when
-the run has reached its last step, 2 when there is something for you to fix, 1 for a bug of ours.
+the run has reached its last step, 2 when there is a user error, 1 for a bug in Tidewheel.
 """
 
 from __future__ import annotations

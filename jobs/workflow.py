@@ -4,7 +4,7 @@
     ray job submit --working-dir . -- python -m jobs.workflow --config my_flow.py:flow --output s3://bucket/pretrain
 
 The first form runs what `tw.Workflow.submit` wrote to storage. The exit code is 0 when every step is published, 2 when
-there is something for you to fix, 143 when it was stopped (trainings have saved), 1 for a bug of ours.
+there is a user error, 143 when it was stopped (trainings have saved), 1 for a bug in Tidewheel.
 """
 
 from __future__ import annotations
