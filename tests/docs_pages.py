@@ -4,7 +4,7 @@ The language of a fence decides how tests use the block:
 
 | fence | |
 |---|---|
-| ```sh | run by bash; after a command, `# exit code 2` is its exit code, `# the tests add: --limit 9` are options for tests |
+| ```sh | run by bash; `# exit code 2` after a command: its exit code; `# the tests add: --limit 9`: options for tests |
 | ```python, ```yaml | written to the file that the first line names (`# mine.yaml`); Python without a name is run |
 | ```diff | applied to the checkout |
 | ```console | not run; the paragraph before says why, and it only calls programs in `OUTSIDE` |
