@@ -36,7 +36,7 @@ soon after the first, well within `heartbeat_seconds`."""
 REFUSED_SECONDS = 3.0
 """The coordinator's process is gone once connections are refused for this long: its address never changes."""
 FLEETING = (Beat, StepDone)
-"""Messages that are not sent again after a reconnect: the next one replaces them."""
+"""Messages that are not resent after a reconnect, because the next one replaces them."""
 
 
 class Client:
@@ -46,9 +46,9 @@ class Client:
         address: host and port of the coordinator.
         hello: the worker's first message.
         on_message: called with each message of the coordinator, in the client's thread.
-        on_closed: called in that thread when the connection is gone for good: it cannot be made again within
-            `reconnect_seconds`, nobody listens at `address` any more, or the coordinator dropped this worker.
-        reconnect_seconds: see above.
+        on_closed: called in that thread when the client gives up: it could not reconnect within `reconnect_seconds`,
+            no process listens at `address` any more, or the coordinator dropped this worker.
+        reconnect_seconds: time limit of all attempts to reconnect.
 
     Raises:
         OSError: the coordinator cannot be reached.
@@ -116,7 +116,7 @@ class Client:
             for line in lines:
                 try:
                     self._receive(line)
-                except Exception:  # go on: a worker that stops reading can no longer be stopped
+                except Exception:  # keep reading: a worker that does not read cannot be stopped
                     logger.exception("a message of the coordinator was ignored")
 
     def _receive(self, line: bytes) -> None:

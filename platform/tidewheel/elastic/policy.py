@@ -1,4 +1,4 @@
-"""Decisions about the number of workers and about failures, as plain objects without Ray and clock."""
+"""Decide on the number of workers and on recovery from failures, without Ray and clock."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from enum import StrEnum
 from tidewheel.elastic.layout import largest_fit
 
 QUICK = 2
-"""Number of failures in a row without progress that are followed by no pause."""
+"""Number of consecutive failures without progress before the run pauses between attempts."""
 
 
 class Move(StrEnum):
-    """What to do now about the number of workers."""
+    """Next action on the number of workers."""
 
     NOTHING = "nothing"
     ASK = "ask"
     """Ask the members to leave at a step boundary."""
     CALL_OFF = "call_off"
-    """Withdraw that."""
+    """Withdraw the request."""
 
 
 class Recovery(StrEnum):
-    """What a failure leads to. Each is tried when the one before did not help."""
+    """Kinds of recovery from a failure. Each one follows when the previous one did not help."""
 
     IN_PLACE = "in_place"
     """The next generation forms in the remaining processes."""
@@ -33,12 +33,12 @@ class Recovery(StrEnum):
     PLAIN = "plain"
     """Ray Train restarts its group of workers in new processes."""
     NONE = "none"
-    """The run is given up."""
+    """The run ends."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A move, the number of workers that it leads to, and its reason."""
+    """A move with its target number of workers and its reason."""
 
     move: Move
     size: int = 0
@@ -65,14 +65,14 @@ class View:
     stepped: bool
     """The generation has done a step."""
     remaining_seconds: float = math.inf
-    """Time until the run is over, at the present speed."""
+    """Time until the run is over, at the current speed."""
 
 
 class Resizer:
     """Decides on planned changes, in which the members save at a step boundary and leave, and a new generation forms.
 
-    Joins are coalesced: growth waits until no worker has come for `join_wait_seconds`. Growth must pay for itself: with
-    the pause, more work must be done until the next expected change than without growth. A drain does not wait.
+    Joins are coalesced: growth waits until no worker has joined for `join_wait_seconds`. Growth must pay for itself:
+    despite the pause, the run must do more work until the next expected change than without it. A drain does not wait.
 
     Args:
         sizes: legal numbers of workers.

@@ -367,7 +367,7 @@ class ElasticWorkerGroup:
 
     # -- while it runs -----------------------------------------------------------------------------------
     def _poll(self, timeout: float | None) -> list[WorkerStatus]:
-        """Return each worker's status. A poll that is not answered in time goes on until the next call."""
+        """Return each worker's status. A poll without an answer in time continues until the next call."""
         answers = [worker.poll() for worker in self.workers]
         done, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout)
         return [self._status(worker, answered=worker.answer in done) for worker in self.workers]
@@ -389,7 +389,7 @@ class ElasticWorkerGroup:
         return status
 
     def _without_lost(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
-        """Take the workers that the coordinator goes on without out of the group; return the statuses of the rest."""
+        """Remove workers without which the coordinator continues from the group; return the statuses of the rest."""
         by_name = {worker.name: status for worker, status in zip(self.workers, statuses, strict=True)}
         ended = [name for name, status in by_name.items() if _ended(status.error)]
         lost: set[str] = ray.get(self.pool.coordinator.fenced.remote(), timeout=30)
@@ -408,7 +408,7 @@ class ElasticWorkerGroup:
         return [status for name, status in by_name.items() if name not in lost]
 
     def _goes_on_without(self, name: str, error: BaseException) -> bool:
-        """Return whether the run goes on although this worker's function has raised `error`."""
+        """Return whether the run continues although this worker's function has raised `error`."""
         cause = unwrapped(error)
         if isinstance(cause, RestartNeeded):
             return False

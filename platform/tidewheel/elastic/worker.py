@@ -35,7 +35,7 @@ TEXT_CHARACTERS = 300
 
 
 class RestartNeeded(RuntimeError):
-    """Recovery in place is given up: Ray Train must restart its group of workers."""
+    """In-place recovery has failed: Ray Train must restart its group of workers."""
 
 
 def run_worker(settings: dict[str, Any]) -> Any:

@@ -62,7 +62,7 @@ class CheckpointConfig(Config):
     keep_every: int = Field(default=0, ge=0)
     """Also keep the checkpoints of steps that are multiples of this; 0: none."""
     asynchronous: bool = True
-    """Upload in the background while training goes on."""
+    """Upload in the background while training continues."""
     save_seconds: float = Field(default=1800.0, gt=0)
     """Give up a save that takes longer, report it as failed, and go on training. The default is the time that 900 GiB
     of one node take at 500 MB/s."""

@@ -59,6 +59,6 @@ def test_unavailable_storage_is_fatal_only_before_the_first_step():
 
 
 def test_a_hang_accuses_the_ranks_that_are_behind():
-    error = "rank 3 is still at step 7 (data); rank 5 does not answer; 6 ranks wait since 5 s at step 8 (step)"
+    error = "rank 3 is still at step 7 (data); rank 5 does not answer; 6 ranks have waited 5 s at step 8 (step)"
     found = report(HangError(error, (3, 5)), broken=False, stepped=True)
     assert (found.reason, found.error_kind, found.accused) == (ExitReason.FAILED, "", (3, 5))

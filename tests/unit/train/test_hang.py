@@ -42,7 +42,7 @@ def test_who_is_behind(late: dict, says: str):
     before = {rank: late.get(rank, (beat(4), None))[0] for rank in range(3)}
     after = {rank: late.get(rank, (None, beat(6)))[1] for rank in range(3)}
     found = find(before, after, 7)
-    assert found == (f"{says}; 2 ranks wait since 7 s at step 2 (report)", (1,))
+    assert found == (f"{says}; 2 ranks have waited 7 s at step 2 (report)", (1,))
 
 
 def test_nobody_is_behind():
@@ -96,8 +96,8 @@ def test_a_rank_that_stands_still_is_named():
                 kind, seconds, ranks, text = path.read_text().split(" ", 3)
                 assert kind == HangError.__name__, text
                 assert float(seconds) < 2 * SECONDS + 3, "bounded"
-                says = {"sleep": r"rank 1 is still at step 5 \(data\); 2 ranks wait since 3 s at step 5 \(report\)",
-                        "signal": r"rank 1 does not answer, last seen at step [45] .*; 2 ranks wait since 3 s",
+                says = {"sleep": r"rank 1 is still at step 5 \(data\); 2 ranks have waited 3 s at step 5 \(report\)",
+                        "signal": r"rank 1 does not answer, last seen at step [45] .*; 2 ranks have waited 3 s",
                         "store": "of rank 0, is stopped or gone"}[how]
                 assert re.fullmatch(f".*{says}.*", text), text
                 assert ranks == ("[]" if how == "store" else "[1]"), "every rank accuses the same ones"

@@ -149,7 +149,7 @@ class Watch:
         return Beat(number, self._marks, *self._place, counts)
 
     def _run(self) -> None:
-        # the process that kept the store has ended; the collectives raise that themselves
+        # the process that hosts the store has ended; the collectives raise that themselves
         with contextlib.suppress(RuntimeError):
             self._watch()
 
@@ -168,7 +168,7 @@ class Watch:
                     threading.Thread(target=self._end, name="hang end", daemon=True).start()
 
     def _ask(self) -> None:
-        """Survey all ranks, or wait for another rank that does; beats continue meanwhile."""
+        """Survey all ranks, or wait for another rank's survey, and keep sending beats."""
         answer: list[Finding] = []
 
         def ask() -> None:
@@ -186,13 +186,13 @@ class Watch:
             self._finding = answer[0]
         elif not self._closed.is_set():
             self._finding = Finding(
-                f"rank {self._rank} waits since {self._limit:g} s at {_told(self._beat(0))}, and the store that the "
+                f"rank {self._rank} has waited {self._limit:g} s at {_position(self._beat(0))}, and the store that the "
                 "ranks share does not answer: the process that keeps it, of rank 0, is stopped or gone")
         if self._finding.text:
             self._found.set()
 
     def _survey(self) -> Finding:
-        """Return which ranks are behind. One rank surveys for all."""
+        """Return the ranks that are behind. One rank surveys for all."""
         turn = self._answers.add("turn", 0)
         if self._answers.compare_set(f"surveyor/{turn}", "", str(self._rank)).decode() != str(self._rank):
             text, ranks = json.loads(self._answers.get(f"finding/{turn}"))
@@ -224,11 +224,11 @@ class Watch:
 
 
 def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds: float) -> Finding:
-    """Return which ranks are behind, from two looks at all ranks a few beats apart.
+    """Return the ranks that are behind, from two surveys of all ranks a few beats apart.
 
     Args:
-        before: beats of the first look by rank; None for a rank that has never sent one.
-        after: beats of the second look.
+        before: beats of the first survey by rank; None for a rank that has never sent one.
+        after: beats of the second survey.
         seconds: how long the other ranks have waited, for the text.
     """
     silent = [rank for rank, beat in after.items() if beat is None or beat == before[rank]]
@@ -239,17 +239,18 @@ def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds:
     lines = []
     for rank in silent:
         beat = after[rank]
-        lines.append(f"rank {rank} does not answer" + (f", last seen at {_told(beat)}" if beat else " and never did"))
-    lines += [f"rank {rank} is still at {_told(alive[rank])}" for rank in behind]
+        last_seen = f", last seen at {_position(beat)}" if beat else " and never did"
+        lines.append(f"rank {rank} does not answer{last_seen}")
+    lines += [f"rank {rank} is still at {_position(alive[rank])}" for rank in behind]
     waiting = [rank for rank in alive if rank not in behind]
     if waiting:
-        who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
-        lines.append(f"{who} since {seconds:g} s at {_told(alive[waiting[0]])}")
+        who = f"rank {waiting[0]} has" if len(waiting) == 1 else f"{len(waiting)} ranks have"
+        lines.append(f"{who} waited {seconds:g} s at {_position(alive[waiting[0]])}")
     return Finding("; ".join(lines), (*silent, *behind))
 
 
 def _behind(beats: dict[int, Beat]) -> list[int]:
-    """Ranks with the fewest marks; if all have as many, those that began fewer collectives than others of a group."""
+    """Return the ranks with the fewest marks; if all are equal, those that began fewer collectives than their group."""
     most = max((beat.marks for beat in beats.values()), default=0)
     late = [rank for rank, beat in beats.items() if beat.marks < most]
     if late:
@@ -262,5 +263,5 @@ def _behind(beats: dict[int, Beat]) -> list[int]:
     return [rank for rank, beat in beats.items() if any(count < begun[g] for g, count in beat.collectives.items())]
 
 
-def _told(beat: Beat) -> str:
+def _position(beat: Beat) -> str:
     return f"step {beat.step} ({beat.phase})"
