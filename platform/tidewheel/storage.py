@@ -34,7 +34,7 @@ _ONE_SLASH = re.compile(r"(s3|gs|az|hf):/", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Stamp:
-    """A written object: key, length in bytes, and content hash ("blake3-" and 64 hex digits)."""
+    """Key, length in bytes, and content hash ("blake3-" and 64 hex digits) of a written object."""
 
     key: str
     bytes: int
@@ -53,12 +53,16 @@ class Upload:
 
 
 class Writer(Protocol):
-    """A binary sink whose content appears whole under its key when the `with` block ends without an error."""
+    """Binary sink whose content appears as a whole under its key when the `with` block ends without an error."""
 
     @property
-    def stamp(self) -> Stamp: ...
+    def stamp(self) -> Stamp:
+        """Key, length and hash of the content written so far."""
+        ...
 
-    def write(self, data: Any, /) -> int: ...
+    def write(self, data: Any, /) -> int:
+        """Write bytes; return their number."""
+        ...
 
 
 def content_hash(data: bytes | memoryview) -> str:
@@ -146,6 +150,7 @@ class Store:
         raise NotImplementedError
 
     def exists(self, key: str) -> bool:
+        """Return whether an object exists."""
         raise NotImplementedError
 
     def list(self, prefix: str = "") -> Sequence[Stamp]:
@@ -221,7 +226,13 @@ class Store:
             return stream.seek(0, os.SEEK_END)
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return bytes [start, start + length) of an object; without `length`, all from `start` on."""
+        """Return bytes [start, start + length) of an object.
+
+        Args:
+            key: key of the object.
+            start: offset of the first byte.
+            length: number of bytes; None for all from `start` on.
+        """
         with self.open(key) as stream:
             if start:
                 stream.seek(start)
@@ -316,12 +327,13 @@ def matches(key: str, pattern: str) -> bool:
 
 
 class HashingWriter:
-    """Passes bytes on to a file object and hashes them on the way."""
+    """Sink that hashes bytes and passes them on to a file object."""
 
     def __init__(self, key: str, sink: Any) -> None:
         self._key, self._sink, self._hash, self._bytes = key, sink, blake3(), 0
 
     def write(self, data: Any, /) -> int:
+        """Write bytes; return their number."""
         view = memoryview(data)
         if view.nbytes == 0:
             return 0
@@ -332,14 +344,16 @@ class HashingWriter:
         return view.nbytes
 
     def flush(self) -> None:
-        """pyarrow calls this on its sinks; the publish at the end is what counts."""
+        """Do nothing. pyarrow calls this on its sinks; only the publication at the end matters."""
 
     @property
     def closed(self) -> bool:
+        """False, because the store closes the sink, not its user."""
         return False
 
     @property
     def stamp(self) -> Stamp:
+        """Key, length and hash of the content written so far."""
         return Stamp(self._key, self._bytes, "blake3-" + self._hash.hexdigest())
 
 

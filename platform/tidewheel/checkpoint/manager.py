@@ -205,12 +205,20 @@ class CheckpointManager:
 
     # without a memory tier there are only checkpoints in storage
     def keeps(self, step: int) -> bool:
+        """Return False: there is no memory tier."""
         return False
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        return
+        """Do nothing, since there is no memory tier.
+
+        Args:
+            step: step of the state.
+            state: tensors by name.
+            extra: JSON values.
+        """
 
     def is_safe(self, step: int) -> bool:
+        """Return False: there is no memory tier."""
         return False
 
     # -- load ----------------------------------------------------------------------------------

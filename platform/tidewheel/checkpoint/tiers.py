@@ -66,16 +66,26 @@ class TieredCheckpoints:
 
     # -- memory --------------------------------------------------------------------------------
     def keeps(self, step: int) -> bool:
+        """Return whether the state of this step goes to the memory tier."""
         return bool(self._every_steps) and self._tier.working and step % self._every_steps == 0
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Copy a state to the memory tier.
+
+        Args:
+            step: step of the state.
+            state: tensors by name.
+            extra: JSON values, such as the position.
+        """
         self._tier.snapshot(step, state, extra)
 
     def settle(self) -> None:
+        """Wait until the tensors given to `save` and `keep` may change."""
         self._tier.settle()
         self._saved.settle()
 
     def is_safe(self, step: int) -> bool:
+        """Return whether the state of this step survives the loss of this node."""
         return self._tier.flush() and self._tier.last.get("step") == step
 
     def break_off(self) -> None:
@@ -88,21 +98,33 @@ class TieredCheckpoints:
 
     # -- storage -------------------------------------------------------------------------------
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Save a checkpoint to storage; see `CheckpointManager.save`.
+
+        Args:
+            step: step of the state.
+            state: tensors by name.
+            extra: JSON values, such as the position.
+        """
         self._saved.save(step, state, extra)
 
     def wait(self) -> None:
+        """Wait until all saves are committed or have failed."""
         self._saved.wait()
 
     def let_go(self) -> None:
+        """Abandon the save in progress unless it ends in a moment."""
         self._saved.let_go()
 
     def saves(self) -> Saves:
+        """Return the state of saving to storage."""
         return self._saved.saves()
 
     def load_from(self, uri: str, state: dict[str, Any]) -> None:
+        """Fill the tensors of `state` in place from another run's checkpoint."""
         self._saved.load_from(uri, state)
 
     def load_saved(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Forget the states in memory, and fill the tensors of `state` from the newest checkpoint in storage."""
         self._tier.forget()
         return self._saved.load_saved(state)
 

@@ -83,7 +83,13 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: x + attention(norm(x)), then x + ffn(norm(x))."""
+    """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x)).
+
+    Args:
+        config: the model family's settings.
+        attention: module from (hidden states, rotary table, document mask) to hidden states, [B, L, dim].
+        ffn: module from hidden states to hidden states, [B, L, dim].
+    """
 
     def __init__(self, config: Model, attention: nn.Module, ffn: nn.Module) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ def network(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def clusters_of(manifests: Sequence[Manifest], head: Template) -> dict[str, Any]:
-    """The cluster specification that a head belongs to."""
+    """Return the specification of the cluster that a head belongs to."""
     return next(cluster.spec for cluster in clusters(manifests) if cluster.head.value is head.value)
 
 
@@ -116,7 +116,7 @@ def _on(rule: dict[str, Any], port: int | None) -> bool:
 
 
 def _allowed(policies: Sequence[Manifest], pod: Template, direction: str, port: int) -> bool:
-    """Whether traffic on a port is let through to or from anybody outside the set."""
+    """Return whether the policies allow traffic on a port to or from pods outside the set."""
     side = "from" if direction == "Ingress" else "to"
     return any(_on(rule, port) and all("podSelector" not in peer or "namespaceSelector" in peer
                                        for peer in get(rule, side, default=[]))
@@ -135,7 +135,7 @@ def _reaches(policies: Sequence[Manifest], pod: Template, peer: Template, direct
 
 
 def roles(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Least privilege: named resources and verbs, nothing that leads to more, nothing for the whole cluster."""
+    """Report roles beyond least privilege: wildcards, verbs that allow escalation, and rights in the whole cluster."""
     for manifest in manifests:
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding"):
             yield at(manifest, ("kind",), "rights in the whole cluster", "a Role in the namespace")
@@ -154,7 +154,7 @@ def roles(manifests: Sequence[Manifest]) -> Iterator[Problem]:
 
 
 def accounts(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Pods run as accounts of their own; only the head has a token of the API server, for the autoscaler."""
+    """Report pods without an account of their own, and API tokens outside the head, whose autoscaler needs one."""
     by_name = {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == "ServiceAccount"}
     for template in templates(manifests):
         path, name = (*template.path, "spec"), get(template.spec, "serviceAccountName")

@@ -14,7 +14,7 @@ MOST_GROUPS = 17
 
 
 def kueue(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """What Kueue's webhook refuses, and queues that are not there."""
+    """Report what Kueue's webhook refuses, and missing queues."""
     there = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
     for manifest in manifests:
         if manifest["kind"] == "LocalQueue":
@@ -63,7 +63,7 @@ def _flavors(manifest: Manifest, there: set[tuple[str, str]]) -> Iterator[Proble
 
 
 def volcano(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """The gang, the head and all minReplicas, fits into its queue."""
+    """Report gangs (the head and all minReplicas) that exceed their queue's capability."""
     queues = {manifest["metadata"].get("name"): manifest for manifest in manifests if manifest["kind"] == "Queue"}
     for cluster in clusters(manifests):
         name = get(cluster.manifest, "metadata", "labels", VOLCANO)

@@ -11,7 +11,7 @@ from tidewheel.kubernetes.rules.policy import selects
 
 
 def resolve(manifests: Sequence[Manifest]) -> Iterator[Problem]:
-    """Names of other objects. Secrets are made outside, so those are not looked for."""
+    """Report references to missing objects, except Secrets, which are created elsewhere."""
     there = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
     for template in templates(manifests):
         path = (*template.path, "spec")

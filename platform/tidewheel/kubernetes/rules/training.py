@@ -32,7 +32,7 @@ def configuration(manifests: Sequence[Manifest]) -> tuple[TrainConfig | None, li
         try:
             values = read(text, RUN_KEY)
             if len(values) != 1 or not isinstance(values[0], dict):
-                raise ConfigError("expected keys and values", fix="render it again")
+                return None, [at(manifest, ("data", RUN_KEY), "expected keys and values", "render it again")]
             return build(TrainConfig, values[0], where=RUN_KEY), []
         except ConfigError as error:
             return None, [at(manifest, ("data", RUN_KEY), error.what, error.fix)]

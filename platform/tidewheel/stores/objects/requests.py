@@ -47,7 +47,13 @@ class Connection:
 
 
 class Transfer:
-    """One try of a request: its client, and its deadline, which moves on while a download makes progress."""
+    """One try of a request: its client, and its deadline, which moves while a download makes progress.
+
+    Args:
+        connection: connection whose client sends the request.
+        policy: deadlines of requests.
+        tries: number of this try, counted from 1.
+    """
 
     def __init__(self, connection: Connection, policy: RetryPolicy, tries: int = 1) -> None:
         self.connection = connection

@@ -26,7 +26,13 @@ PART_SECONDS = 0.5
 
 
 class Reader(io.RawIOBase):
-    """An object as a seekable stream of ranged reads; io.BufferedReader around it reads ahead."""
+    """Seekable stream of an object, with ranged reads. Wrap it in io.BufferedReader to read ahead.
+
+    Args:
+        store: store of the object.
+        key: key of the object.
+        size: its length in bytes.
+    """
 
     def __init__(self, store: ObjectStore, key: str, size: int) -> None:
         self._store = store
@@ -73,7 +79,12 @@ class Reader(io.RawIOBase):
 
 
 class Sender:
-    """Collects what is written, and sends it at `finish` as one object, or in parts when it is long."""
+    """Sink that buffers bytes and sends them at `finish` as one object, or in parts if they are many.
+
+    Args:
+        store: store of the object.
+        key: key of the object.
+    """
 
     def __init__(self, store: ObjectStore, key: str) -> None:
         self._store = store
@@ -87,6 +98,7 @@ class Sender:
         self._md5 = hashlib.md5(usedforsecurity=False)
 
     def write(self, data: Any, /) -> int:
+        """Buffer bytes, and send complete parts; return the number of bytes."""
         view = memoryview(data)
         for begin in range(0, view.nbytes, PART_BYTES):
             self._add(view[begin:begin + PART_BYTES])
