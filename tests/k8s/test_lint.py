@@ -78,7 +78,7 @@ def test_the_table_is_long_enough_and_every_row_of_its_own() -> None:
     assert len({row[0] for row in ROWS}) == len(ROWS) >= 40
 
 
-def test_a_run_that_does_not_fit_its_pods_is_told() -> None:
+def test_a_run_that_does_not_fit_its_pods_is_reported() -> None:
     manifests, _ = whole()
     tensor = config("llama_8b.yaml", "parallel.tensor=3", "model.num_kv_heads=6", "model.num_heads=36",
                     "model.dim=4608", "elastic.min_workers=24", "elastic.max_workers=48", "model.ffn_dim=15360",

@@ -119,7 +119,7 @@ def test_a_pipeline_and_a_workflow() -> None:
     (Request("gpu", tree=TREE, job="workflow", arguments=("--spec=$(id)",)), "letters, digits"),
     (Request("gpu", tree=TREE, images={"tidewheel": "tidewheel"}), "registry/tidewheel:1.2.3"),
 ])
-def test_what_cannot_be_rendered_is_told(request_: Request, words: str) -> None:
+def test_what_cannot_be_rendered_is_refused(request_: Request, words: str) -> None:
     with pytest.raises(ConfigError) as told:
         render(request_)
     assert words in str(told.value)
@@ -133,14 +133,14 @@ def test_what_cannot_be_rendered_is_told(request_: Request, words: str) -> None:
     ("resources: [../outside.yaml]\n", "outside of the folder"),
     ("configMapGenerator: [{name: a, files: [b=/etc/hostname]}]\n", "outside of the folder"),
 ])
-def test_what_our_reading_cannot_do_is_told(tmp_path: Path, text: str, words: str) -> None:
+def test_unsupported_kustomize_features_are_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "kustomization.yaml").write_text(text)
     with pytest.raises(ConfigError) as told:
         kustomize.build_here(tmp_path)
     assert words in str(told.value)
 
 
-def test_a_patch_that_meets_another_list_is_told() -> None:
+def test_a_patch_that_meets_another_list_is_refused() -> None:
     with pytest.raises(ConfigError, match="a patch is for 'b'"):
         kustomize.apply_operation({"a": ["c"]}, {"op": "test", "path": "/a/0", "value": "b"}, where="x")
     with pytest.raises(ConfigError, match="/a/3 is not there"):
@@ -151,7 +151,7 @@ def test_a_patch_that_meets_another_list_is_told() -> None:
 @pytest.mark.parametrize(("overlay", "components", "job"), [
     ("kind", (), ""), ("gpu", ("token-auth", "redis"), ""), ("gpu-spot", (), "train"),
     ("gpu-spot", ("kueue", "redis", "token-auth", "mtls"), "train"), ("gpu", ("volcano",), "workflow")])
-def test_our_reading_is_that_of_the_real_one(overlay: str, components: tuple[str, ...], job: str,
+def test_objects_equal_those_of_the_real_kustomize(overlay: str, components: tuple[str, ...], job: str,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     assert REAL is not None
     request = Request(overlay, tree=TREE, components=components, job=job,

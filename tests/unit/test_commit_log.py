@@ -47,7 +47,7 @@ def test_a_commit_counts_once_and_in_order(checkpoints):
     assert log.head() == log.retire(["step_00000010"], 0)
 
 
-def test_whoever_was_taken_over_commits_nothing(checkpoints):
+def test_a_driver_that_was_taken_over_commits_nothing(checkpoints):
     log = CommitLog(checkpoints)
     first = log.take_over(Holder.me(), None)
     log.commit("step_00000010", first_generation(first.epoch))
@@ -126,6 +126,6 @@ def test_old_records_are_deleted(tmp_path):
     assert log.head().number == 400
 
 
-def test_whether_creates_are_conditional_is_tried(checkpoints):
+def test_a_probe_tells_whether_creates_are_conditional(checkpoints):
     assert creates_are_conditional(checkpoints) is not isinstance(checkpoints, Careless)
     assert not [entry for entry in checkpoints.list() if "probe" in entry.key]

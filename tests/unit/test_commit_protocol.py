@@ -38,12 +38,12 @@ def driver(name: str, commits: int, conditional: bool, tidy: bool) -> Generator[
             return
         epoch = None if record is None else record["epoch"]
     for step in range(commits):
-        wanted = f"step{step}-e{epoch}"
+        checkpoint = f"step{step}-e{epoch}"
 
-        def change(head: dict[str, Any], wanted: str = wanted) -> dict[str, Any] | None:
-            if wanted in head["checkpoints"]:
+        def change(head: dict[str, Any], checkpoint: str = checkpoint) -> dict[str, Any] | None:
+            if checkpoint in head["checkpoints"]:
                 return None
-            return {**head, "checkpoints": [*head["checkpoints"], wanted]}
+            return {**head, "checkpoints": [*head["checkpoints"], checkpoint]}
 
         for _ in range(2):
             calls += 1
@@ -55,7 +55,7 @@ def driver(name: str, commits: int, conditional: bool, tidy: bool) -> Generator[
                 return
             if not kept:
                 return
-            yield ("acknowledged", wanted)
+            yield ("acknowledged", checkpoint)
             if tidy:
                 yield from protocol.tidy(head["number"])
             break
@@ -107,11 +107,11 @@ class Explorer:
         return len(self.seen)
 
     def successors(self, state: State) -> list[State]:
-        found = []
+        violations = []
         for index, request in enumerate(state.loose):
             rest = state.loose[:index] + state.loose[index + 1:]
             objects, _ = self.carry_out(state.objects, request)
-            found.append(replace(state, objects=objects, loose=rest))
+            violations.append(replace(state, objects=objects, loose=rest))
         for writer in (0, 1):
             if state.crashed[writer]:
                 continue
@@ -122,20 +122,20 @@ class Explorer:
             if request is None:
                 continue
             if isinstance(request, tuple):
-                found.append(replace(self.answered(state, writer, None),
+                violations.append(replace(self.answered(state, writer, None),
                                      acknowledged=state.acknowledged | {request[1]}))
                 continue
             objects, answer = self.carry_out(state.objects, request)
-            found.append(replace(self.answered(state, writer, answer), objects=objects))
+            violations.append(replace(self.answered(state, writer, answer), objects=objects))
             if state.faults < self.faults and isinstance(request, Create | Put):
                 faulty = replace(state, faults=state.faults + 1)
                 crashed = tuple(dead or number == writer for number, dead in enumerate(state.crashed))
                 # it dies with the request under way, which lands later or never
-                found.append(replace(faulty, crashed=crashed, loose=(*state.loose, request)))
+                violations.append(replace(faulty, crashed=crashed, loose=(*state.loose, request)))
                 # the answer is lost: of a request that took effect, and of one that still will
-                found.append(replace(self.answered(faulty, writer, LOST), objects=objects))
-                found.append(replace(self.answered(faulty, writer, LOST), loose=(*state.loose, request)))
-        return found
+                violations.append(replace(self.answered(faulty, writer, LOST), objects=objects))
+                violations.append(replace(self.answered(faulty, writer, LOST), loose=(*state.loose, request)))
+        return violations
 
     def answered(self, state: State, writer: int, answer: Any) -> State:
         answers = list(state.answers)
@@ -186,11 +186,11 @@ def reader(objects: Objects) -> tuple[int, int, list[str]]:
 
 
 def check(before: State, after: State) -> None:
-    was, now = reader(before.objects), reader(after.objects)
-    assert now[1] >= was[1], f"stale: a record of epoch {now[1]} came behind epoch {was[1]}"
-    assert now[2][:len(was[2])] == was[2], f"undone: {was[2]} became {now[2]}"
-    assert len(set(now[2])) == len(now[2]), f"twice: {now[2]}"
-    assert after.acknowledged <= set(now[2]), f"acknowledged {set(after.acknowledged)}, a reader takes {now[2]}"
+    old, new = reader(before.objects), reader(after.objects)
+    assert new[1] >= old[1], f"stale: a record of epoch {new[1]} came behind epoch {old[1]}"
+    assert new[2][:len(old[2])] == old[2], f"undone: {old[2]} became {new[2]}"
+    assert len(set(new[2])) == len(new[2]), f"twice: {new[2]}"
+    assert after.acknowledged <= set(new[2]), f"acknowledged {set(after.acknowledged)}, a reader takes {new[2]}"
 
 
 @pytest.mark.parametrize(("commits", "faults"), [(1, 0), (2, 0), pytest.param(1, 1, marks=pytest.mark.long)])

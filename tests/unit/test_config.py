@@ -133,7 +133,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         load(Job, f"{tmp_path}/")
 
 
-def test_building_does_not_change_what_was_given() -> None:
+def test_building_leaves_its_arguments_unchanged() -> None:
     values = {"optimizer": {"learning_rate": 1.0}, "stages": [{"bands": 1}]}
     build(Job, values, ["optimizer.learning_rate=2", "stages.0.bands=5"])
     assert values == {"optimizer": {"learning_rate": 1.0}, "stages": [{"bands": 1}]}

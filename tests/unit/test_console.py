@@ -26,10 +26,10 @@ def test_a_log_gets_the_first_and_the_last_state(log):
     with bars() as group, group.bar("reading", 1000, unit="files") as bar:
         for _ in range(1000):
             bar.advance(note="fine")
-    told = log.getvalue().splitlines()
-    assert len(told) <= 3
-    assert told[0].startswith("reading: 1/1000 files")
-    assert told[-1].startswith("reading: 1000/1000 files  fine")
+    output = log.getvalue().splitlines()
+    assert len(output) <= 3
+    assert output[0].startswith("reading: 1/1000 files")
+    assert output[-1].startswith("reading: 1000/1000 files  fine")
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
@@ -57,8 +57,8 @@ def test_stages_follow_each_other(log):
         on_progress("ingest", 0, 2, "")
         on_progress("ingest", 2, 2, "")
         on_progress("pack", 1, 1, "done")
-    told = log.getvalue()
-    assert told.index("ingest: 2/2") < told.index("pack: 1/1")
+    output = log.getvalue()
+    assert output.index("ingest: 2/2") < output.index("pack: 1/1")
 
 
 def test_table_lines_up_and_takes_numbers_and_text():
@@ -79,17 +79,17 @@ def test_an_empty_table_says_so():
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_every_event_can_be_told_whatever_its_detail_lacks(kind):
+def test_events_without_some_details_can_be_shown(kind):
     assert describe({"kind": kind, "detail": {}})
 
 
-def test_events_are_told_in_one_short_line():
+def test_an_event_is_one_short_line():
     event = {"kind": "failure", "detail": {"error": "x" * 1000 + "\nsecond line"}}
     assert len(describe(event)) < 250
     assert describe({"kind": "brand_new", "detail": {}}) == "brand new"
 
 
-def test_the_training_bar_tells_events_and_speed(log, monkeypatch):
+def test_the_training_bar_shows_events_and_speed(log, monkeypatch):
     monkeypatch.setattr("tidewheel.train.progress.console", module.console)
     with training_bar(10) as on_progress:
         on_progress({"step": 3, "loss": 2.5, "tokens_per_second": 1234.5, "world_size": 1,
@@ -98,12 +98,12 @@ def test_the_training_bar_tells_events_and_speed(log, monkeypatch):
     assert "3/10 steps  loss 2.500, 1,234 tokens/s, 1 worker" in log.getvalue()
 
 
-def test_stages_say_which_of_how_many(log):
+def test_stages_show_their_number_and_total(log):
     with stage_bars(["ingest", "partition", "dedup_near", "pack"]) as on_progress:
         for stage in ("ingest", "partition", "dedup_near_edges", "near_index", "pack", "decontaminate_packed"):
             on_progress(stage, 1, 1)
-    told = [line.partition(":")[0] for line in log.getvalue().splitlines()]
-    assert list(dict.fromkeys(told)) == [
+    output = [line.partition(":")[0] for line in log.getvalue().splitlines()]
+    assert list(dict.fromkeys(output)) == [
         "stage 1 of 4, ingest", "stage 2 of 4, partition", "stage 3 of 4, dedup_near_edges", "stage 3 of 4, near_index",
         "stage 4 of 4, pack", "stage 4 of 4, decontaminate_packed"]
 
@@ -115,9 +115,9 @@ def test_a_log_says_at_once_that_another_part_of_the_work_begins(log):
         on_progress("ingest", 0, 3, "compiling text kernels")
         on_progress("ingest", 1, 3, "5 documents")
         on_progress("ingest", 2, 3, "9 documents")
-    told = log.getvalue().splitlines()
-    assert told[1] == "stage 1 of 1, ingest: 0/3 units  compiling text kernels"
-    assert len(told) == 3  # and what only counts up waits its time
+    output = log.getvalue().splitlines()
+    assert output[1] == "stage 1 of 1, ingest: 0/3 units  compiling text kernels"
+    assert len(output) == 3  # and what only counts up waits its time
 
 
 def test_a_log_says_how_long_the_rest_takes(log, monkeypatch):
@@ -144,14 +144,14 @@ def test_the_time_left_is_that_of_steps_and_not_of_what_came_before(log, monkeyp
         on_progress({"step": 400, "loss": 7.0})  # a run that goes on
         now[0] += 60
         on_progress({"step": 460, "loss": 6.0})
-    told = log.getvalue().splitlines()
-    assert told[1:3] == ["training: 400/1000 steps  loss 7.000", "training: 460/1000 steps  loss 6.000, 9 min left"]
-    assert told[-1].endswith(", 260.0 s")  # the whole time
+    output = log.getvalue().splitlines()
+    assert output[1:3] == ["training: 400/1000 steps  loss 7.000", "training: 460/1000 steps  loss 6.000, 9 min left"]
+    assert output[-1].endswith(", 260.0 s")  # the whole time
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(7.4, "7 s"), (99, "99 s"), (600, "10 min"), (9000, "2.5 h")])
-def test_durations(seconds, told):
-    assert module.duration(seconds) == told
+@pytest.mark.parametrize(("seconds", "output"), [(7.4, "7 s"), (99, "99 s"), (600, "10 min"), (9000, "2.5 h")])
+def test_durations(seconds, output):
+    assert module.duration(seconds) == output
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -192,13 +192,13 @@ def test_a_narrow_terminal_folds_text_and_squashes_nothing(width, monkeypatch):
     assert max(map(len, lines)) <= 90
 
 
-def test_what_is_not_known_is_a_dash():
+def test_unknown_values_are_dashes():
     sink = io.StringIO()
     print_table([{"set": "validation", "bits per byte": None}], to=Console(file=sink))
     assert "None" not in sink.getvalue()
 
 
-def test_a_reader_that_has_seen_enough_is_told_as_for_print():
+def test_a_closed_pipe_raises_as_print_does():
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

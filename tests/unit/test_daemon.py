@@ -21,7 +21,7 @@ def held():
     event.set()
 
 
-def test_calls_run_in_turn():
+def test_calls_run_in_order():
     thread, seen = DaemonThread("test"), []
     futures = [thread.submit(seen.append, number) for number in range(50)]
     assert [future.result(SECONDS) for future in futures] == [None] * 50
@@ -29,7 +29,7 @@ def test_calls_run_in_turn():
     thread.stop()
 
 
-def test_an_error_reaches_whoever_waits():
+def test_the_future_raises_the_error_of_its_call():
     thread = DaemonThread("test")
     with pytest.raises(ZeroDivisionError):
         thread.submit(lambda: 1 // 0).result(SECONDS)
@@ -37,7 +37,7 @@ def test_an_error_reaches_whoever_waits():
     thread.stop()
 
 
-def test_what_hangs_is_left_behind_and_what_waits_behind_it_is_cancelled(held):
+def test_stopping_abandons_a_hanging_call_and_cancels_those_after_it(held):
     thread, begun = DaemonThread("test"), threading.Event()
 
     def hang():
@@ -56,12 +56,12 @@ def test_what_hangs_is_left_behind_and_what_waits_behind_it_is_cancelled(held):
         thread.submit(print)
 
 
-def test_a_process_ends_though_a_call_hangs():
+def test_a_process_exits_while_a_call_hangs():
     code = "import threading as t; from tidewheel.daemon import DaemonThread; DaemonThread('x').submit(t.Event().wait)"
     subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=True)
 
 
-def test_a_wait_is_broken_off(held):
+def test_a_time_limit_ends_the_wait(held):
     thread, limit = DaemonThread("test"), TimeLimit()
     threading.Timer(0.05, limit.end, ["the ranks have parted"]).start()
     with pytest.raises(StorageAwayError, match="parted"):
@@ -69,7 +69,7 @@ def test_a_wait_is_broken_off(held):
     thread.stop(wait=False)
 
 
-def test_what_is_there_is_taken_though_the_wait_is_broken_off():
+def test_a_finished_result_is_returned_after_the_limit():
     thread, limit = DaemonThread("test"), TimeLimit()
     future = thread.submit(lambda: 7)
     future.result(SECONDS)

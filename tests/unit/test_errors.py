@@ -7,7 +7,7 @@ import pytest
 from tidewheel.errors import ConfigError, ShardError, StorageError, TidewheelError, root_cause
 
 
-def test_message_has_what_where_and_mend() -> None:
+def test_message_has_what_where_and_fix() -> None:
     error = StorageError("no such bucket", where="s3://x", fix="create it")
     assert str(error) == "s3://x: no such bucket\n  fix: create it"
     assert str(TidewheelError("alone")) == "alone"

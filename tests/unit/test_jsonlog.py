@@ -31,86 +31,86 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def run_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
         return store(tmp_path / "run")
     request.getfixturevalue("server")
     return store(f"s3://logs/{uuid.uuid4().hex}")
 
 
-def test_lines_come_back_in_order_across_restarts(place: Store) -> None:
-    assert jsonlog.read(place, "metrics.jsonl") == []
+def test_lines_come_back_in_order_across_restarts(run_store: Store) -> None:
+    assert jsonlog.read(run_store, "metrics.jsonl") == []
     for generation in range(3):
-        log = JsonLog(place, "metrics.jsonl", flush_seconds=0)
+        log = JsonLog(run_store, "metrics.jsonl", flush_seconds=0)
         for step in range(5):
             log.append({"generation": generation, "step": step, "text": "line\nbreak ü {"})
         log.flush()
         log.flush()  # nothing collected: writes nothing
-    records = jsonlog.read(place, "metrics.jsonl")
+    records = jsonlog.read(run_store, "metrics.jsonl")
     assert [(r["generation"], r["step"]) for r in records] == [(g, s) for g in range(3) for s in range(5)]
     assert records[0]["text"] == "line\nbreak ü {"
 
 
 def test_lines_are_collected_on_an_object_store(server: S3Server) -> None:
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
-    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     for step in range(100):
         log.append({"step": step})
-    assert list(place.list()) == []
+    assert list(run_store.list()) == []
     log.flush()
-    assert len(place.list("m.jsonl")) == 1
-    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(100))
+    assert len(run_store.list("m.jsonl")) == 1
+    assert [r["step"] for r in jsonlog.read(run_store, "m.jsonl")] == list(range(100))
 
 
 def test_a_flush_puts_the_newest_segment_again(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlog, "SEGMENT_BYTES", 10 * len('{"step":10}\n'))
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
-    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     counts = []
     for step in range(10, 55):
         log.append({"step": step})
         log.flush()
-        counts.append(len(place.list("m.jsonl")))
+        counts.append(len(run_store.list("m.jsonl")))
     assert counts == [1 + flushes // 10 for flushes in range(45)]
     for step in range(55, 100):  # more than a segment at once
         log.append({"step": step})
     log.flush()
-    assert len(place.list("m.jsonl")) == 9
-    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(10, 100))
+    assert len(run_store.list("m.jsonl")) == 9
+    assert [r["step"] for r in jsonlog.read(run_store, "m.jsonl")] == list(range(10, 100))
 
 
 def test_writers_sort_by_their_order_and_start_whatever_the_clocks(server: S3Server,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
     clock = itertools.count(1_000_000, -1000)
     monkeypatch.setattr(jsonlog.time, "time", lambda: next(clock))
     monkeypatch.setattr(jsonlog.time, "time_ns", lambda: next(clock))
     numbers = itertools.count()
     for order in (2, 1, 2, 1_000_000, 2):
-        log = JsonLog(place, "m.jsonl", order=order)
+        log = JsonLog(run_store, "m.jsonl", order=order)
         for _ in range(2):
             log.append({"order": order, "number": next(numbers)})
             log.flush()
-    found = [(r["order"], r["number"]) for r in jsonlog.read(place, "m.jsonl")]
-    assert found == [(1, 2), (1, 3), (2, 0), (2, 1), (2, 4), (2, 5), (2, 8), (2, 9), (1_000_000, 6), (1_000_000, 7)]
+    pairs = [(r["order"], r["number"]) for r in jsonlog.read(run_store, "m.jsonl")]
+    assert pairs == [(1, 2), (1, 3), (2, 0), (2, 1), (2, 4), (2, 5), (2, 8), (2, 9), (1_000_000, 6), (1_000_000, 7)]
 
 
-def test_a_log_of_an_older_version_goes_on(server: S3Server) -> None:
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
+def test_a_log_of_an_older_version_is_continued(server: S3Server) -> None:
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
     for part in range(3):
         content = f'{{"step":{2 * part}}}\n{{"step":{2 * part + 1}}}\n'
-        place.write(f"m.jsonl/{1_790_000_000_000_000_000 + part:020d}-0123abcd-{part:06d}.jsonl", content.encode())
-    log = JsonLog(place, "m.jsonl")
+        run_store.write(f"m.jsonl/{1_790_000_000_000_000_000 + part:020d}-0123abcd-{part:06d}.jsonl", content.encode())
+    log = JsonLog(run_store, "m.jsonl")
     log.append({"step": 6})
     log.flush()
-    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(7))
-    assert [r["step"] for r in jsonlog.newest_first(place, "m.jsonl")] == list(range(6, -1, -1))
+    assert [r["step"] for r in jsonlog.read(run_store, "m.jsonl")] == list(range(7))
+    assert [r["step"] for r in jsonlog.newest_first(run_store, "m.jsonl")] == list(range(6, -1, -1))
 
 
-def test_a_put_that_arrives_late_takes_nothing_away(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_that_arrives_late_loses_no_lines(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sender was told that it failed, and has put more since."""
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
-    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     late: list[tuple[str, bytes]] = []
 
     def lose(_: Store, key: str, data: bytes) -> None:
@@ -121,70 +121,70 @@ def test_a_put_that_arrives_late_takes_nothing_away(server: S3Server, monkeypatc
         log.append({"step": step})
         if step in (1, 4):
             with monkeypatch.context() as broken:
-                broken.setattr(type(place), "write", lose)
+                broken.setattr(type(run_store), "write", lose)
                 with pytest.raises(StorageError):
                     log.flush()
         else:
             log.flush()
     assert len(late) == 2
     for key, data in late:
-        place.write(key, data)
-    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == list(range(6))
+        run_store.write(key, data)
+    assert [r["step"] for r in jsonlog.read(run_store, "m.jsonl")] == list(range(6))
 
 
 def test_the_newest_records_take_one_request(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlog, "SEGMENT_BYTES", 100)
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
-    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     for step in range(300):
         log.append({"step": step})
     log.flush()
-    assert len(place.list("m.jsonl")) > 20
+    assert len(run_store.list("m.jsonl")) > 20
     reads = []
-    real = type(place).read
-    monkeypatch.setattr(type(place), "read", lambda *given: reads.append(given[1]) or real(*given))
-    records = jsonlog.newest_first(place, "m.jsonl")
+    real = type(run_store).read
+    monkeypatch.setattr(type(run_store), "read", lambda *given: reads.append(given[1]) or real(*given))
+    records = jsonlog.newest_first(run_store, "m.jsonl")
     assert next(records)["step"] == 299
     assert len(reads) == 1
     assert [r["step"] for r in records] == list(range(298, -1, -1))
-    assert len(reads) == len(set(reads)) == len(place.list("m.jsonl"))
+    assert len(reads) == len(set(reads)) == len(run_store.list("m.jsonl"))
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
 def test_a_file_is_read_backwards(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlog, "_BLOCK_BYTES", block)
-    place = store(tmp_path)
-    assert list(jsonlog.newest_first(place, "m.jsonl")) == []
-    log = JsonLog(place, "m.jsonl")
+    run_store = store(tmp_path)
+    assert list(jsonlog.newest_first(run_store, "m.jsonl")) == []
+    log = JsonLog(run_store, "m.jsonl")
     for step in range(50):
         log.append({"step": step, "text": "ü" * (step % 11)})
     with (tmp_path / "m.jsonl").open("ab") as sink:
         sink.write(b'{"step":50')  # torn
-    assert list(jsonlog.newest_first(place, "m.jsonl")) == jsonlog.read(place, "m.jsonl")[::-1]
+    assert list(jsonlog.newest_first(run_store, "m.jsonl")) == jsonlog.read(run_store, "m.jsonl")[::-1]
 
 
 @pytest.mark.parametrize("key", ["events.jsonl", "m.jsonl"])
-def test_lines_wait_in_bounded_memory_and_the_log_says_what_is_missing(place: Store, key: str, tmp_path: Path,
+def test_pending_lines_are_bounded_and_the_log_counts_the_dropped_ones(run_store: Store, key: str, tmp_path: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlog, "MAX_PENDING_BYTES", 50 * len('{"step":100}\n'))
-    log = JsonLog(place, key, flush_seconds=3600)
+    log = JsonLog(run_store, key, flush_seconds=3600)
     with monkeypatch.context() as broken:
-        broken.setattr(type(place), "write", lambda *_: (_ for _ in ()).throw(StorageError("down")))
+        broken.setattr(type(run_store), "write", lambda *_: (_ for _ in ()).throw(StorageError("down")))
         broken.setattr(jsonlog._File, "write", lambda *_: (_ for _ in ()).throw(StorageError("full")))
         for step in range(100, 1000):
             log.append({"step": step})
-        assert len(log.unwritten()) == 50 + (place.local_path(key) is not None)  # what is being tried is not dropped
+        assert len(log.unwritten()) == 50 + (run_store.local_path(key) is not None)  # lines being sent are kept
         with pytest.raises(StorageError):
             log.flush()
     log.flush()
-    records = jsonlog.read(place, key)
+    records = jsonlog.read(run_store, key)
     steps = [r["step"] for r in records if "step" in r]
     assert steps[-50:] == list(range(950, 1000))
     notes = [r for r in records if r.get("kind") == "log_dropped"]
     assert len(notes) == (key == "events.jsonl")  # readers of other logs do not meet it
     for note in notes:
         assert note["detail"] == {"log": key, "lines": 900 - len(steps)}
-    assert list(jsonlog.newest_first(place, key)) == records[::-1]
+    assert list(jsonlog.newest_first(run_store, key)) == records[::-1]
 
 
 def unwritable(path: Path, how: str) -> None:
@@ -280,35 +280,35 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path) -> None:
 
 def test_a_burst_is_one_write(server: S3Server) -> None:
     """`flush_due` waits for the interval, whoever calls it how often."""
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
-    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     for step in range(10):
         log.append({"step": step})
         log.flush_due()
-    assert list(place.list()) == []
-    log = JsonLog(place, "m.jsonl", flush_seconds=0)
+    assert list(run_store.list()) == []
+    log = JsonLog(run_store, "m.jsonl", flush_seconds=0)
     log.append({"step": 10})
     until = time.monotonic() + 60
     while log.unwritten() and time.monotonic() < until:
         time.sleep(0.01)
-    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == [10]
+    assert [r["step"] for r in jsonlog.read(run_store, "m.jsonl")] == [10]
 
 
 def test_lines_are_kept_while_the_object_store_fails(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = store(f"s3://logs/{uuid.uuid4().hex}")
-    log = JsonLog(place, "m.jsonl", flush_seconds=3600)
+    run_store = store(f"s3://logs/{uuid.uuid4().hex}")
+    log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     log.append({"step": 1})
     with monkeypatch.context() as broken:
-        broken.setattr(type(place), "write", lambda *_: (_ for _ in ()).throw(StorageError("down")))
+        broken.setattr(type(run_store), "write", lambda *_: (_ for _ in ()).throw(StorageError("down")))
         with pytest.raises(StorageError):
             log.flush()
     log.append({"step": 2})
     log.flush()
-    assert [r["step"] for r in jsonlog.read(place, "m.jsonl")] == [1, 2]
+    assert [r["step"] for r in jsonlog.read(run_store, "m.jsonl")] == [1, 2]
 
 
-def test_threads_and_writers_share_a_log(place: Store) -> None:
-    logs = [JsonLog(place, "events.jsonl", flush_seconds=0.05) for _ in range(3)]
+def test_threads_and_writers_share_a_log(run_store: Store) -> None:
+    logs = [JsonLog(run_store, "events.jsonl", flush_seconds=0.05) for _ in range(3)]
 
     def work(number: int) -> None:
         for count in range(40):
@@ -321,7 +321,7 @@ def test_threads_and_writers_share_a_log(place: Store) -> None:
         thread.join()
     for log in logs:
         log.flush()
-    records = jsonlog.read(place, "events.jsonl")
+    records = jsonlog.read(run_store, "events.jsonl")
     assert sorted((r["writer"], r["count"]) for r in records) == [(w, c) for w in range(6) for c in range(40)]
     for writer in range(6):  # each writer's own lines stay in its order
         assert [r["count"] for r in records if r["writer"] == writer] == list(range(40))
@@ -360,34 +360,34 @@ def test_zeros_after_a_power_cut_are_left_out(tmp_path: Path) -> None:
     assert [r["step"] for r in jsonlog.read(store(tmp_path), "m.jsonl")] == [0, 1]
 
 
-def test_numbers_of_numpy_stay_numbers(place: Store) -> None:
-    log = JsonLog(place, "m.jsonl")
+def test_numbers_of_numpy_stay_numbers(run_store: Store) -> None:
+    log = JsonLog(run_store, "m.jsonl")
     log.append({"a": np.int64(3), "b": np.float32(0.5), "c": np.array(7), "path": Path("x"), "nan": float("nan")})
     log.flush()
-    record = jsonlog.read(place, "m.jsonl")[0]
+    record = jsonlog.read(run_store, "m.jsonl")[0]
     assert (record["a"], record["b"], record["c"], record["path"]) == (3, 0.5, 7, "x")
     assert record["nan"] != record["nan"]
 
 
-def test_lines_of_a_writer_that_is_gone_are_appended_and_read_once(place: Store) -> None:
-    first, second = JsonLog(place, "m.jsonl", flush_seconds=3600), JsonLog(place, "m.jsonl")
+def test_lines_of_a_writer_that_is_gone_are_appended_and_read_once(run_store: Store) -> None:
+    first, second = JsonLog(run_store, "m.jsonl", flush_seconds=3600), JsonLog(run_store, "m.jsonl")
     first.append({"step": 1})
     first.flush()
     first.append({"step": 2})
     unwritten = first.unwritten()
-    assert unwritten == ([] if place.local_path("m.jsonl") is not None else ['{"step":2}\n'])
+    assert unwritten == ([] if run_store.local_path("m.jsonl") is not None else ['{"step":2}\n'])
     first.flush()  # it came to write them after all
     assert first.unwritten() == []
     second.restore(unwritten)
     second.append({"step": 3})
     second.flush()
-    assert [line["step"] for line in jsonlog.read(place, "m.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in jsonlog.read(run_store, "m.jsonl")] == [1, 2, 3]
 
 
 def test_the_thread_of_the_last_lines_ends_as_soon_as_they_are_written(tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    place, failures = store(tmp_path / "log"), [StorageError("away", where="log", fix="wait")]
-    log = JsonLog(place, "m.jsonl")
+    run_store, failures = store(tmp_path / "log"), [StorageError("away", where="log", fix="wait")]
+    log = JsonLog(run_store, "m.jsonl")
     write = log._sink.write
 
     def fails_once(lines: list[bytes]) -> None:
@@ -405,4 +405,4 @@ def test_the_thread_of_the_last_lines_ends_as_soon_as_they_are_written(tmp_path:
         if thread.name == "end of log m.jsonl":
             thread.join(60)
             assert not thread.is_alive()
-    assert jsonlog.read(place, "m.jsonl") == [{"step": 1}]
+    assert jsonlog.read(run_store, "m.jsonl") == [{"step": 1}]

@@ -42,17 +42,17 @@ def abroad(number: int) -> Holder:
 
 
 @pytest.fixture(params=[LocalStore, Careless])
-def place(request, tmp_path):
+def folder(request, tmp_path):
     return request.param(tmp_path)
 
 
-def leases(place, number: int, clock: Clock) -> Leases:
-    return Leases(place, abroad(number), ttl_seconds=20, settle_seconds=2, sleep=clock.sleep, clock=clock)
+def leases(folder, number: int, clock: Clock) -> Leases:
+    return Leases(folder, abroad(number), ttl_seconds=20, settle_seconds=2, sleep=clock.sleep, clock=clock)
 
 
-def test_one_holder_until_it_is_released(place):
+def test_one_holder_until_it_is_released(folder):
     clock = Clock()
-    one, two = leases(place, 1, clock), leases(place, 2, clock)
+    one, two = leases(folder, 1, clock), leases(folder, 2, clock)
     assert one.acquire("step")
     assert not two.acquire("step")
     assert two.look("step")["driver"] == "driver1"
@@ -63,9 +63,9 @@ def test_one_holder_until_it_is_released(place):
     assert one.beat() == []  # it has given it back: nothing is lost
 
 
-def test_a_holder_that_is_silent_loses_it_and_learns_so(place):
+def test_a_silent_holder_loses_the_lease_and_notices(folder):
     clock = Clock()
-    one, two = leases(place, 1, clock), leases(place, 2, clock)
+    one, two = leases(folder, 1, clock), leases(folder, 2, clock)
     assert one.acquire("step")
     for _ in range(5):
         assert not two.acquire("step")
@@ -95,7 +95,7 @@ def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [LocalStore, Careless])
-def test_many_at_once_give_one_holder(kind, tmp_path):
+def test_of_many_candidates_one_gets_the_lease(kind, tmp_path):
     """Threads with real clocks; whoever gets it keeps it."""
     for round_ in range(4):
         got, gate = [], threading.Barrier(6)
@@ -119,31 +119,31 @@ def test_many_at_once_give_one_holder(kind, tmp_path):
 def test_a_slow_claim_is_taken_back(tmp_path):
     """Between looking and writing more time passed than a winner waits: somebody may have won meanwhile."""
     clock = Clock()
-    place = Careless(tmp_path)
-    slow = leases(place, 1, clock)
-    assert not creates_are_conditional(place)
-    write = place.write
+    folder = Careless(tmp_path)
+    slow = leases(folder, 1, clock)
+    assert not creates_are_conditional(folder)
+    write = folder.write
 
     def late(key, data):
         clock.now += 1.5
         return write(key, data)
 
-    place.write = late
+    folder.write = late
     assert not slow.acquire("step")
-    assert place.list("step") == []
+    assert folder.list("step") == []
 
 
 def test_creation(tmp_path):
-    place = LocalStore(tmp_path)
-    assert place.create("a/b", b"1")
-    assert not place.create("a/b", b"2")
-    assert place.read("a/b") == b"1"
-    assert [entry.key for entry in place.list()] == ["a/b"]
+    folder = LocalStore(tmp_path)
+    assert folder.create("a/b", b"1")
+    assert not folder.create("a/b", b"2")
+    assert folder.read("a/b") == b"1"
+    assert [entry.key for entry in folder.list()] == ["a/b"]
 
 
-def test_a_beat_takes_nothing_back(place):
+def test_a_beat_does_not_take_back_a_released_lease(folder):
     """A lease that is released while the heart beats stays free."""
-    one, two = leases(place, 1, Clock()), leases(place, 2, Clock())
+    one, two = leases(folder, 1, Clock()), leases(folder, 2, Clock())
     assert one.acquire("step")
     write, releasing = one._write, threading.Thread(target=one.release, args=("step",))
 
@@ -159,27 +159,27 @@ def test_a_beat_takes_nothing_back(place):
     assert two.acquire("step")
 
 
-def test_a_lease_is_held_for_a_block_and_others_are_told_by_whom(tmp_path):
-    place = store(tmp_path)
-    with holding(place, "task", "somebody is at it", beat_seconds=0.05):
+def test_a_lease_is_held_for_a_block_and_errors_name_its_holder(tmp_path):
+    folder = store(tmp_path)
+    with holding(folder, "task", "somebody is at it", beat_seconds=0.05):
         with pytest.raises(OwnershipError, match=rf"somebody is at it: process {os.getpid()} on"):
-            with holding(place, "task", "somebody is at it", beat_seconds=0.2):
+            with holding(folder, "task", "somebody is at it", beat_seconds=0.2):
                 pass
     said: list[str] = []
-    with holding(place, "task", "somebody is at it", say=said.append):
-        assert Leases(place, abroad(1)).look("task")["pid"] == os.getpid()
+    with holding(folder, "task", "somebody is at it", say=said.append):
+        assert Leases(folder, abroad(1)).look("task")["pid"] == os.getpid()
     assert said == []
-    assert Leases(place, abroad(1)).look("task") is None
+    assert Leases(folder, abroad(1)).look("task") is None
 
 
-def test_a_lease_that_lapsed_is_lost(tmp_path):
-    place = store(tmp_path)
-    silent = Leases(place, abroad(1))
+def test_an_expired_lease_is_lost(tmp_path):
+    folder = store(tmp_path)
+    silent = Leases(folder, abroad(1))
     assert silent.acquire("task")
-    with holding(place, "task", "somebody is at it", ttl_seconds=0.3, beat_seconds=0.05) as held:
+    with holding(folder, "task", "somebody is at it", ttl_seconds=0.3, beat_seconds=0.05) as held:
         assert silent.beat() == ["task"]
         assert not held.lost
-        other = Leases(place, abroad(2), ttl_seconds=-1.0)
+        other = Leases(folder, abroad(2), ttl_seconds=-1.0)
         assert other.acquire("task"), "this one waits for nobody"
         until = time.monotonic() + 30
         while not held.lost:

@@ -35,8 +35,8 @@ def test_every_package_logs(name: str):
 def test_a_module_has_one_logger_of_its_name_and_prints_nothing(path: Path):
     inside = str(path.relative_to(PACKAGE))
     text = path.read_text()
-    made = re.findall(r"^logger = logging\.getLogger\((.*)\)$", text, re.MULTILINE)
-    assert made in ([], ["__name__"])
+    loggers = re.findall(r"^logger = logging\.getLogger\((.*)\)$", text, re.MULTILINE)
+    assert loggers in ([], ["__name__"])
     if inside.startswith(TALKS_TO_PEOPLE):
         return
     prints = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)

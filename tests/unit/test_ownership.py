@@ -60,7 +60,7 @@ def test_a_run_of_an_older_version_keeps_its_checkpoints(run):
     assert (record.epoch, record.checkpoints) == (1, ("step_00000010", "step_00000020"))
 
 
-def test_an_owner_that_shows_no_sign_of_life_is_replaced_after_its_lease(run):
+def test_an_owner_without_heartbeats_is_replaced_after_its_lease(run):
     owned_abroad(run)
     clock, said = Clock(), []
     assert take(run, clock, say=said.append).epoch == 1
@@ -70,7 +70,7 @@ def test_an_owner_that_shows_no_sign_of_life_is_replaced_after_its_lease(run):
 
 
 @pytest.mark.parametrize("sign", ["beat", "commit"])
-def test_an_owner_that_shows_one_is_not(run, sign):
+def test_an_owner_with_heartbeats_is_not_replaced(run, sign):
     log, record = owned_abroad(run)
     actions = {"beat": lambda: log.beat(record.epoch, 1), "commit": lambda: log.commit("step_00000001", 0)}
     clock = Clock(alive=(30.0, actions[sign]))
@@ -87,14 +87,14 @@ def test_an_owner_that_gives_the_run_back_meanwhile_is_followed_at_once(run):
     assert clock.now < 20.0
 
 
-def test_on_request_nobody_is_waited_for(run):
+def test_force_takes_over_without_waiting(run):
     owned_abroad(run)
     clock = Clock()
     assert take(run, clock, force=True).epoch == 1
     assert clock.now == 0.0
 
 
-def test_whoever_comes_second_to_a_lapsed_lease_is_refused(run):
+def test_the_second_driver_at_an_expired_lease_is_refused(run):
     log, _ = owned_abroad(run)
     other = Holder("two", "third-machine", 1, "1")
     clock = Clock(third=(40.0, lambda: log.take_over(other, log.head())),

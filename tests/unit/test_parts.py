@@ -128,11 +128,11 @@ def test_auto_chooses_the_reader_of_an_installed_package(
     assert recipe_versions.of_files(["d.jsonl"], config) == {"jsonl": 1, name: parts.source_hash(READERS.find(name))}
 
 
-def test_mistakes_about_an_installed_package_are_told(installed: str):
-    for given, told in (({"lout": {}}, "unknown key 'steps.0.filter.lout', did you mean 'loud'"),
+def test_errors_about_an_installed_package_name_the_setting(installed: str):
+    for given, message in (({"lout": {}}, "unknown key 'steps.0.filter.lout', did you mean 'loud'"),
                         ({"loud": {"max_uper": 1}}, "'steps.0.filter.loud.max_uper', did you mean 'max_upper'"),
                         ({"gone": {}}, "steps.0.filter.gone: 'Gone' does not exist")):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             recipe(given)
 
 
@@ -146,12 +146,12 @@ def test_built_in_names_are_their_modules(kind: parts.Kind):
         assert part.VERSION is not None
 
 
-def test_a_setting_may_not_hide_what_keys_are_made_of():
+def test_a_setting_may_not_be_named_like_a_key_of_decisive():
     with pytest.raises(TypeError, match="cannot be called 'kind'"):
         type("Odd", (tw.Filter,), {"__annotations__": {"kind": str}, "__module__": __name__})
 
 
-def test_a_wrong_setting_in_python_is_told_at_once():
+def test_a_wrong_setting_in_python_is_refused_at_once():
     with pytest.raises(ConfigError, match="unknown key 'min_wordz', did you mean 'min_words'"):
         tw.filters.gopher_quality(min_wordz=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="gopher_quality: min_words: Input should be a valid integer"):

@@ -24,9 +24,9 @@ BARE: dict[str, str] = {}
     ({"labels": {MARKET_LABEL: "!spot", "a.b/c": "!in(x, y)"}}, {MARKET_LABEL: "!spot", "a.b/c": "!in(x,y)"}),
 ])
 def test_a_selector(placement, selector):
-    found = PlacementConfig.model_validate(placement).selector
-    assert found == selector
-    assert validate_label_selector(found) is None  # Ray's own check; None: nothing against it
+    result = PlacementConfig.model_validate(placement).selector
+    assert result == selector
+    assert validate_label_selector(result) is None  # Ray's own check; None: nothing against it
 
 
 @pytest.mark.parametrize(("selector", "nodes"), [
@@ -39,15 +39,15 @@ def test_a_selector(placement, selector):
     ({GROUP_LABEL: "in(gpu,gpu-spot)", **NOT_SPOT}, (STAYS,)),
     ({GROUP_LABEL: "gpu", "team": "b"}, ()),
 ])
-def test_whom_it_matches(selector, nodes):
+def test_a_selector_matches_labels(selector, nodes):
     assert [labels for labels in (SPOT, STAYS, BARE) if matches(selector, labels)] == list(nodes)
 
 
-def test_spot_is_what_says_so():
+def test_only_nodes_with_the_spot_label_are_spot():
     assert [is_spot(labels) for labels in (SPOT, STAYS, BARE)] == [True, False, False]
 
 
-def test_how_it_is_told():
+def test_a_selector_as_text():
     assert "no node" + with_labels({GROUP_LABEL: "gpu", "team": "a"}) == f"no node with {GROUP_LABEL}=gpu, team=a"
     assert with_labels({}) == ""
 
@@ -66,7 +66,7 @@ def test_mistakes_are_told(placement, message):
         build(PlacementConfig, placement)
 
 
-def test_no_result_depends_on_it():
+def test_recipe_hashes_do_not_depend_on_placement():
     here, there = (load(PipelineConfig, "pipelines/demo.yaml", overrides)
                    for overrides in ((), ["placement.groups=[data]"]))
     assert here.canonical() != there.canonical()

@@ -72,7 +72,7 @@ def test_a_folder_that_someone_else_made_is_refused(temporary, spoil):
         pass
 
 
-def test_where_others_can_write_a_folder_of_ones_own_is_used(tmp_path):
+def test_a_shared_folder_gets_a_private_subfolder(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -91,7 +91,7 @@ def test_copies_are_this_users_alone(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["a.arrow"]
 
 
-def test_what_is_read_is_what_was_hashed(tmp_path):
+def test_the_bytes_read_are_the_bytes_hashed(tmp_path):
     remote = Remote(storage.store(tmp_path / "remote"))
     files = ShardFiles(remote, tmp_path / "cache")
     for _ in range(2):  # a download, then the copy that is there

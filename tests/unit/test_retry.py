@@ -22,9 +22,9 @@ POLICY = RetryPolicy(request_seconds=60.0, budget_seconds=3.5, pause_seconds=1.0
 """With pauses of exactly a second, this allows four tries: at 0, 1, 2 and 3 s."""
 TRIES = 4
 OPERATIONS: dict[str, Callable[[Store], object]] = {
-    "write": lambda place: place.write("key", b"data"), "create": lambda place: place.create("key", b"data"),
-    "read": lambda place: place.read("key", 0, 2), "size": lambda place: place.size("key"),
-    "list": lambda place: place.list(), "delete": lambda place: place.delete("key"),
+    "write": lambda remote: remote.write("key", b"data"), "create": lambda remote: remote.create("key", b"data"),
+    "read": lambda remote: remote.read("key", 0, 2), "size": lambda remote: remote.size("key"),
+    "list": lambda remote: remote.list(), "delete": lambda remote: remote.delete("key"),
 }
 
 
@@ -60,13 +60,13 @@ def test_a_failing_s3_request_is_sent_as_often_as_the_policy_says(s3: S3Server, 
                                                                  fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither botocore nor s3fs nor aiohttp adds tries of its own."""
     monkeypatch.setattr(retry, "POLICY", POLICY)
-    place = store(s3.create_bucket("tries"))
-    place.write("key", b"data")
-    place.read("key")  # the connection is kept: aiohttp would send a request again when it finds it closed
+    remote = store(s3.create_bucket("tries"))
+    remote.write("key", b"data")
+    remote.read("key")  # the connection is kept: aiohttp would send a request again when it finds it closed
     s3.fail(Faults(1.0, 0, (fault,)))
     before = s3.fault_counts()["requests"]
     with pytest.raises(StorageAwayError, match=rf"{TRIES} tries in 3 s"):
-        OPERATIONS[name](place)
+        OPERATIONS[name](remote)
     assert s3.fault_counts()["requests"] - before == TRIES
     s3.fail(Faults(0.0))
 
@@ -81,13 +81,13 @@ def test_a_failing_request_is_sent_as_often_as_the_policy_says(kind: type[Object
     pytest.importorskip(package)
     monkeypatch.setattr(retry, "POLICY", POLICY)
     with kind() as server:
-        place = store(server.create_bucket("tries"))
-        place.write("key", b"data")
-        place.read("key")
+        remote = store(server.create_bucket("tries"))
+        remote.write("key", b"data")
+        remote.read("key")
         server.faults = Faults(1.0, 0, (fault,))
         before = len(server.requests)
         with pytest.raises(StorageAwayError, match=rf"{TRIES} tries in 3 s"):
-            OPERATIONS[name](place)
+            OPERATIONS[name](remote)
         assert len(server.requests) - before == TRIES, server.requests[before:]
 
 

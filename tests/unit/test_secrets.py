@@ -40,7 +40,7 @@ def everything(uri: str) -> dict[str, bytes]:
     return {entry.key: place.read(entry.key) for entry in place.list()}
 
 
-def test_the_grep_finds_what_is_there(bucket: str):
+def test_the_search_finds_a_planted_secret(bucket: str):
     store(bucket).write("run/log.jsonl", f'{{"key": "{PLANTED}"}}'.encode())
     assert [key for key, content in everything(bucket).items() if PLANTED.encode() in content] == ["run/log.jsonl"]
 
@@ -66,12 +66,12 @@ def test_no_file_of_a_pipeline_or_a_run_holds_it(bucket: str, tmp_path):
     train(settings, Runtime(checkpoints=checkpoints))
     write_run_report(settings.run_uri)
 
-    found = everything(bucket)
+    contents = everything(bucket)
     assert {"out/summary.json", "out/report.html", "runs/run/run.json", "runs/run/result.json",
-            "runs/run/report.html"} <= found.keys()
-    assert any(key.startswith("out/quarantine") for key in found)
-    assert any(key.endswith("manifest.json") and "checkpoints" in key for key in found)
-    assert not [key for key, content in found.items() if PLANTED.encode() in content]
+            "runs/run/report.html"} <= contents.keys()
+    assert any(key.startswith("out/quarantine") for key in contents)
+    assert any(key.endswith("manifest.json") and "checkpoints" in key for key in contents)
+    assert not [key for key, content in contents.items() if PLANTED.encode() in content]
 
 
 @pytest.mark.parametrize("arguments", [

@@ -104,7 +104,7 @@ def test_a_second_signal_ends_at_once(during):
     assert "Traceback" not in said
 
 
-def test_one_ctrl_c_that_comes_twice_is_one():
+def test_a_duplicated_ctrl_c_counts_once():
     process = working(save="save", save_seconds=0.5)
     for _ in range(3):
         process.signal(signal.SIGINT)
@@ -113,7 +113,7 @@ def test_one_ctrl_c_that_comes_twice_is_one():
     assert "saved at step 12" in said
 
 
-def test_errors_of_their_own_are_not_taken_for_a_stop():
+def test_other_errors_are_not_stops():
     with pytest.raises(ValueError, match="ours"), stopping():
         raise ValueError("ours")
     with pytest.raises(KeyboardInterrupt) as interrupted, stopping():  # not by a signal: a library's
@@ -121,7 +121,7 @@ def test_errors_of_their_own_are_not_taken_for_a_stop():
     assert not isinstance(interrupted.value, Stopped)
 
 
-def test_what_breaks_because_of_the_stop_is_a_stop():
+def test_an_error_after_a_signal_becomes_a_stop():
     def block() -> None:
         with stopping(ends_itself=True) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -133,7 +133,7 @@ def test_what_breaks_because_of_the_stop_is_a_stop():
     assert stopped.value.exit_code == 143
 
 
-def test_handlers_are_those_of_before_afterwards_and_are_left_alone_outside_the_main_thread():
+def test_handlers_are_restored_and_left_alone_outside_the_main_thread():
     before, seen = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
     with stopping():
         assert signal.getsignal(signal.SIGTERM) is not before[1]
@@ -149,7 +149,7 @@ def test_handlers_are_those_of_before_afterwards_and_are_left_alone_outside_the_
     assert seen == [before[1]]
 
 
-def test_a_block_that_swallows_the_interrupt_ends_all_the_same(monkeypatch):
+def test_a_block_that_swallows_the_interrupt_still_ends(monkeypatch):
     monkeypatch.setattr("tidewheel.stopping.INSIST_SECONDS", 0.05)
     swallowed, cleaned = [], []
 

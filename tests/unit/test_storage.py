@@ -195,7 +195,7 @@ def test_nothing_is_visible_before_the_end(place: Store) -> None:
     assert place.exists("x")
 
 
-def test_failing_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -211,7 +211,7 @@ def _begin_and_die(place: Store) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_writer_left_is_found_and_given_up(place: Store) -> None:
+def test_unfinished_uploads_of_a_killed_writer_are_listed_and_aborted(place: Store) -> None:
     """An upload in parts, which S3 stores keep and charge for; a temporary file in a folder."""
     child = multiprocessing.get_context("spawn").Process(target=_begin_and_die, args=(place,))
     child.start()
@@ -255,7 +255,7 @@ def test_a_folder_that_went_away_is_not_made_again(tmp_path: Path, write) -> Non
     write(elsewhere)  # on another machine it may be made
 
 
-def test_a_full_disk_is_told_with_a_fix_whatever_was_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_a_fix_for_any_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing a file writes what it still holds, and fails again: that must not hide the first error."""
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda self, mode="r", *rest: real(Path("/dev/full"), mode) if "w" in mode
@@ -469,7 +469,7 @@ def test_no_credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("operation", OPERATIONS[:3])
-def test_endpoint_down_is_told_soon(server: S3Server, monkeypatch: pytest.MonkeyPatch, operation) -> None:
+def test_an_unavailable_endpoint_is_reported_soon(server: S3Server, monkeypatch: pytest.MonkeyPatch, operation) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -160,7 +160,7 @@ def test_an_upload_completed_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> No
         assert place.verify(place.write("long", data)) == ""
 
 
-def test_an_object_is_created_once_though_answers_are_lost() -> None:
+def test_an_object_is_created_once_even_if_answers_are_lost() -> None:
     """The second try finds the object that the first one made, and knows it for its own."""
     with S3Server(faults=Faults(0.4, 0, ("reset_after",))) as server:
         place = store(server.create_bucket("once"))
@@ -171,7 +171,7 @@ def test_an_object_is_created_once_though_answers_are_lost() -> None:
         assert server.fault_counts()["reset_after"] > 0
 
 
-def test_a_server_that_was_reached_before_is_waited_for(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_wait_for_a_server_that_was_reached_before(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses between tries are simulated, the refusals are not."""
     with S3Server() as server:
         place = S3Store(server.create_bucket("restart"), RetryPolicy(request_seconds=60.0))
@@ -191,7 +191,7 @@ def test_a_server_that_was_reached_before_is_waited_for(clock: list[float], monk
 # -- told ----------------------------------------------------------------------------------------
 
 
-def test_a_silent_store_is_told_once_the_budget_is_spent(silent: list[socket.socket]) -> None:
+def test_a_silent_store_is_reported_after_the_budget(silent: list[socket.socket]) -> None:
     """All operations at once: the time is spent waiting."""
     def told(operation: Callable[[Store], object]) -> StorageAwayError:
         with pytest.raises(StorageAwayError, match="takes requests but does not answer in time") as error:
@@ -247,7 +247,7 @@ def test_minutes_of_503_end_after_the_budget(clock: list[float], monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["reset_before", "reset_after", "slow_down", "internal_error"])
-def test_a_store_that_never_recovers_is_told(kind: str, server: S3Server) -> None:
+def test_a_store_that_never_recovers_is_reported_away(kind: str, server: S3Server) -> None:
     place = S3Store(server.create_bucket("broken") + "/data", PATIENT)
     server.fail(Faults(1.0, 0, (kind,)))
     with pytest.raises(StorageAwayError, match="object store failed") as error:
@@ -277,7 +277,7 @@ def test_a_slow_download_goes_on_while_it_makes_progress(server: S3Server) -> No
     assert S3Store(bucket, policy).read("key") == b"1234"
 
 
-def test_a_bucket_in_another_region_is_found_or_told(server: S3Server) -> None:
+def test_a_bucket_in_another_region_is_found_or_reported(server: S3Server) -> None:
     server.fail(Faults(0.0, region="eu-west-1"))
     place = S3Store(server.create_bucket("far"), PATIENT)
     place.write("key", b"data")  # the refusal says where: the client asks there
@@ -302,7 +302,7 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 @pytest.mark.parametrize("name", ["write", "size"])
 @pytest.mark.parametrize("source", ["file", "environment"])
-def test_credentials_that_expire_are_told_and_renewed(source: str, name: str, server: S3Server, tmp_path: Path,
+def test_expired_credentials_are_reported_and_renewed(source: str, name: str, server: S3Server, tmp_path: Path,
                                                       credentials, monkeypatch: pytest.MonkeyPatch) -> None:
     """`size` is a HEAD, whose answer has no body that says what is wrong."""
     bucket = server.create_bucket("session")
@@ -330,7 +330,7 @@ def test_credentials_that_expire_are_told_and_renewed(source: str, name: str, se
         under_way.result(timeout=LONG_SECONDS)
 
 
-def test_a_wrong_clock_is_told() -> None:
+def test_a_wrong_clock_is_reported() -> None:
     refused = PermissionError("The difference between the request time and the current time is too large.")
     refused.__cause__ = ClientError({"Error": {"Code": "RequestTimeTooSkewed"}}, "PutObject")
     told = s3_errors.explained(refused, "s3://bucket/key", "bucket")

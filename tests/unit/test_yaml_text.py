@@ -32,7 +32,7 @@ class Anything(Config):
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_every_reader_refuses_it(bomb: str, tmp_path: Path):
+def test_every_yaml_reader_refuses_it(bomb: str, tmp_path: Path):
     text = BOMBS[bomb]
     path = tmp_path / "bomb.yaml"
     path.write_text(text)

@@ -54,9 +54,9 @@ def _heading(text: str) -> None:
 
 
 def _folder(output: str) -> Path:
-    place = storage.store(output)
-    place.check()
-    return Path(place.uri)
+    output_store = storage.store(output)
+    output_store.check()
+    return Path(output_store.uri)
 
 
 @contextlib.contextmanager

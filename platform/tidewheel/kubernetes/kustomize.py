@@ -303,9 +303,9 @@ def _containers(value: Any) -> Iterator[list[dict[str, Any]]]:
 def _replace(spec: dict[str, Any], state: _State, where: str) -> None:
     source = dict(spec["source"])
     path = source.pop("fieldPath").split(".")
-    found = [manifest for manifest in state.objects
+    matches = [manifest for manifest in state.objects
              if manifest["kind"] == source["kind"] and manifest["metadata"]["name"] == source["name"]]
-    if len(found) != 1 or (value := get(found[0], *path)) is None:
+    if len(matches) != 1 or (value := get(matches[0], *path)) is None:
         raise ConfigError(f"nothing to copy: {source['kind']} {source['name']} has no {'.'.join(path)}", where=where,
                           fix="put the component after the resource that it copies from")
     for target in spec["targets"]:

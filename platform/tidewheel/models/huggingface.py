@@ -94,7 +94,7 @@ def from_config(values: Mapping[str, Any], where: str) -> tuple[Model, int]:
 
 
 # -- weights -----------------------------------------------------------------------------------
-def write(place: Store, config: Model, vocabulary_size: int, read: Callable[[list[str]], dict[str, torch.Tensor]],
+def write(folder: Store, config: Model, vocabulary_size: int, read: Callable[[list[str]], dict[str, torch.Tensor]],
           *, dtype: torch.dtype = torch.float32, eos: int | None = None, shard_bytes: int = SHARD_BYTES) -> int:
     """Write config.json and the weights to `place`, ready for `AutoModelForCausalLM.from_pretrained`.
 
@@ -121,33 +121,33 @@ def write(place: Store, config: Model, vocabulary_size: int, read: Callable[[lis
     for index, names in enumerate(files, start=1):
         key = WEIGHTS if len(files) == 1 else f"model-{index:05d}-of-{len(files):05d}.safetensors"
         tensors = {their_name(name, config): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
-        place.write(key, safetensors.torch.save(tensors, {"format": "pt"}))
-        logger.info("wrote %s with %d tensors", place.at(key), len(tensors))
+        folder.write(key, safetensors.torch.save(tensors, {"format": "pt"}))
+        logger.info("wrote %s with %d tensors", folder.at(key), len(tensors))
         where |= {their_name(name, config): key for name in names}
     total = sum(sizes.values())
     if len(files) > 1:
-        place.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    place.write_json(CONFIG, to_config(config, vocabulary_size, eos=eos, dtype=dtype))
+        folder.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    folder.write_json(CONFIG, to_config(config, vocabulary_size, eos=eos, dtype=dtype))
     return total
 
 
-def read_config(place: Store) -> tuple[Model, int]:
+def read_config(folder: Store) -> tuple[Model, int]:
     """Return the model and the vocabulary size of a folder.
 
     Raises:
         ConfigError: it has no config.json, or the model cannot be imported.
     """
     try:
-        values = json.loads(place.read(CONFIG))
+        values = json.loads(folder.read(CONFIG))
     except FileNotFoundError:
-        raise ConfigError("there is no config.json", where=place.uri,
+        raise ConfigError("there is no config.json", where=folder.uri,
                           fix="give a folder as `save_pretrained` writes it") from None
     except ValueError:
-        raise ConfigError("not valid JSON", where=place.at(CONFIG), fix="download the model anew") from None
-    return from_config(values, place.at(CONFIG))
+        raise ConfigError("not valid JSON", where=folder.at(CONFIG), fix="download the model anew") from None
+    return from_config(values, folder.at(CONFIG))
 
 
-def read_weights(place: Store, config: Model, vocabulary_size: int) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(folder: Store, config: Model, vocabulary_size: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of each parameter exactly once, in the dtype of the files.
 
     Args:
@@ -160,41 +160,41 @@ def read_weights(place: Store, config: Model, vocabulary_size: int) -> Iterator[
     """
     shapes = parameter_shapes(config, vocabulary_size)
     ours = {their_name(name, config): name for name in shapes}
-    for key in _weight_files(place):
-        logger.info("reads weights from %s", place.at(key))
-        for theirs, tensor in _tensors(place, key):
+    for key in _weight_files(folder):
+        logger.info("reads weights from %s", folder.at(key))
+        for theirs, tensor in _tensors(folder, key):
             if theirs.endswith("rotary_emb.inv_freq") or (theirs == "lm_head.weight" and config.tie_embeddings):
                 continue  # the first follows from the configuration, the second is a copy of the embedding
             name = ours.pop(theirs, "")
             if not name or tensor.shape != shapes[name]:
                 what = f"{list(tensor.shape)}, config.json says {list(shapes[name])}" if name else "not a known weight"
-                raise CheckpointError(f"{theirs} is {what}", where=place.at(key), fix="download the model anew")
+                raise CheckpointError(f"{theirs} is {what}", where=folder.at(key), fix="download the model anew")
             yield name, tensor
     if ours:
-        raise CheckpointError(f"{len(ours)} weights are missing, {min(ours)} for one", where=place.uri,
+        raise CheckpointError(f"{len(ours)} weights are missing, {min(ours)} for one", where=folder.uri,
                               fix="download the model anew")
 
 
-def _weight_files(place: Store) -> list[str]:
-    if place.exists(INDEX):
-        return sorted({str(key) for key in place.read_json(INDEX)["weight_map"].values()})
-    if not place.exists(WEIGHTS):
-        raise CheckpointError(f"there is neither {WEIGHTS} nor {INDEX}", where=place.uri,
+def _weight_files(folder: Store) -> list[str]:
+    if folder.exists(INDEX):
+        return sorted({str(key) for key in folder.read_json(INDEX)["weight_map"].values()})
+    if not folder.exists(WEIGHTS):
+        raise CheckpointError(f"there is neither {WEIGHTS} nor {INDEX}", where=folder.uri,
                               fix="give a model in safetensors format; pickled weights are not loaded")
     return [WEIGHTS]
 
 
-def _tensors(place: Store, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    path = place.local_path(key)
+def _tensors(folder: Store, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    path = folder.local_path(key)
     try:
         if path is None:
-            yield from safetensors.torch.load(place.read(key)).items()
+            yield from safetensors.torch.load(folder.read(key)).items()
             return
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # no mapping
                 yield name, file.get_tensor(name)
     except (FileNotFoundError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"cannot be read: {str(error) or 'missing'}", where=place.at(key),
+        raise CheckpointError(f"cannot be read: {str(error) or 'missing'}", where=folder.at(key),
                               fix="download the model anew") from None
 
 

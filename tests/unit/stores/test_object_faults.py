@@ -55,7 +55,7 @@ def test_all_kinds_of_faults_are_outlasted(server: ObjectServer, monkeypatch: py
     assert all(server.counts[kind] > 0 for kind in KINDS), server.counts
 
 
-def test_an_object_is_created_once_though_answers_are_lost(server: ObjectServer) -> None:
+def test_an_object_is_created_once_even_if_answers_are_lost(server: ObjectServer) -> None:
     place = store(server.create_bucket("once"))
     server.faults = Faults(0.4, 0, ("reset_after",))
     for number in range(12):

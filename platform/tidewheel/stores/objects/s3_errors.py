@@ -75,9 +75,9 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
     reason = short(error)
     region = _region(error)
     if code(error) in REGION_CODES or (code(error) == "AuthorizationHeaderMalformed" and region):
-        place = f"region {region}" if region else "another region"
+        location = f"region {region}" if region else "another region"
         return StorageError(
-            f"the bucket {bucket!r} is in {place} ({reason})", where=where,
+            f"the bucket {bucket!r} is in {location} ({reason})", where=where,
             fix=f"set AWS_REGION={region or 'to the region of the bucket'}, and if AWS_ENDPOINT_URL is set, that to "
                 "the endpoint of the region")
     if code(error) == SKEW_CODE:
@@ -109,8 +109,8 @@ def explained(error: BaseException, where: str, bucket: str) -> StorageError:
 
 def short(error: BaseException) -> str:
     """Return one line about `error`, with the number of tries if there were several."""
-    told = _inner(error) if problem(error) is Problem.TRANSIENT and _inner(error) is not None else error
-    text = str(told).splitlines()[0][:200] if str(told) else type(told).__name__
+    cause = _inner(error) if problem(error) is Problem.TRANSIENT and _inner(error) is not None else error
+    text = str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__
     named = code(error)
     if named and not named.isdigit() and named not in text:
         text = f"{named}: {text}"
