@@ -309,7 +309,7 @@ def test_an_installed_package_offers_rewards(tmp_path: Path, monkeypatch: pytest
 
 
 def test_mistakes_in_names_and_settings_are_told(own: str):
-    for name, message in (("gsm8", "did you mean 'gsm8k'"), (f"{own}:Gone", "is not there"),
+    for name, message in (("gsm8", "did you mean 'gsm8k'"), (f"{own}:Gone", "does not exist"),
                           (f"{own}:HERE", "is no reward")):
         with pytest.raises(ConfigError, match=message):
             KIND.build(name)
