@@ -74,6 +74,7 @@ define void @NRT_MemInfo_call_dtor(ptr %record) {
 
 
 def main() -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compile nothing; exit code 1 if a kernel has changed")
     parser.add_argument("--folder", type=Path, default=kernel_objects.FOLDER, help="where to write")

@@ -65,8 +65,8 @@ def _ids(kind: str, stream: Any) -> Iterator[pa.Array]:
             yield batch.column(0)
     elif kind == "arrow":
         file = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(included_fields=[0]))
-        for number in range(file.num_record_batches):
-            yield file.get_batch(number).column(0)
+        for index in range(file.num_record_batches):
+            yield file.get_batch(index).column(0)
     else:
         for line in zstd.ZstdFile(stream):
             yield pa.array([json.loads(line)["id"]], pa.string())

@@ -37,9 +37,11 @@ MEGATRON_UINT16_BELOW = 65_500
 class FileWriter(Protocol):
     """Writer of one file."""
 
-    def add(self, batch: Batch) -> None: ...
+    def add(self, batch: Batch) -> None:
+        """Write a batch of documents, or keep it until `close`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write the rest of the file."""
 
 
 def open_writer(format: str, sink: Any, token_dtype: str = "") -> FileWriter:
@@ -65,6 +67,7 @@ class JsonlFile:
         self._compressor = zstd.ZstdCompressor(level=_LEVEL)
 
     def add(self, batch: Batch) -> None:
+        """Write a line for each document."""
         rows = batch.table.drop_columns(["metadata"]).to_pylist()
         lines = []
         for row, metadata in zip(rows, batch.metadata, strict=True):
@@ -73,6 +76,7 @@ class JsonlFile:
         self._sink.write(self._compressor.compress("".join(lines).encode()))
 
     def close(self) -> None:
+        """Write the end of the compressed stream."""
         self._sink.write(self._compressor.flush())
 
 
@@ -85,9 +89,11 @@ class ParquetFile:
                                       write_page_checksum=True)
 
     def add(self, batch: Batch) -> None:
+        """Write a row group."""
         self._file.write_table(batch.table, row_group_size=len(batch.table))
 
     def close(self) -> None:
+        """Write the footer."""
         self._file.close()
 
 
@@ -99,9 +105,11 @@ class ArrowFile:
         self._file = pa.ipc.new_file(sink, SCHEMA, options=options)
 
     def add(self, batch: Batch) -> None:
+        """Write a record batch."""
         self._file.write_table(batch.table)
 
     def close(self) -> None:
+        """Write the footer."""
         self._file.close()
 
 
@@ -118,6 +126,7 @@ class MdsShard:
         self._samples: list[bytes] = []
 
     def add(self, batch: Batch) -> None:
+        """Keep a sample for each document until `close`."""
         columns = [batch.table[name].to_pylist() for name in MDS_COLUMNS]
         for values in zip(*columns, strict=True):
             data = [(value or "").encode() for value in values]
@@ -164,6 +173,7 @@ class MegatronWriter:
         self._sizes = [np.zeros(0, np.int64)]
 
     def add(self, batch: Batch) -> None:
+        """Write the tokens of a batch, which must have tokens."""
         assert batch.tokens is not None, "documents without tokens"
         assert batch.sizes is not None, "documents without tokens"
         self._sink.write(batch.tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes())

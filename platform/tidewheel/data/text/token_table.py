@@ -75,7 +75,7 @@ UNITS = _split(
 
 
 def build() -> np.ndarray:
-    """[0x110000] uint16, the bits of every code point, by this Python's `unicodedata`."""
+    """Compute the properties of every code point from this Python's `unicodedata`, uint16 [0x110000]."""
     table = np.zeros(CODE_POINTS, np.uint16)
     for code in range(CODE_POINTS):
         if not 0xD800 <= code < 0xE000:
@@ -88,7 +88,8 @@ def _bits(character: str) -> int:
     alpha = category[0] in "LM"
     lower = alpha and category not in ("Lu", "Lt")
     upper = alpha and category != "Ll"
-    numeral, icon = character in "0123456789", category == "So"
+    numeral = character in "0123456789"
+    icon = category == "So"
     edge = character in _PUNCTUATION or character in _QUOTES or icon or character in "—–"
     bits = {
         SPACE: character.isspace(), ALPHA: alpha, LOWER: lower, UPPER: upper, NUMERAL: numeral,
@@ -99,7 +100,7 @@ def _bits(character: str) -> int:
         LETTER: category[0] == "L", SENTENCE: character in SENTENCE_ENDS, PUNCTUATION: category[0] == "P",
         INFIX: icon or character in _INFIXES,
     }
-    return sum(bit for bit, given in bits.items() if given)
+    return sum(bit for bit, is_set in bits.items() if is_set)
 
 
 @lru_cache(maxsize=1)

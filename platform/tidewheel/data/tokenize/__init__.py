@@ -1,1 +1,1 @@
-"""Texts and conversations to tokens, and tokens to packed rows."""
+"""Tokenization of texts and conversations, and packing of tokens into rows."""

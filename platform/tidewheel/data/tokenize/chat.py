@@ -1,7 +1,7 @@
-"""Conversations to tokens, and a mask of the tokens that the assistant says.
+"""Tokenization of conversations, with a mask of the assistant's tokens.
 
-`chat_template` gives the text and which parts of it the assistant says. A special token spelled out in a message stays
-plain text.
+`chat_template` renders the text and the spans that the assistant says. A special token that is spelled out in a message
+remains plain text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from tidewheel.shards.tokenizer.huggingface import HuggingFace
 
 __all__ = ["ChatTemplate", "Encoded", "Messages", "Refused", "Tools", "encode", "encode_rendered", "read_template"]
 
-_BATCH = 512  # conversations a call, so that memory stays bounded
+_BATCH = 512  # conversations per call, to limit memory
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """n conversations in a row: tokens uint32 [t], loss_mask uint8 [t], offsets int64 [n+1]."""
+    """Tokens of n conversations, one after another.
+
+    Args:
+        tokens: uint32 [t].
+        loss_mask: 1 for the tokens that a model learns to predict, uint8 [t].
+        offsets: conversation i has the tokens [offsets[i], offsets[i + 1]), int64 [n + 1].
+    """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -40,72 +46,96 @@ class Encoded:
 
 def encode(encoder: Encoder, template: ChatTemplate, conversations: Sequence[Messages],
            tools: Sequence[Tools] | None = None) -> tuple[Encoded, dict[int, str]]:
-    """Tokens and loss mask of conversations; of one that the template refuses nothing, and why.
+    """Render and tokenize conversations.
 
-    A token is the assistant's when one of its characters is. No BOS or EOS is added: the template says it all.
+    A token belongs to the assistant if at least one of its characters does. No BOS or EOS is added, because the
+    template renders them.
 
     Args:
-        tools: those of each conversation, if any has some.
+        encoder: a Hugging Face tokenizer.
+        template: the chat template.
+        conversations: messages of each conversation.
+        tools: tools of each conversation; None if no conversation has tools.
+
+    Returns:
+        (tokens and loss masks, {index: reason} of the conversations that the template refuses). A refused conversation
+        has no tokens.
 
     Raises:
-        InputError: the tokenizer is no tokenizer.json, or the template asks for a date that is not given.
+        InputError: the tokenizer is not a tokenizer.json, or the template needs a date and none is set.
     """
     refused: dict[int, str] = {}
-    found: list[Rendered] = []
-    for number, messages in enumerate(conversations):
+    rendered: list[Rendered] = []
+    for index, messages in enumerate(conversations):
         try:
-            found.append(template.rendered(messages, tools[number] if tools else None))
+            rendered.append(template.rendered(messages, tools[index] if tools else None))
         except Refused as error:
-            refused[number] = str(error)
-            found.append(Rendered("", ()))
-    tokens, masks = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint8)]
-    offsets = np.zeros(len(found) + 1, np.int64)
-    for number, (rendered, (ids, places)) in enumerate(zip(found, encode_rendered(
-            encoder, template, [each.text for each in found]), strict=True), 1):
+            refused[index] = str(error)
+            rendered.append(Rendered("", ()))
+    encoded = encode_rendered(encoder, template, [conversation.text for conversation in rendered])
+    tokens = [np.zeros(0, np.uint32)]
+    masks = [np.zeros(0, np.uint8)]
+    offsets = np.zeros(len(rendered) + 1, np.int64)
+    for end, (conversation, (ids, characters)) in enumerate(zip(rendered, encoded, strict=True), 1):
         tokens.append(ids)
-        masks.append(_mask(places, rendered.spans))
-        offsets[number] = len(ids)
+        masks.append(_mask(characters, conversation.spans))
+        offsets[end] = len(ids)
     return Encoded(np.concatenate(tokens), np.concatenate(masks), np.cumsum(offsets)), refused
 
 
 def encode_rendered(encoder: Encoder, template: ChatTemplate, texts: Sequence[str]
                     ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each rendered text its tokens uint32 [t] and their characters int64 [t, 2], begin and end."""
+    """Return the tokens of each rendered text, uint32 [t], and the span of characters of each token, int64 [t, 2].
+
+    Args:
+        encoder: a Hugging Face tokenizer.
+        template: the template that rendered the texts.
+        texts: rendered texts.
+
+    Raises:
+        InputError: the tokenizer is not a tokenizer.json.
+    """
     if not isinstance(encoder, HuggingFace):
-        raise InputError(f"chat templates need a Hugging Face tokenizer.json, this is a {encoder.format} file",
+        raise InputError(f"chat templates need a Hugging Face tokenizer.json; this is a {encoder.format} file",
                          where="tokenizer", fix="convert the tokenizer, or give the model's tokenizer.json")
-    found = []
+    encoded = []
     for first in range(0, len(texts), _BATCH):
         batch = list(texts[first : first + _BATCH])
         encodings = encoder.with_control_tokens.encode_batch(batch, add_special_tokens=False)
         for text, encoding in zip(batch, encodings, strict=True):
-            found.append(_said_plainly(encoder, template, text) if PLAIN in text else (
-                np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)))
-    return found
+            if PLAIN in text:
+                encoded.append(_encode_marked(encoder, template, text))
+            else:
+                characters = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                encoded.append((np.array(encoding.ids, np.uint32), characters))
+    return encoded
 
 
-def _said_plainly(encoder: HuggingFace, template: ChatTemplate, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of a text with `PLAIN` in it: control tokens by name, and what is between them without the marks, as text."""
+def _encode_marked(encoder: HuggingFace, template: ChatTemplate, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Encode a text that contains `PLAIN`: control tokens by name, the text between them as text, without the marks."""
     ids: list[int] = []
-    places: list[tuple[int, int]] = []
+    characters: list[tuple[int, int]] = []
     begin = 0
     for control in [*template.special.finditer(text), None]:
         end = len(text) if control is None else control.start()
-        kept = [place for place in range(begin, end) if text[place] != PLAIN]
-        encoding = encoder.as_text.encode("".join(text[place] for place in kept), add_special_tokens=False)
+        kept = [position for position in range(begin, end) if text[position] != PLAIN]
+        encoding = encoder.as_text.encode("".join(text[position] for position in kept), add_special_tokens=False)
         ids += encoding.ids
-        places += [(kept[first], kept[last - 1] + 1) if last > first else (begin, begin)
-                   for first, last in encoding.offsets]
+        characters += [(kept[first], kept[last - 1] + 1) if last > first else (begin, begin)
+                       for first, last in encoding.offsets]
         if control is not None:
             ids.append(encoder.special[control[0]])
-            places.append(control.span())
+            characters.append(control.span())
             begin = control.end()
-    return np.array(ids, np.uint32), np.array(places, np.int64).reshape(-1, 2)
+    return np.array(ids, np.uint32), np.array(characters, np.int64).reshape(-1, 2)
 
 
-def _mask(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    mask = np.zeros(len(places), np.uint8)
+def _mask(characters: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return 1 for the tokens that overlap a span of the assistant, uint8 [t]."""
+    mask = np.zeros(len(characters), np.uint8)
     for begin, end in spans:
         if end > begin:
-            mask[np.searchsorted(places[:, 1], begin, side="right") : np.searchsorted(places[:, 0], end)] = 1
+            first = np.searchsorted(characters[:, 1], begin, side="right")
+            last = np.searchsorted(characters[:, 0], end)
+            mask[first:last] = 1
     return mask

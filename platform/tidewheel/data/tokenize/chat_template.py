@@ -1,9 +1,9 @@
-"""Conversations to text: the Jinja program of a model's `tokenizer_config.json`, run as `transformers` runs it.
+"""Rendering of conversations with the Jinja template of a model's `tokenizer_config.json`, as in `transformers`.
 
-It is given what `apply_chat_template` gives it, runs in a sandbox with a limit on its work (`template_work`), and reads
-no clock (`template_date`). What the assistant says is what stands between `{% generation %}` and `{% endgeneration %}`;
-in a template without these marks it is what a turn of the assistant adds to the conversation before it, the generation
-prompt aside, up to the last control token (the end of the turn). A message with weight 0 is not learnt.
+The template gets the same variables as from `apply_chat_template`. It runs in a sandbox that limits its work
+(`template_work`) and has no clock (`template_date`). The text between `{% generation %}` and `{% endgeneration %}` is
+the assistant's. In a template without these marks, the assistant's text is what a turn adds to the conversation and
+generation prompt before it, up to the last control token (the end of the turn). A message with weight 0 is not learnt.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ _TRIALS = ([{"role": "user", "content": "a"}],
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, as transformers knows them
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers' names for one field
 
 
 class Refused(Exception):
-    """The template does not take this conversation; its text is the reason."""
+    """Refusal of a conversation by the template, with the reason."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text with its control tokens.
+    """Conversation as text with control tokens.
 
-    text: `PLAIN` stands inside what looks like a control token but was said; spans: [begin, end) of characters that
-    the assistant says, in order.
+    Args:
+        text: the text. `PLAIN` marks a control token that a message spells out, which is plain text.
+        spans: [begin, end) of the characters that the assistant says, in order.
     """
 
     text: str
@@ -50,25 +51,27 @@ class Rendered:
 
 
 def read_template(config: bytes | None, template: bytes | None, *, where: str, date: datetime | None = None) -> str:
-    """JSON text for `ChatTemplate`, from a tokenizer_config.json and a Jinja file: {"template", "tokens"}, and where
-    there are any "tool_template", for conversations with tools, and "date".
+    """Read a chat template and return it as JSON text for `ChatTemplate`.
+
+    The text has the keys "template" and "tokens". If known, it also has "tool_template", for conversations with tools,
+    and "date".
 
     Args:
-        config: bytes of tokenizer_config.json, None where there is none.
-        template: bytes of a Jinja file that goes before the configuration's `chat_template`.
-        where: for messages.
-        date: what `strftime_now` gives.
+        config: bytes of tokenizer_config.json, or None.
+        template: bytes of a Jinja file that overrides the configuration's `chat_template`, or None.
+        where: name of the files, for errors.
+        date: value of `strftime_now`.
 
     Raises:
-        InputError: there is no template, it is no Jinja, it asks for a date that is not given, or the configuration is
-            no JSON object.
+        InputError: there is no template, it is not valid Jinja, it needs a date and none is set, or the configuration
+            is not a JSON object.
     """
     try:
         values = json.loads(config) if config is not None else {}
         source = template.decode("utf-8") if template is not None else values.get("chat_template")
         more = {} if date is None else {"date": date.isoformat()}
-        if isinstance(source, list):  # several by name
-            named = {each["name"]: each["template"] for each in source}
+        if isinstance(source, list):  # several named templates
+            named = {entry["name"]: entry["template"] for entry in source}
             source = named.get("default")
             more |= {"tool_template": named["tool_use"]} if isinstance(named.get("tool_use"), str) else {}
         tokens = {name: values[name] for name in _TOKENS if values.get(name)}
@@ -79,20 +82,20 @@ def read_template(config: bytes | None, template: bytes | None, *, where: str, d
     if not isinstance(source, str):
         raise InputError("no chat template", where=where,
                          fix="put tokenizer_config.json with a chat_template beside the tokenizer, or name a Jinja "
-                             "file with tokenize.chat_template")
-    found = json.dumps({"template": source, "tokens": tokens, **more}, sort_keys=True)
-    _try(ChatTemplate(found, ()), where)
-    return found
+                             "file in tokenize.chat_template")
+    values = json.dumps({"template": source, "tokens": tokens, **more}, sort_keys=True)
+    _try(ChatTemplate(values, ()), where)
+    return values
 
 
 def _try(template: ChatTemplate, where: str) -> None:
-    """Raise InputError when the template does too much work with any conversation, not only with a hostile one."""
+    """Raise InputError if the template does too much work even for simple conversations."""
     from tidewheel.data.tokenize.template_work import TooMuchWork
 
     for messages in _TRIALS:
         try:
             template.text(messages, add_generation_prompt=True)
-        except Refused as error:  # a template may want other roles
+        except Refused as error:  # a template may require other roles
             if isinstance(error.__cause__, TooMuchWork):
                 raise InputError(f"the chat template is not usable: {error.__cause__}", where=where,
                                  fix="take the template from the model's own tokenizer_config.json") from None
@@ -102,7 +105,7 @@ def _try(template: ChatTemplate, where: str) -> None:
 
 @dataclass(frozen=True)
 class _Program:
-    """A compiled template, and whether it marks what the assistant says."""
+    """Compiled template; `is_marked` if it marks what the assistant says."""
 
     template: Any
     is_marked: bool
@@ -113,11 +116,11 @@ class _Program:
 
 
 class ChatTemplate:
-    """Renders conversations.
+    """Renderer of conversations.
 
     Args:
-        values: what `read_template` gave.
-        special: every special token of the tokenizer.
+        values: result of `read_template`.
+        special: all special tokens of the tokenizer.
     """
 
     def __init__(self, values: str, special: Sequence[str]) -> None:
@@ -131,11 +134,16 @@ class ChatTemplate:
         self.special = re.compile("|".join(names) or r"(?!)")
 
     def text(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
-        """The template's output, `MARKS` in it.
+        """Return the template's output, with `MARKS` in it.
+
+        Args:
+            messages: the conversation.
+            tools: its tools.
+            add_generation_prompt: let the template append the beginning of a turn of the assistant.
 
         Raises:
-            Refused: the template does not take such a conversation.
-            InputError: it asks for a date, and there is none.
+            Refused: the template does not accept the conversation.
+            InputError: it needs a date and none is set.
         """
         from jinja2 import TemplateError
 
@@ -154,64 +162,74 @@ class ChatTemplate:
             raise Refused(f"{type(error).__name__}: {error}"[:200]) from error
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message for the template; templates compare its role, which the reader has checked."""
+        """Return a message for the template. The reader has checked its role, so it has no marks."""
         return {name: value if name == "role" else self._guarded(value)
                 for name, value in _as_transformers(message).items()}
 
     def _guarded(self, value: Any) -> Any:
-        """`value` with `PLAIN` inside every special token that its strings spell out."""
+        """Return `value` with `PLAIN` inside every special token that its strings spell out."""
         if isinstance(value, str):
-            return self.special.sub(lambda found: found[0][0] + PLAIN + found[0][1:], value)
+            return self.special.sub(lambda match: match[0][0] + PLAIN + match[0][1:], value)
         if isinstance(value, Mapping):
             return {name: self._guarded(inner) for name, inner in value.items()}
         return [self._guarded(inner) for inner in value] if isinstance(value, list) else value
 
     def rendered(self, messages: Messages, tools: Tools = None) -> Rendered:
-        """The conversation and what the assistant says in it; `Refused` where that cannot be told."""
+        """Return the conversation as text, with the spans that the assistant says.
+
+        Raises:
+            Refused: the template does not accept the conversation, or the spans are ambiguous.
+        """
         text = self.text(messages, tools)
         if not (self._tool_program if tools else self._program).is_marked:
-            return Rendered(text, tuple(self._turn(messages, tools, number, text)
-                                        for number, message in enumerate(messages)
+            return Rendered(text, tuple(self._turn(messages, tools, index, text)
+                                        for index, message in enumerate(messages)
                                         if message["role"] == ASSISTANT and message.get("weight", 1)))
-        parts, spans, place = re.split(f"([{BEGIN}{END}])", text), [], 0
+        parts = re.split(f"([{BEGIN}{END}])", text)
+        spans: list[tuple[int, int]] = []
+        position = 0
         for part in parts:
             if part == BEGIN:
-                spans.append((place, place))
+                spans.append((position, position))
             elif part == END:
-                spans[-1] = (spans[-1][0], place)
+                spans[-1] = (spans[-1][0], position)
             else:
-                place += len(part)
+                position += len(part)
         return Rendered("".join(part for part in parts if part not in (BEGIN, END)), _weighted(spans, messages))
 
-    def _turn(self, messages: Messages, tools: Tools, number: int, text: str) -> tuple[int, int]:
-        before = self.text(messages[:number], tools, add_generation_prompt=True)
-        after = text if number + 1 == len(messages) else self.text(messages[: number + 1], tools)
+    def _turn(self, messages: Messages, tools: Tools, index: int, text: str) -> tuple[int, int]:
+        """Return the span of the turn of one message."""
+        before = self.text(messages[:index], tools, add_generation_prompt=True)
+        after = text if index + 1 == len(messages) else self.text(messages[: index + 1], tools)
         if not (text.startswith(after) and after.startswith(before)):
-            raise Refused("the template changes earlier turns, so that a turn's tokens cannot be told; mark them with "
+            raise Refused("the template changes earlier turns, so the tokens of a turn are ambiguous; mark them with "
                           "{% generation %} and {% endgeneration %}")
         return len(before), self.turn_end(after, len(before))
 
     def turn_end(self, text: str, begin: int) -> int:
-        """End of a turn that begins at `begin`: behind its last control token where only white space follows that."""
-        ends = [found.end() for found in self.special.finditer(text, begin)]
+        """Return the end of the turn that begins at `begin`.
+
+        It is the end of the last control token if only white space follows, and the end of the text otherwise.
+        """
+        ends = [match.end() for match in self.special.finditer(text, begin)]
         return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
 
 
 def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as `apply_chat_template` gives it to a template, without the weight, which is not for it."""
-    given = {name: value for name, value in message.items() if value is not None and name != "weight"}
-    reasoning = next((given[name] for name in _REASONING if name in given), None)
-    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+    """Return a message as `apply_chat_template` passes it to a template, without the weight."""
+    fields = {name: value for name, value in message.items() if value is not None and name != "weight"}
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _weighted(spans: Sequence[tuple[int, int]], messages: Messages) -> tuple[tuple[int, int], ...]:
-    """Return the spans of messages that are learnt, where each message of the assistant has one."""
+    """Return the spans of the assistant's messages whose weight is not 0."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == ASSISTANT]
     if all(weights):
         return tuple(spans)
     if len(spans) != len(weights):
         raise Refused(f"the template has {len(spans)} {{% generation %}} blocks for {len(weights)} messages of the "
-                      "assistant, so that their weights cannot be told apart")
+                      "assistant, so their weights are ambiguous")
     return tuple(span for span, weight in zip(spans, weights, strict=True) if weight)
 
 
@@ -220,11 +238,11 @@ def _compiled(source: str) -> Any:
     try:
         import jinja2.ext
     except ImportError:
-        raise InputError("the package that runs chat templates is missing", where="tokenizer",
+        raise InputError("the package jinja2, which runs chat templates, is not installed", where="tokenizer",
                          fix="pip install 'tidewheel[tokenizers]'") from None
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`: what is between is set between `BEGIN` and `END`."""
+        """Tag `{% generation %}`, which encloses its body in `BEGIN` and `END`."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -243,7 +261,7 @@ def _compiled(source: str) -> Any:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise InputError(f"the chat template is no valid Jinja ({str(error)[:150]})", where="tokenizer",
+        raise InputError(f"the chat template is not valid Jinja ({str(error)[:150]})", where="tokenizer",
                          fix="correct the template") from None
 
 

@@ -1,12 +1,12 @@
-"""Documents into rows of fixed length, without losing a token: best-fit-decreasing, or concatenate and cut.
+"""Packing of documents into rows of fixed length without losing a token, by best fit or concatenation.
 
-Best fit: a document longer than a row is cut into full rows and one rest. Pieces are placed, longest first, into
-the row with the least room that still holds them; rows left open take pieces of the next window. The
-free room of rows is a bitset of sizes, so that placing a piece costs a few instructions.
+Best fit: a document longer than a row is cut into full rows and a remainder. Pieces are placed in order of decreasing
+length, each into the row with the least room that fits it; rows with room take pieces of the next window. A bitset of
+the rooms of open rows makes placing a piece cost a few instructions.
 
-Concatenate: the documents are one stream, cut where a row ends; only the last row is not full.
+Concatenation: the documents form one stream that is cut at the end of each row; only the last row is not full.
 
-Nothing depends on threads or time: equal input, equal rows.
+Equal input gives equal rows, regardless of threads and time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from numba.extending import intrinsic
 from tidewheel.data.text import frozen
 from tidewheel.data.text.kernel_tools import compiled
 
-WINDOW = 1 << 20  # pieces sorted by length at a time
+WINDOW = 1 << 20
+"""Number of pieces that best fit sorts by length at a time."""
 METHODS = ("best_fit", "concatenate")
 
 
@@ -33,22 +34,22 @@ def pack(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray,
     """Pack documents into rows.
 
     Args:
-        ids: document ids, n of them.
-        tokens: [t] integers, all documents in a row.
-        offsets: [n+1] int64: document d is tokens[offsets[d]:offsets[d+1]]; an empty one takes no room.
-        sequence_length: tokens in a row, L.
+        ids: ids of n documents.
+        tokens: tokens of all documents, one after another; integers [t].
+        offsets: document d is tokens[offsets[d]:offsets[d+1]], int64 [n+1]; an empty document needs no room.
+        sequence_length: tokens per row, L.
         token_dtype: "uint16" or "uint32".
-        pad_id: what fills the end of a row.
-        window: pieces that best fit considers together; the memory for rows is that of all tokens whatever it is.
+        pad_id: token that fills the end of a row.
+        window: number of pieces that best fit sorts together. It does not change the memory that rows need.
         method: one of `METHODS`.
-        loss_mask: [t] uint8, 1 for the tokens a model learns to predict; makes the column of that name.
+        loss_mask: 1 for the tokens that a model learns to predict, uint8 [t]; becomes the column of that name.
 
     Returns:
-        A table of `shards.format.shard_schema(L, token_dtype, loss_mask is not None)`. Rows are in the order of
-        their first document, segments in a row likewise.
+        A table of `shards.format.shard_schema(L, token_dtype, loss_mask is not None)`. Rows, and the segments of a row,
+        are in the order of their documents.
 
     Raises:
-        ValueError: offsets or loss_mask do not fit, or a token or pad_id does not fit the dtype.
+        ValueError: offsets or loss_mask have the wrong size, or a token or pad_id does not fit the dtype.
     """
     from tidewheel.shards.format import shard_schema
 
@@ -57,7 +58,7 @@ def pack(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray,
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if loss_mask is not None and loss_mask.shape != tokens.shape:
-        raise ValueError(f"a loss mask of {len(loss_mask)} for {len(tokens)} tokens")
+        raise ValueError(f"loss_mask has {len(loss_mask)} values for {len(tokens)} tokens")
     if method == "concatenate":
         documents, begins, lengths, rows, count = _cut(offsets, sequence_length)
     else:
@@ -66,13 +67,14 @@ def pack(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray,
         order, rows = _by_first_document(rows, count)
         documents, begins, lengths = documents[order], begins[order], lengths[order]
 
-    places = (offsets[documents] + begins, lengths, rows, sequence_length)
+    pieces = (offsets[documents] + begins, lengths, rows, sequence_length)
     matrix = np.full(count * sequence_length, pad_id, token_dtype)
-    columns, used = np.zeros(len(rows), np.int32), np.zeros(count, np.int32)
-    _fill(frozen(tokens.astype(token_dtype, copy=False)), *places, matrix, columns, used)
+    columns = np.zeros(len(rows), np.int32)
+    used = np.zeros(count, np.int32)
+    _fill(frozen(tokens.astype(token_dtype, copy=False)), *pieces, matrix, columns, used)
     mask = np.zeros(len(matrix) if loss_mask is not None else 0, np.uint8)
     if loss_mask is not None:
-        _fill(frozen(loss_mask.astype(np.uint8, copy=False)), *places, mask, np.zeros_like(columns),
+        _fill(frozen(loss_mask.astype(np.uint8, copy=False)), *pieces, mask, np.zeros_like(columns),
               np.zeros_like(used))
     schema = shard_schema(sequence_length, token_dtype, loss_mask is not None)
     bounds = pa.array(np.searchsorted(rows, np.arange(count + 1)).astype(np.int32))
@@ -97,7 +99,7 @@ def pack(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarray,
 
 
 def utilisation(table: pa.Table) -> float:
-    """Share of a packed table's room that holds real tokens; 1.0 for an empty table."""
+    """Return the share of a packed table that is not padding; 1.0 for an empty table."""
     room = len(table) * table.schema.field("tokens").type.list_size
     return float(table["length"].to_numpy().sum()) / room if room else 1.0
 
@@ -116,7 +118,7 @@ def _check(ids: Sequence[str] | pa.Array, tokens: np.ndarray, offsets: np.ndarra
 
 
 def _pieces(offsets: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(document, token offset in the document, length) of each piece, in document order."""
+    """Return (document, token offset in the document, length) of each piece, in document order."""
     sizes = np.diff(offsets)
     counts = -(-sizes // sequence_length)
     documents = np.repeat(np.arange(len(sizes)), counts)
@@ -127,20 +129,20 @@ def _pieces(offsets: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.n
 
 def _cut(offsets: np.ndarray, sequence_length: int
          ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """(document, token offset in it, length, row of each piece, number of rows) of the stream cut into rows."""
+    """Return (document, token offset in it, length, row) of each piece, and the number of rows, of the cut stream."""
     total = int(offsets[-1])
     count = -(-total // sequence_length)
     starts = np.union1d(offsets[:-1], np.arange(count) * sequence_length)
-    starts = starts[starts < total]  # documents without tokens begin where the next one does, or at the end
+    starts = starts[starts < total]  # an empty document begins where the next one does, or at the end
     documents = np.searchsorted(offsets, starts, side="right") - 1
     lengths = np.diff(starts, append=total)
     return documents, starts - offsets[documents], lengths, starts // sequence_length, count
 
 
 def _place(lengths: np.ndarray, sequence_length: int, window: int) -> tuple[np.ndarray, int]:
-    """(row of each piece, number of rows)."""
+    """Return (row of each piece, number of rows)."""
     rows = np.empty(len(lengths), np.int64)
-    heads = np.full(sequence_length + 1, -1, np.int64)  # a row with exactly so much room, the last one opened first
+    heads = np.full(sequence_length + 1, -1, np.int64)  # newest row with exactly this room, by room
     chain = np.empty(len(lengths), np.int64)  # next row with the same room
     bits = np.zeros(sequence_length // 64 + 1, np.uint64)
     summary = np.zeros(len(bits) // 64 + 1, np.uint64)
@@ -153,7 +155,7 @@ def _place(lengths: np.ndarray, sequence_length: int, window: int) -> tuple[np.n
 
 
 def _by_first_document(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(order of the pieces, their rows renumbered): rows by their first piece, pieces inside a row as given."""
+    """Return (order of the pieces, their new rows): rows by their first piece, pieces of a row in given order."""
     first_piece = np.full(count, len(rows), np.int64)
     np.minimum.at(first_piece, rows, np.arange(len(rows)))
     rank = np.empty(count, np.int64)

@@ -1,4 +1,4 @@
-"""Preference pairs (prompt, chosen, rejected) to rows of a preference set: two token sequences that begin alike."""
+"""Tokenization of preference pairs (prompt, chosen, rejected): two token sequences with a common beginning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ Pair = tuple[Messages, Messages, Messages]
 
 @dataclass(frozen=True)
 class Pairs:
-    """table: rows of `preference_schema` in the order given; dropped: {pair: (reason, detail)} of the others."""
+    """Encoded pairs.
+
+    Args:
+        table: rows of `preference_schema`, in the order of the pairs.
+        dropped: {index of the pair: (reason, detail)} of pairs that have no row.
+    """
 
     table: pa.Table
     dropped: dict[int, tuple[str, str]]
@@ -28,40 +33,42 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
                  tools: Sequence[Tools] | None = None, *, sequence_length: int, token_dtype: str) -> Pairs:
     """Render and encode pairs (prompt, chosen, rejected).
 
-    Both sequences are the whole conversation with one of the two answers, to the end of the last turn. A pair of which
-    one is longer than `sequence_length` tokens is dropped: cut off, it would compare something else.
+    Each sequence is the whole conversation with one of the two answers, up to the end of the last turn. A pair with a
+    sequence of more than `sequence_length` tokens is dropped, because truncation would change what is compared.
 
     Args:
-        ids: document ids, n of them.
-        pairs: messages, n of them.
-        tools: of each pair, if any has some.
-        sequence_length: most tokens of a sequence.
+        encoder: a Hugging Face tokenizer.
+        template: the chat template.
+        ids: document ids of n pairs.
+        pairs: messages of n pairs.
+        tools: tools of each pair; None if no pair has tools.
+        sequence_length: maximum number of tokens of a sequence.
         token_dtype: "uint16" or "uint32".
     """
     texts: list[str] = []
     prompts: list[int] = []
     kept: list[int] = []
     dropped: dict[int, tuple[str, str]] = {}
-    for number, pair in enumerate(pairs):
+    for index, pair in enumerate(pairs):
         try:
-            chosen, rejected, prompt = _texts(template, *pair, tools[number] if tools else None)
+            chosen, rejected, prompt = _texts(template, *pair, tools[index] if tools else None)
         except Refused as error:
-            dropped[number] = (REFUSED, str(error))
+            dropped[index] = (REFUSED, str(error))
             continue
         texts += [chosen, rejected]
         prompts.append(prompt)
-        kept.append(number)
+        kept.append(index)
     encoded = encode_rendered(encoder, template, texts)
     rows: dict[str, list] = {name: [] for name in preference_schema(token_dtype).names}
-    for place, number in enumerate(kept):
-        (chosen_ids, chosen_places), (rejected_ids, rejected_places) = encoded[2 * place : 2 * place + 2]
+    for position, index in enumerate(kept):
+        (chosen_ids, chosen_spans), (rejected_ids, rejected_spans) = encoded[2 * position : 2 * position + 2]
         longest = max(len(chosen_ids), len(rejected_ids))
         if longest > sequence_length:
-            dropped[number] = (TOO_LONG, f"{longest} tokens, a row has {sequence_length}")
+            dropped[index] = (TOO_LONG, f"{longest} tokens, a row has {sequence_length}")
             continue
-        shared = min(int(np.searchsorted(places[:, 1], prompts[place], side="right"))
-                     for places in (chosen_places, rejected_places))
-        rows["document_id"].append(ids[number])
+        shared = min(int(np.searchsorted(spans[:, 1], prompts[position], side="right"))
+                     for spans in (chosen_spans, rejected_spans))
+        rows["document_id"].append(ids[index])
         rows["prompt_length"].append(shared)
         rows["chosen"].append(chosen_ids)
         rows["rejected"].append(rejected_ids)
@@ -70,12 +77,12 @@ def encode_pairs(encoder: Encoder, template: ChatTemplate, ids: Sequence[str], p
 
 def _texts(template: ChatTemplate, prompt: Messages, chosen: Messages, rejected: Messages, tools: Tools
            ) -> tuple[str, str, int]:
-    """(prompt and chosen, prompt and rejected, characters of the prompt with its generation prompt)."""
+    """Return (prompt and chosen, prompt and rejected, length of the prompt), where prompts have a generation prompt."""
     begin = template.text(prompt, tools, add_generation_prompt=True)
-    both = []
+    texts = []
     for answer in (chosen, rejected):
         text = template.rendered([*prompt, *answer], tools).text
         if not text.startswith(begin):
-            raise Refused("the template changes the prompt when an answer follows it")
-        both.append(text[: template.turn_end(text, len(begin))])
-    return both[0], both[1], len(begin)
+            raise Refused("the template changes the prompt when an answer follows")
+        texts.append(text[: template.turn_end(text, len(begin))])
+    return texts[0], texts[1], len(begin)

@@ -1,4 +1,4 @@
-"""`strftime_now` of chat templates, from a date in the settings: the same tokens on every machine and in every run."""
+"""`strftime_now` of chat templates, with a date from the settings, so that every run gives the same tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from datetime import datetime
 
 from tidewheel.errors import InputError
 
-_MOST_CHARACTERS = 200
-# No %s, which depends on the machine's time zone, and no widths, which could make gigabytes.
+_MAX_CHARACTERS = 200
+# %s is excluded because it depends on the machine's time zone, and widths because they could allocate gigabytes.
 _FORMAT = re.compile(r"(?:[^%]|%[-_0^#]?[aAbBcdDeFgGhHIjklmMnpPrRSTtuUVwWxXyYzZf%])*")
 
 
 def strftime_of(date: datetime | None) -> Callable[[str], str]:
-    """Return the function that a template calls `strftime_now`; it gives `date`, whatever the clock says.
+    """Return the function `strftime_now` for templates, which formats `date` instead of the current time.
 
-    The function raises InputError when there is no date, because today's would make another data set tomorrow.
+    The function raises InputError if `date` is None, because the current date would change the data set every day.
     """
     def strftime_now(format: str) -> str:
         import jinja2
@@ -26,8 +26,8 @@ def strftime_of(date: datetime | None) -> Callable[[str], str]:
                              "tokens with it", where="tokenize.template_date",
                              fix="name the date on which the conversations take place: template_date: 2026-07-01 in "
                                  "the step tokenize")
-        if not isinstance(format, str) or len(format) > _MOST_CHARACTERS or not _FORMAT.fullmatch(format):
-            raise jinja2.TemplateError(f"strftime_now does not take the format {str(format)[:50]!r}")
+        if not isinstance(format, str) or len(format) > _MAX_CHARACTERS or not _FORMAT.fullmatch(format):
+            raise jinja2.TemplateError(f"strftime_now does not accept the format {str(format)[:50]!r}")
         return date.strftime(format)
 
     return strftime_now

@@ -1,14 +1,14 @@
-"""A Jinja sandbox that counts the work of a chat template, so that none can loop or allocate without bound.
+"""Jinja sandbox that counts the work of a chat template, so that no template can loop or allocate without bound.
 
     environment = bounded_environment()
     template = environment.from_string(source)
     with work_limit(limit):
         text = rendered(template, messages=...)   # raises TooMuchWork
 
-Jinja's own sandbox keeps a template away from files and Python, but lets it count to a trillion. Here everything whose
-cost a template can choose is charged before it happens, in units of a few nanoseconds: an iteration, by the size of
-the loop's body; a call; the characters and elements that an operator, filter, method or comparison reads or makes. What
-a template gives is the same as without the counting.
+Jinja's own sandbox denies access to files and to Python, but a template can still count to a trillion. Here every
+operation whose cost a template can choose is charged before it runs, in units of a few nanoseconds: an iteration, by
+the size of the loop's body; a call; and the characters and elements that an operator, filter, method or comparison
+reads or creates. Counting does not change the output of a template.
 """
 
 from __future__ import annotations
@@ -28,28 +28,31 @@ from jinja2.runtime import BlockReference, Context, Macro
 from jinja2.visitor import NodeTransformer
 
 WORK = 1 << 27
-"""Units for a conversation of no length: about a second, and half a gigabyte of memory at most."""
+"""Units for an empty conversation: about a second, and at most half a gigabyte of memory."""
 WORK_OF_INPUT = 256
-"""Units more for each character of the conversation."""
+"""Additional units for each character of the conversation."""
 _NODE = 50
 _CALL = 500
-_MOST_ARGUMENT = 100_000
-"""A larger number, as a width, a count or a range, is refused. Jinja's sandbox has the same limit for `range`."""
-_MOST_BITS = 1 << 14
-_LOOP, _SHALLOW, _DEEP = "tidewheel: loop", "tidewheel: shallow", "tidewheel: deep"  # no template can spell them
+_MAX_ARGUMENT = 100_000
+"""Larger widths, counts and ranges are refused. Jinja's sandbox has the same limit for `range`."""
+_MAX_BITS = 1 << 14
+# Names of filters that a template cannot spell.
+_LOOP = "tidewheel: loop"
+_SHALLOW = "tidewheel: shallow"
+_DEEP = "tidewheel: deep"
 _LAZY = frozenset({"length", "count", "first", "last", "default", "d", "list", "items", "select", "reject",
                    "selectattr", "rejectattr", "map", "batch", "slice", "reverse", "attr"})
-"""Filters that look at elements, not at what is in them."""
+"""Filters that read the elements of a value, but not their contents."""
 _CHEAP_TESTS = frozenset({"none", "defined", "undefined", "string", "mapping", "iterable", "sequence", "number",
                           "boolean", "true", "false", "integer", "float", "callable", "filter", "test", "odd", "even"})
 
 
 class TooMuchWork(jinja2.TemplateError):
-    """The template does more than it may."""
+    """Refusal of a template that does more work than its limit."""
 
 
 class _Work:
-    """What is left of a limit."""
+    """Remaining units of a limit."""
 
     def __init__(self, units: int) -> None:
         self.left = units
@@ -65,7 +68,7 @@ _current: contextvars.ContextVar[_Work] = contextvars.ContextVar("template work"
 
 @contextlib.contextmanager
 def work_limit(units: int) -> Iterator[None]:
-    """Hold what templates do during the block to `units`."""
+    """Limit the work of templates in the block to `units`."""
     token = _current.set(_Work(units))
     try:
         yield
@@ -74,28 +77,29 @@ def work_limit(units: int) -> Iterator[None]:
 
 
 def size(value: Any, most: int = WORK) -> int:
-    """Return the characters and elements in a value, each as often as it is reached; more than `most` ends early."""
-    total, waiting = 0, [value]
-    while waiting and total <= most:
-        item = waiting.pop()
+    """Return the size of a value in units. Shared elements count each time; counting stops above `most`."""
+    total = 0
+    pending = [value]
+    while pending and total <= most:
+        item = pending.pop()
         if isinstance(item, (str, bytes)):
             total += len(item)
         elif isinstance(item, (list, tuple, set, frozenset)):
             total += _NODE * len(item)
             if total <= most:
-                waiting += item
+                pending += item
         elif isinstance(item, dict):
             total += _NODE * len(item)
             if total <= most:
-                waiting += item
-                waiting += item.values()
+                pending += item
+                pending += item.values()
         elif isinstance(item, int):
             total += item.bit_length()
     return total
 
 
 def rendered(template: jinja2.Template, **values: Any) -> str:
-    """Return the template's output, under the `work_limit` of the caller."""
+    """Return the template's output, within the caller's `work_limit`."""
     pieces: list[str] = []
     work = _current.get()
     for piece in template.generate(**values):
@@ -106,10 +110,11 @@ def rendered(template: jinja2.Template, **values: Any) -> str:
 
 def bounded_environment(filters: Mapping[str, Callable[..., Any]],
                         extensions: Iterable[type[jinja2.ext.Extension]] = ()) -> jinja2.Environment:
-    """Return an environment like the one of `transformers`, whose templates run under `work_limit` only.
+    """Return an environment like that of `transformers`. Its templates run only within `work_limit`.
 
     Args:
-        filters: to add, or to put in place of Jinja's.
+        filters: filters to add or to replace.
+        extensions: extensions to add.
     """
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, finalize=_output, optimized=False,
                                extensions=[*extensions, jinja2.ext.loopcontrols])
@@ -127,7 +132,7 @@ def bounded_environment(filters: Mapping[str, Callable[..., Any]],
 
 
 def _charged(name: str, function: Callable[..., Any], charge: Callable[..., None]) -> Callable[..., Any]:
-    """Return a filter or test that charges what it is given and makes."""
+    """Return a filter or test that charges for its arguments and its result."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -139,9 +144,9 @@ def _charged(name: str, function: Callable[..., Any], charge: Callable[..., None
             if name not in _LAZY:
                 value = list(value)
         charge(work, name, value, [*args[first + 1 :], *kwargs.values()])
-        made = function(*args[:first], value, *args[first + 1 :], **kwargs)
-        work.charge(_length(made))
-        return made
+        result = function(*args[:first], value, *args[first + 1 :], **kwargs)
+        work.charge(_length(result))
+        return result
     return charged
 
 
@@ -168,13 +173,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _charge_growing(work, method.__name__, owner, arguments)
         else:
             _charge_sizes(work, "", None, arguments)
-        made = super().call(__context, __obj, *args, **kwargs)
-        work.charge(_length(made))
-        return made
+        result = super().call(__context, __obj, *args, **kwargs)
+        work.charge(_length(result))
+        return result
 
 
 class _Charging(NodeTransformer):
-    """Puts a charge around what costs more than a constant and is neither operator, call, filter nor test."""
+    """Transformer that adds charges to nodes of variable cost, other than operators, calls, filters and tests."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         if node.recursive:
@@ -217,7 +222,7 @@ def _filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter
 
 @jinja2.pass_context
 def _loop(context: Context, iterable: Any, weight: int) -> Any:
-    """Charge a loop: at once where its length is known, else as it goes on."""
+    """Charge for a loop: at once if its length is known, otherwise for each iteration."""
     work = _current.get()
     if isinstance(iterable, Sized):
         work.charge(weight * len(iterable))
@@ -260,10 +265,10 @@ def _length(value: Any) -> int:
 
 def _charge_operator(work: _Work, operator: str, left: Any, right: Any) -> None:
     for operand in (left, right):
-        if isinstance(operand, int) and operand.bit_length() > _MOST_BITS:
+        if isinstance(operand, int) and operand.bit_length() > _MAX_BITS:
             raise TooMuchWork(f"a number of {operand.bit_length()} bits")
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() * abs(right) > _MOST_BITS:
+        if left.bit_length() * abs(right) > _MAX_BITS:
             raise TooMuchWork("a power with too many digits")
     elif operator == "*":
         for sequence, times in ((left, right), (right, left)):
@@ -277,18 +282,18 @@ def _charge_operator(work: _Work, operator: str, left: Any, right: Any) -> None:
 
 
 def _charge_sizes(work: _Work, name: str, value: Any, arguments: list[Any]) -> None:
-    work.charge(_CALL + sum(size(one, work.left) for one in (value, *arguments)))
+    work.charge(_CALL + sum(size(argument, work.left) for argument in (value, *arguments)))
 
 
 def _charge_growing(work: _Work, name: str, value: Any, arguments: list[Any]) -> None:
-    """Charge a filter or a method of a built-in type, called `name`, for what it reads and may make."""
+    """Charge for a filter, or a method of a built-in type: for its inputs and the largest possible result."""
     lazy = name in _LAZY or isinstance(value, dict)
     value_size = _length(value) if lazy else size(value, work.left)
     work.charge(value_size)
     _charge_sizes(work, name, None, arguments)
     _check_numbers(arguments)
-    numbers = sum(max(one, 0) for one in arguments if isinstance(one, int))
-    texts = sum(_length(one) for one in arguments if not isinstance(one, int))
+    numbers = sum(max(argument, 0) for argument in arguments if isinstance(argument, int))
+    texts = sum(_length(argument) for argument in arguments if not isinstance(argument, int))
     text = value if isinstance(value, str) else ""
     if name in ("format", "format_map"):
         _check_widths(value, arguments)
@@ -302,7 +307,7 @@ def _charge_growing(work: _Work, name: str, value: Any, arguments: list[Any]) ->
         work.charge((1 + text.count("<!--")) * value_size)
     elif name == "tojson":
         work.charge(value_size * (numbers + texts))
-    elif name == "sum" and texts:  # lists are added up from left to right
+    elif name == "sum" and texts:  # concatenates lists from left to right
         work.charge(_length(value) * value_size)
     elif name in ("join", "wordwrap", "urlize", "translate", "xmlattr"):
         work.charge(_length(value) * texts)
@@ -311,7 +316,7 @@ def _charge_growing(work: _Work, name: str, value: Any, arguments: list[Any]) ->
 
 
 def _check_widths(pattern: str | bytes, values: Iterable[Any]) -> None:
-    """Refuse a format with a width that is large, or comes from a value and is large."""
+    """Refuse a format with a large width, written in the pattern or taken from a value."""
     text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
     if re.search(r"[0-9]{6}", text):
         raise TooMuchWork("a format with a width of more than 99999")
@@ -322,5 +327,5 @@ def _check_widths(pattern: str | bytes, values: Iterable[Any]) -> None:
 
 def _check_numbers(values: Iterable[Any]) -> None:
     for value in values:
-        if isinstance(value, int) and abs(value) > _MOST_ARGUMENT:
-            raise TooMuchWork(f"{value} as an argument, more than {_MOST_ARGUMENT}")
+        if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
+            raise TooMuchWork(f"the argument {value} is greater than {_MAX_ARGUMENT}")

@@ -1,4 +1,4 @@
-"""Training of a byte-level BPE on a deterministic sample. Hugging Face `tokenizers` does the work."""
+"""Deterministic training of a byte-level BPE with Hugging Face `tokenizers`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ from collections.abc import Iterable, Sequence
 from tidewheel.data.config import TokenizeStep
 from tidewheel.shards.tokenizer import Settings
 
-END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"  # ids 0 and 1 of the tokenizers trained here
-MIN_VOCABULARY = 256 + 2  # every byte and the two special tokens
-# how text is cut before merging: Llama 3's pattern (words with a leading space, digits in threes, symbols, line ends)
+END_OF_TEXT = "<|endoftext|>"
+"""Special token with id 0."""
+PAD = "<|pad|>"
+"""Special token with id 1."""
+MIN_VOCABULARY = 256 + 2  # all bytes and two special tokens
+# Llama 3's pattern for splitting text before merging: words with a leading space, three digits, symbols, line ends
 _SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 WORD_CHARACTERS = 2048
-"""Longest piece that training merges in. A longer word is cut: the work of training grows with the square of a word."""
+"""Maximum length of a word in training; longer words are cut, because the work is quadratic in the length of a word."""
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str] = (), *,
               progress: bool = False) -> bytes:
-    """Train a byte-level BPE and return its tokenizer.json. Ids 0 and 1 are `END_OF_TEXT` and `PAD`, then come
-    `special_tokens` (for chat templates).
+    """Train a byte-level BPE and return its tokenizer.json.
 
-    The same multiset of texts gives the same bytes, in any order and with any number of threads: merges
-    depend on counts only, and ties are broken by token ids. Fewer merges than asked for are made when
-    the texts have no more repeating pairs. Words longer than `WORD_CHARACTERS` are cut for training only; what the
-    tokenizer does with them later does not change.
+    The same multiset of texts gives the same bytes, in any order and with any number of threads: merges depend only on
+    counts, and ties are broken by token ids. Words longer than `WORD_CHARACTERS` are cut in training only; the
+    tokenizer itself does not cut them.
+
+    Args:
+        texts: the texts.
+        vocabulary_size: maximum number of tokens. There are fewer if the texts have no more repeated pairs.
+        special_tokens: special tokens for chat templates; their ids follow those of `END_OF_TEXT` and `PAD`.
+        progress: show the trainer's progress.
 
     Raises:
-        ValueError: vocabulary_size below `MIN_VOCABULARY` and the special tokens.
+        ValueError: `vocabulary_size` is less than `MIN_VOCABULARY` and the special tokens need.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -50,7 +57,7 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequen
 
 
 def settings_of(step: TokenizeStep) -> Settings:
-    """What the recipe says about the tokenizer beside its file."""
+    """Return the recipe's settings of a tokenizer, apart from its file."""
     return Settings(bos=step.bos, eos=step.eos, bos_token=step.bos_token, eos_token=step.eos_token,
                     pad_token=step.pad_token, vocabulary_multiple=step.vocabulary_multiple, encoding=step.encoding,
                     pattern=step.pattern, special_tokens=dict(step.special_tokens))

@@ -121,7 +121,7 @@ def test_a_conversation_longer_than_a_row_is_split_with_its_mask(tmp_path):
 @pytest.mark.parametrize(("change", "message"), [
     ({"file": "none.json"}, "no such tokenizer file"), ({"file": "tokenizer.model"}, "chat templates need"),
     ({"chat_template": "none.jinja"}, "no such chat template"), ({}, "no chat template"),
-    ({"chat_template": "bad.jinja"}, "no valid Jinja")])
+    ({"chat_template": "bad.jinja"}, "not valid Jinja")])
 def test_chat_data_without_a_template_is_refused_before_the_run(files, tmp_path, change, message):
     (tmp_path / "in").mkdir()
     for name, file in NAMES.items():

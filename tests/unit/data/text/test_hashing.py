@@ -1,4 +1,4 @@
-"""Hashes of documents for exact deduplication."""
+"""Tests of the hashes of documents for exact deduplication."""
 
 import numpy as np
 import xxhash
@@ -11,7 +11,7 @@ from tidewheel.data.text import hashing
 
 @given(st.lists(st.text(max_size=40), max_size=8))
 @settings(max_examples=50, deadline=None)
-def test_hashes_are_the_xxh3_of_the_normalised_text(texts: list[str]):
+def test_hashes_equal_xxh3_of_the_normalised_text(texts: list[str]):
     found = hashing.text_hashes(texts)
     assert found.shape == (len(texts), 2)
     assert found.dtype == np.uint64

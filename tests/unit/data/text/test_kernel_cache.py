@@ -45,9 +45,9 @@ def start(folder: Path, cache: Path, source: str = MODULE) -> subprocess.Popen[s
 def ask(folder: Path, cache: Path, source: str = MODULE) -> str:
     """Return the value of the module's function, and the number of cache hits."""
     process = start(folder, cache, source)
-    told = process.communicate()[0].strip()
+    output = process.communicate()[0].strip()
     assert process.returncode == 0
-    return told
+    return output
 
 
 def test_only_a_changed_source_is_compiled_again(tmp_path: Path):

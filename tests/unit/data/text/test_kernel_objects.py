@@ -61,7 +61,7 @@ def texts() -> list[str]:
                        for size in rng.integers(1, 600, 60))]
 
 
-def used(tmp_path: Path, level: str = "") -> subprocess.Popen[str]:
+def start(tmp_path: Path, level: str = "") -> subprocess.Popen[str]:
     """Start a process that has its own kernel cache and uses all kernels."""
     (tmp_path / "texts.json").write_text(json.dumps(texts()))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), kernel_objects.SETTING: level}
@@ -69,7 +69,8 @@ def used(tmp_path: Path, level: str = "") -> subprocess.Popen[str]:
                             stdout=subprocess.PIPE, text=True)
 
 
-def told(process: subprocess.Popen[str]) -> dict:
+def result(process: subprocess.Popen[str]) -> dict:
+    """Wait for a process and return what it printed."""
     output = process.communicate()[0]
     assert process.returncode == 0
     return json.loads(output.splitlines()[-1])
@@ -80,18 +81,18 @@ def test_the_machine_code_in_the_package_is_current():
 
 
 def test_two_processes_of_a_new_machine_compile_nothing(tmp_path: Path):
-    both = [used(tmp_path), used(tmp_path)]
-    found = [told(process) for process in both]
-    assert [(each["ready"], each["compiled"]) for each in found] == [(True, 0), (True, 0)]
+    both = [start(tmp_path), start(tmp_path)]
+    results = [result(process) for process in both]
+    assert [(values["ready"], values["compiled"]) for values in results] == [(True, 0), (True, 0)]
     assert not [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
 
 
 def test_each_level_gives_the_same_bits(tmp_path: Path):
     features = {name for name, has in binding.get_host_cpu_features().items() if has}
     here = [level for level in kernel_objects.LEVELS if kernel_objects.required(level) <= features]
-    found = [told(used(tmp_path, level)) for level in here]
-    assert [each["level"] for each in found] == here
-    assert len({each["bits"] for each in found}) == 1
+    results = [result(start(tmp_path, level)) for level in here]
+    assert [values["level"] for values in results] == here
+    assert len({values["bits"] for values in results}) == 1
 
 
 def test_a_level_has_the_features_of_those_below_it():

@@ -88,8 +88,8 @@ def test_spans_point_at_the_word_and_normalising_twice_changes_nothing(texts: li
     found = text.words(texts, keep_digits=keep_digits)
     for number, document in enumerate(texts):
         data, words = document.encode(), once[number].as_py().split()
-        for place, word in enumerate(words, int(found.offsets[number])):
-            span = data[found.starts[place] : found.ends[place]].decode()
+        for index, word in enumerate(words, int(found.offsets[number])):
+            span = data[found.starts[index] : found.ends[index]].decode()
             assert text.normalise([span], keep_digits=keep_digits)[0].as_py() == word
 
 
@@ -120,7 +120,7 @@ def test_every_arrow_layout_gives_the_same_words(make):
     assert text.normalise(make(texts)).to_pylist() == ["one two", "", "three 0", "funf"]
 
 
-def test_no_texts_and_wrong_type():
+def test_no_texts_give_no_words_and_other_types_are_refused():
     assert len(text.normalise([])) == 0
     assert text.words(pa.chunked_array([], pa.large_string())).offsets.tolist() == [0]
     with pytest.raises(TypeError, match="expected a string column"):
@@ -131,7 +131,7 @@ def test_chunks_cover_documents_of_any_size():
     offsets = np.array([0, 5, 5, 5, 100, 101])
     for limit in (1, 6, 50, 1000):
         ranges = list(text.chunks(offsets, limit))
-        assert [place for first, last in ranges for place in range(first, last)] == list(range(5))
+        assert [document for first, last in ranges for document in range(first, last)] == list(range(5))
 
 
 def test_broken_utf8_is_a_separator_and_stays_inside_its_document():

@@ -1,4 +1,4 @@
-"""Chat templates give the text and tokens that transformers gives; only what the assistant says is to be learnt."""
+"""Chat templates give the same text and tokens as transformers; only what the assistant says is learnt."""
 
 from __future__ import annotations
 
@@ -78,31 +78,32 @@ def test_marked_template_agrees_with_transformers(tokenizer, encoder, messages):
     known = oracle(tokenizer, MARKED)
     own = template(encoder, MARKED)
     assert own.rendered(messages).text == known.apply_chat_template(messages, tokenize=False)
-    wanted = known.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    found, refused = encode(encoder, own, [messages, messages])
+    expected = known.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    encoded, refused = encode(encoder, own, [messages, messages])
     assert not refused
-    assert found.tokens.tolist() == wanted["input_ids"] * 2
-    assert found.loss_mask.tolist() == wanted["assistant_masks"] * 2
-    assert found.offsets.tolist() == [0, len(wanted["input_ids"]), 2 * len(wanted["input_ids"])]
+    assert encoded.tokens.tolist() == expected["input_ids"] * 2
+    assert encoded.loss_mask.tolist() == expected["assistant_masks"] * 2
+    assert encoded.offsets.tolist() == [0, len(expected["input_ids"]), 2 * len(expected["input_ids"])]
 
 
 @given(CONVERSATIONS)
 @settings(max_examples=60, deadline=None)
-def test_without_marks_the_turns_are_what_the_template_adds(tokenizer, encoder, messages):
+def test_without_marks_a_turn_is_what_it_adds_to_the_text(tokenizer, encoder, messages):
     own = template(encoder, CHATML)
     rendered = own.rendered(messages)
     known = oracle(tokenizer, CHATML)
     assert rendered.text == known.apply_chat_template(messages, tokenize=False)
     said = [rendered.text[begin:end] for begin, end in rendered.spans]
     assert said == [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
-    found, _ = encode(encoder, own, [messages])
-    assert found.tokens.tolist() == known.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-    learnt = encoder.with_control_tokens.decode(found.tokens[found.loss_mask == 1].tolist(), skip_special_tokens=False)
-    for text in said:  # a token may begin before the turn, never leave a part of it out
+    encoded, _ = encode(encoder, own, [messages])
+    assert encoded.tokens.tolist() == known.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+    learnt_ids = encoded.tokens[encoded.loss_mask == 1].tolist()
+    learnt = encoder.with_control_tokens.decode(learnt_ids, skip_special_tokens=False)
+    for text in said:  # a token may begin before the turn, but the whole turn is learnt
         assert text in learnt
 
 
-def test_system_tool_and_both_templates_mark_the_same(encoder):
+def test_templates_with_and_without_marks_give_the_same_loss_mask(encoder):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"},
                 {"role": "assistant", "content": "calls"}, {"role": "tool", "content": "42"},
                 {"role": "assistant", "content": "forty-two"}]
@@ -114,33 +115,33 @@ def test_system_tool_and_both_templates_mark_the_same(encoder):
     assert marked.loss_mask[marked.tokens == end].tolist() == [0, 0, 1, 0, 1]
 
 
-def test_control_tokens_in_a_message_are_text(encoder):
+def test_control_tokens_in_a_message_become_plain_text(encoder):
     messages = [{"role": "user", "content": "say <|im_end|> please"},
                 {"role": "assistant", "content": "<|im_end|>\n<|im_start|>user\nno 世界"}]
     for source in (CHATML, MARKED):
         own = template(encoder, source)
-        found, _ = encode(encoder, own, [messages])
+        encoded, _ = encode(encoder, own, [messages])
         for name, times in (("<|im_start|>", 2), ("<|im_end|>", 2)):
-            assert (found.tokens == encoder.special[name]).sum() == times
-        text = encoder.with_control_tokens.decode(found.tokens.tolist(), skip_special_tokens=False)
+            assert (encoded.tokens == encoder.special[name]).sum() == times
+        text = encoder.with_control_tokens.decode(encoded.tokens.tolist(), skip_special_tokens=False)
         assert text.removeprefix("<|bos|>") == (
             "<|im_start|>user\nsay <|im_end|> please<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\n"
             "no 世界<|im_end|>\n")
-        learnt = encoder.with_control_tokens.decode(found.tokens[found.loss_mask == 1].tolist(),
+        learnt = encoder.with_control_tokens.decode(encoded.tokens[encoded.loss_mask == 1].tolist(),
                                                     skip_special_tokens=False)
         assert learnt.endswith("<|im_end|>\n<|im_start|>user\nno 世界<|im_end|>")
 
 
-def test_what_a_template_refuses_is_told_by_conversation(encoder):
+def test_encode_returns_refused_conversations_with_the_reason(encoder):
     source = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
               "{{ m.content }}{% endfor %}")
     good = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
     bad = [{"role": "system", "content": "s"}, *good]
-    found, refused = encode(encoder, template(encoder, source), [good, bad, good])
+    encoded, refused = encode(encoder, template(encoder, source), [good, bad, good])
     assert list(refused) == [1]
     assert "no system" in refused[1]
-    assert np.diff(found.offsets)[1] == 0
-    assert np.diff(found.offsets)[0] == np.diff(found.offsets)[2] > 0
+    assert np.diff(encoded.offsets)[1] == 0
+    assert np.diff(encoded.offsets)[0] == np.diff(encoded.offsets)[2] > 0
 
 
 @pytest.mark.parametrize("source", [
@@ -162,14 +163,14 @@ def test_a_template_that_changes_earlier_turns_needs_marks(encoder):
 
 @pytest.mark.parametrize(("config", "source", "message"), [
     (None, None, "no chat template"), (b"{}", None, "no chat template"), (b"[]", None, "not a tokenizer_config"),
-    (b"{", None, "not a tokenizer_config"), (b"{}", b"{% for %}", "no valid Jinja"), (b"{}", b"\xff", "not a tok"),
+    (b"{", None, "not a tokenizer_config"), (b"{}", b"{% for %}", "not valid Jinja"), (b"{}", b"\xff", "not a tok"),
     (b'{"chat_template": [{"name": "rag", "template": "x"}]}', None, "no chat template")])
-def test_wrong_templates(config, source, message):
+def test_read_template_refuses_missing_and_invalid_templates(config, source, message):
     with pytest.raises(InputError, match=message):
         read_template(config, source, where="here")
 
 
-def test_a_file_goes_before_the_configuration():
+def test_a_template_file_overrides_the_configuration():
     config = b'{"chat_template": [{"name": "default", "template": "d"}], "bos_token": {"content": "<s>"}}'
     assert json.loads(read_template(config, None, where="")) == {"template": "d", "tokens": {"bos_token": "<s>"}}
     assert json.loads(read_template(config, b"f", where=""))["template"] == "f"
@@ -185,7 +186,7 @@ def test_other_tokenizers_have_no_chat_templates(encoder):
         encode(load(ranks, CL100K), template(encoder, CHATML), [[{"role": "user", "content": "a"}]])
 
 
-def test_an_edited_conversation_is_not_tokenized_as_it_was(encoder):
+def test_a_conversation_whose_text_was_edited_is_refused(encoder):
     values = read_template(json.dumps({**TOKENS, "chat_template": CHATML}).encode(), None, where="")
     meta = json.dumps({"messages": [{"role": "user", "content": "a@b.example"}, {"role": "assistant", "content": "b"}]})
     table = pa.table({"id": ["x"], "text": pa.array(["<e-mail>\n\nb"], pa.large_string()), "meta": [meta]})
@@ -205,11 +206,11 @@ def test_real_conversations_agree_with_transformers():
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             records = [json.loads(line) for line in itertools.islice(lines, 60)]
         conversations = [record.get("messages") or record["prompt"] + record["chosen"] for record in records]
-        found, refused = encode(own_encoder, own, conversations)
+        encoded, refused = encode(own_encoder, own, conversations)
         assert not refused
-        wanted = known.apply_chat_template(conversations, tokenize=True, return_dict=True)["input_ids"]
-        assert found.tokens.tolist() == [token for each in wanted for token in each], path.name
-        for messages, first, last in zip(conversations, found.offsets, found.offsets[1:], strict=False):
-            ids = found.tokens[first:last][found.loss_mask[first:last] == 1].tolist()
+        expected = known.apply_chat_template(conversations, tokenize=True, return_dict=True)["input_ids"]
+        assert encoded.tokens.tolist() == [token for ids in expected for token in ids], path.name
+        for messages, first, last in zip(conversations, encoded.offsets, encoded.offsets[1:], strict=False):
+            ids = encoded.tokens[first:last][encoded.loss_mask[first:last] == 1].tolist()
             assert own_encoder.with_control_tokens.decode(ids, skip_special_tokens=False) == "".join(
                 message["content"] + "<|end|>" for message in messages if message["role"] == "assistant")

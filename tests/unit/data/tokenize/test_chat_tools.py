@@ -1,4 +1,4 @@
-"""Templates get tools, calls, dates and special tokens as transformers gives them; weights decide what is learnt."""
+"""Templates get tools, calls, dates and special tokens as in transformers; weights decide what is learnt."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def template(encoder: Encoder, source: Any, date: datetime | None = DAY) -> Chat
 
 @pytest.fixture(autouse=True)
 def _today(monkeypatch):
-    """transformers reads the clock: let it be `DAY`."""
+    """Set the clock that transformers reads to `DAY`."""
     class Fixed(datetime):
         @classmethod
         def now(cls, tz=None):
@@ -127,22 +127,21 @@ def _today(monkeypatch):
 @pytest.mark.parametrize("tools", [None, TOOLS, [TOOLS[0]["function"], *TOOLS]], ids=["none", "one", "two"])
 @pytest.mark.parametrize("messages", [PLAIN, CALLING], ids=["plain", "calling"])
 @pytest.mark.parametrize("source", [TOOLS_FIRST, DATED, CHATML, MARKED], ids=["tools", "dated", "chatml", "marked"])
-def test_text_and_tokens_are_those_of_transformers(tokenizer, encoder, source, messages, tools):
+def test_text_and_tokens_equal_those_of_transformers(tokenizer, encoder, source, messages, tools):
     if messages is CALLING and source in (CHATML, MARKED):
         messages = [{"content": "calls", **message} for message in messages]
     known, own = oracle(tokenizer, source), template(encoder, source)
     for prompted in (False, True):
-        wanted = known.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompted)
+        expected = known.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompted)
         text = own.text(messages, tools, add_generation_prompt=prompted)
-        assert text.replace("\ufdd1", "").replace("\ufdd2", "") == wanted
+        assert text.replace("\ufdd1", "").replace("\ufdd2", "") == expected
     found, refused = encode(encoder, own, [messages], [tools])
     assert not refused
     assert found.tokens.tolist() == known.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
 
 
-def test_a_record_gives_the_tokens_that_transformers_gives_for_it(tokenizer, encoder, tmp_path):
-    """From the file to the tokens: nothing on the way may change what a template writes out, such as the order of
-    names."""
+def test_a_record_of_a_file_gives_the_same_tokens_as_transformers(tokenizer, encoder, tmp_path):
+    """Reading must not change anything that a template renders, such as the order of fields."""
     spoken = [{**message, "content": message.get("content")} for message in CALLING]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": spoken, "tools": TOOLS, "source": "s"}) + "\n")
     record, = read_records(store(tmp_path), "a.jsonl", ReadConfig(paths=("*",), kind="chat"))
@@ -151,24 +150,24 @@ def test_a_record_gives_the_tokens_that_transformers_gives_for_it(tokenizer, enc
         config = json.dumps({**TOKENS, "chat_template": source}).encode()
         template = read_template(config, None, where="t", date=DAY)
         found = tokens.encode([pa.table(rows, schema=DOCUMENT_SCHEMA)], encoder, template)
-        wanted = oracle(tokenizer, source).apply_chat_template(spoken, tools=TOOLS, return_dict=True)["input_ids"]
-        assert (found.tokens.tolist(), len(found.dropped)) == (wanted, 0)
+        expected = oracle(tokenizer, source).apply_chat_template(spoken, tools=TOOLS, return_dict=True)["input_ids"]
+        assert (found.tokens.tolist(), len(found.dropped)) == (expected, 0)
 
 
-def test_a_tool_call_is_learnt_and_its_answer_is_not(encoder):
+def test_a_tool_call_is_learnt_and_its_result_is_not(encoder):
     found, _ = encode(encoder, template(encoder, TOOLS_FIRST), [CALLING], [TOOLS])
     learnt = encoder.with_control_tokens.decode(found.tokens[found.loss_mask == 1].tolist(), skip_special_tokens=False)
     assert learnt == ('\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2, "raw": null}}\n'
                       "</tool_call><|im_end|>sunny<|im_end|>with pleasure<|im_end|>").removeprefix("\n")
 
 
-def test_joined_parts_are_rendered_as_transformers_renders_parts(tokenizer, encoder):
+def test_joined_parts_give_the_same_text_as_parts_in_transformers(tokenizer, encoder):
     parts = [{"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]}]
     joined = [{"role": "user", "content": "one two"}]
     assert template(encoder, PARTS).text(joined) == oracle(tokenizer, PARTS).apply_chat_template(parts, tokenize=False)
 
 
-def test_tools_may_have_a_template_of_their_own(encoder):
+def test_conversations_with_tools_use_the_tool_template(encoder):
     own = template(encoder, [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS_FIRST}])
     assert own.text(PLAIN) == template(encoder, CHATML).text(PLAIN)
     assert own.text(PLAIN, TOOLS) == template(encoder, TOOLS_FIRST).text(PLAIN, TOOLS)
@@ -200,7 +199,7 @@ def test_a_message_with_weight_0_is_not_learnt(encoder, source):
     assert every.loss_mask.sum() > found.loss_mask.sum() > 0
 
 
-def test_weights_that_cannot_be_told_apart_are_refused(encoder):
+def test_ambiguous_weights_are_refused(encoder):
     source = MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}!{% endgeneration %}")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
                 {"role": "assistant", "content": "c"}]
@@ -208,7 +207,7 @@ def test_weights_that_cannot_be_told_apart_are_refused(encoder):
         template(encoder, source).rendered(messages)
 
 
-def test_a_date_must_be_given_and_only_when_it_is_asked_for():
+def test_a_date_is_required_only_if_the_template_reads_it():
     with pytest.raises(InputError, match=r"t: .*changes every day(.|\n)*template_date: 2026"):
         read_template(None, b"{{ strftime_now('%Y') }}", where="t")
     guarded = b"{% if tools %}{{ strftime_now('%Y') }}{% endif %}x"
@@ -218,7 +217,7 @@ def test_a_date_must_be_given_and_only_when_it_is_asked_for():
         late.text(PLAIN, TOOLS)
 
 
-def test_a_template_file_beside_the_tokenizer_goes_before_its_configuration(tmp_path):
+def test_a_template_file_beside_the_tokenizer_overrides_its_configuration(tmp_path):
     def found(**settings):
         recipe = {"read": {"paths": ["a"], "kind": "chat"},
                   "steps": [{"tokenize": {"file": "model/tokenizer.json", **settings}}, {"pack": {}}]}
@@ -239,11 +238,11 @@ def test_a_template_file_beside_the_tokenizer_goes_before_its_configuration(tmp_
 def test_formats_that_depend_on_the_machine_or_allocate_are_refused(form):
     source = "{{ strftime_now('" + form + "') }}"
     own = ChatTemplate(read_template(None, source.encode(), where="t", date=DAY), ())
-    with pytest.raises(Refused, match="does not take the format"):
+    with pytest.raises(Refused, match="does not accept the format"):
         own.text(PLAIN)
 
 
-def test_pairs_are_given_their_tools(encoder):
+def test_templates_get_the_tools_of_pairs(encoder):
     prompt, chosen, rejected = CALLING[:1], [{"role": "assistant", "tool_calls": [CALL]}], PLAIN[-1:]
     both = [encode_pairs(encoder, template(encoder, TOOLS_FIRST), ["a"], [(prompt, chosen, rejected)], tools,
                          sequence_length=500, token_dtype="uint16").table for tools in (None, [TOOLS])]

@@ -1,4 +1,4 @@
-"""No token lost, none invented; rows well filled; equal input, equal table."""
+"""Packing keeps every token, fills rows well and is deterministic."""
 
 import numpy as np
 import pyarrow as pa
@@ -12,14 +12,14 @@ LENGTHS = st.lists(st.integers(0, 40), max_size=30)
 
 
 def documents(lengths: list[int]) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Documents whose tokens all differ, so that a misplaced one shows."""
+    """Return documents whose tokens all differ, so that a misplaced token is detected."""
     offsets = np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]).astype(np.int64)
     return [f"doc-{i}" for i in range(len(lengths))], np.arange(10, 10 + offsets[-1], dtype=np.uint32), offsets
 
 
 def reassemble(table: pa.Table) -> dict[str, dict[int, list[int]]]:
-    """{document id: {offset: tokens}} from the rows, checking each row's invariants."""
-    found: dict[str, dict[int, list[int]]] = {}
+    """Return {document id: {offset: tokens}} from the rows, and check each row's invariants."""
+    pieces_of: dict[str, dict[int, list[int]]] = {}
     for row in table.to_pylist():
         starts, length = row["segment_starts"], row["length"]
         assert starts[0] == 0
@@ -29,34 +29,34 @@ def reassemble(table: pa.Table) -> dict[str, dict[int, list[int]]]:
         assert set(row["tokens"][length:]) <= {1}
         for begin, end, name, offset in zip(starts, [*starts[1:], length], row["document_ids"],
                                             row["document_offsets"], strict=True):
-            assert offset not in found.setdefault(name, {})
-            found[name][offset] = row["tokens"][begin:end]
-    return found
+            assert offset not in pieces_of.setdefault(name, {})
+            pieces_of[name][offset] = row["tokens"][begin:end]
+    return pieces_of
 
 
 @given(LENGTHS, st.integers(1, 33), st.sampled_from(["uint16", "uint32"]), st.sampled_from([1, 3, 1 << 20]))
 @settings(max_examples=80, deadline=None)
-def test_reassembling_gives_the_input(lengths: list[int], sequence_length: int, dtype: str, window: int):
+def test_reassembled_rows_equal_the_documents(lengths: list[int], sequence_length: int, dtype: str, window: int):
     ids, tokens, offsets = documents(lengths)
     table = pack(ids, tokens, offsets, sequence_length=sequence_length, token_dtype=dtype, pad_id=1, window=window)
     table.validate(full=True)
-    found = reassemble(table)
+    pieces_of = reassemble(table)
     for number, name in enumerate(ids):
-        pieces = found.pop(name, {})
+        pieces = pieces_of.pop(name, {})
         joined = [token for offset in sorted(pieces) for token in pieces[offset]]
         assert joined == tokens[offsets[number] : offsets[number + 1]].tolist()
-        assert sorted(pieces) == list(range(0, lengths[number], sequence_length))  # only what is too long is cut
-    assert not found
+        assert sorted(pieces) == list(range(0, lengths[number], sequence_length))  # only long documents are cut
+    assert not pieces_of
     assert int(np.sum(table["length"].to_numpy())) == len(tokens)
     again = pack(ids, tokens, offsets, sequence_length=sequence_length, token_dtype=dtype, pad_id=1, window=window)
     assert again.equals(table)
 
 
 def slow_best_fit(lengths: list[int], capacity: int) -> int:
-    """Rows that best-fit-decreasing needs, by looking at every row."""
+    """Return the number of rows that best-fit-decreasing needs, by examining every row."""
     room: list[int] = []
     for length in sorted((n % capacity for n in lengths), reverse=True):
-        fits = [place for place, free in enumerate(room) if free >= length]
+        fits = [row for row, free in enumerate(room) if free >= length]
         if not length:
             continue
         if fits:
@@ -68,13 +68,13 @@ def slow_best_fit(lengths: list[int], capacity: int) -> int:
 
 @given(st.lists(st.integers(0, 9000), max_size=60), st.sampled_from([64, 65, 1000, 4096, 4097]))
 @settings(max_examples=50, deadline=None)
-def test_as_few_rows_as_best_fit_decreasing(lengths: list[int], capacity: int):
+def test_pack_needs_as_many_rows_as_best_fit_decreasing(lengths: list[int], capacity: int):
     ids, tokens, offsets = documents(lengths)
     table = pack(ids, tokens, offsets, sequence_length=capacity, token_dtype="uint32", pad_id=1)
     assert len(table) == slow_best_fit(lengths, capacity)
 
 
-def test_rows_follow_their_first_document_and_fill_up():
+def test_rows_are_sorted_by_their_first_document_and_well_filled():
     generator = np.random.default_rng(0)
     ids, tokens, offsets = documents(np.minimum(generator.lognormal(5, 1.2, 5000), 5000).astype(int).tolist())
     table = pack(ids, tokens, offsets, sequence_length=2048, token_dtype="uint32", pad_id=1)
@@ -83,7 +83,7 @@ def test_rows_follow_their_first_document_and_fill_up():
     assert firsts == sorted(firsts)
 
 
-def test_no_documents():
+def test_no_documents_give_no_rows():
     table = pack([], np.zeros(0, np.uint32), np.zeros(1, np.int64), sequence_length=8, token_dtype="uint16", pad_id=0)
     assert len(table) == 0
     assert utilisation(table) == 1.0
@@ -96,9 +96,9 @@ def test_no_documents():
     ({"tokens": np.array([1, 2, 70000])}, "do not fit uint16"),
     ({"pad_id": 70000}, "do not fit uint16"),
     ({"method": "greedy"}, "best_fit, concatenate"),
-    ({"loss_mask": np.zeros(2, np.uint8)}, "a loss mask of 2 for 3 tokens"),
+    ({"loss_mask": np.zeros(2, np.uint8)}, "loss_mask has 2 values for 3 tokens"),
 ])
-def test_wrong_input(change: dict, message: str):
+def test_pack_refuses_wrong_input(change: dict, message: str):
     good = {"ids": ["a"], "tokens": np.array([1, 2, 3]), "offsets": np.array([0, 3]), "sequence_length": 4,
             "token_dtype": "uint16", "pad_id": 0}
     with pytest.raises(ValueError, match=message):
@@ -107,7 +107,7 @@ def test_wrong_input(change: dict, message: str):
 
 @given(LENGTHS, st.integers(1, 33))
 @settings(max_examples=60, deadline=None)
-def test_concatenate_is_the_stream_cut_into_rows(lengths: list[int], sequence_length: int):
+def test_concatenate_cuts_one_stream_into_rows(lengths: list[int], sequence_length: int):
     ids, tokens, offsets = documents(lengths)
     table = pack(ids, tokens, offsets, sequence_length=sequence_length, token_dtype="uint32", pad_id=1,
                  method="concatenate")
@@ -115,17 +115,17 @@ def test_concatenate_is_the_stream_cut_into_rows(lengths: list[int], sequence_le
     stream = [token for row in table.to_pylist() for token in row["tokens"][: row["length"]]]
     assert stream == tokens.tolist()
     assert all(row["length"] == sequence_length for row in table.to_pylist()[:-1])
-    found = reassemble(table)
+    pieces_of = reassemble(table)
     for number, name in enumerate(ids):
-        pieces = found.pop(name, {})
+        pieces = pieces_of.pop(name, {})
         assert [token for offset in sorted(pieces) for token in pieces[offset]] == (
             tokens[offsets[number] : offsets[number + 1]].tolist())
-    assert not found
+    assert not pieces_of
 
 
 @given(LENGTHS, st.integers(1, 33), st.sampled_from(["best_fit", "concatenate"]))
 @settings(max_examples=60, deadline=None)
-def test_a_loss_mask_goes_where_its_tokens_go(lengths: list[int], sequence_length: int, method: str):
+def test_a_loss_mask_is_packed_like_its_tokens(lengths: list[int], sequence_length: int, method: str):
     ids, tokens, offsets = documents(lengths)
     mask = (tokens % 3 == 0).astype(np.uint8)
     options = {"sequence_length": sequence_length, "token_dtype": "uint32", "pad_id": 1, "method": method}

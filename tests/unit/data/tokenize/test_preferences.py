@@ -1,4 +1,4 @@
-"""Pairs to rows: equal prompts, whole answers, nothing cut; and a set of them that verifies, or says what is wrong."""
+"""Tests of preference pairs as rows, with equal prompts and whole answers, and of the verification of their sets."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def encoder() -> Encoder:
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED])
-def test_rows_hold_both_conversations(encoder, source):
+def test_rows_contain_both_conversations(encoder, source):
     pairs = [pair(number) for number in range(5)]
-    found = encode_pairs(encoder, template(encoder, source), [f"p{n}" for n in range(5)], pairs, sequence_length=200,
+    encoded = encode_pairs(encoder, template(encoder, source), [f"p{n}" for n in range(5)], pairs, sequence_length=200,
                          token_dtype="uint16")
-    assert not found.dropped
-    assert found.table.schema == preference_schema("uint16")
-    told = encoder.with_control_tokens.decode
-    for row, (prompt, chosen, rejected) in zip(found.table.to_pylist(), pairs, strict=True):
+    assert not encoded.dropped
+    assert encoded.table.schema == preference_schema("uint16")
+    decode = encoder.with_control_tokens.decode
+    for row, (prompt, chosen, rejected) in zip(encoded.table.to_pylist(), pairs, strict=True):
         begin = row["prompt_length"]
         assert row["chosen"][:begin] == row["rejected"][:begin]
-        assert told(row["chosen"][:begin], skip_special_tokens=False).endswith(
+        assert decode(row["chosen"][:begin], skip_special_tokens=False).endswith(
             f"{prompt[1]['content']}<|im_end|>\n<|im_start|>assistant\n")
         for name, answer in (("chosen", chosen), ("rejected", rejected)):
-            text = told(row[name][begin:], skip_special_tokens=False)
+            text = decode(row[name][begin:], skip_special_tokens=False)
             assert text == answer[0]["content"] + "<|im_end|>"
 
 
@@ -55,11 +55,11 @@ def test_long_and_refused_pairs_are_dropped_with_a_reason(encoder):
     source = "{% if messages[0].content == 'be' and messages[1].content == 'ask 1' %}{{ raise_exception('no') }}" \
              "{% endif %}" + CHATML
     pairs = [pair(0), pair(1), pair(2, words=400), pair(3)]
-    found = encode_pairs(encoder, template(encoder, source), list("abcd"), pairs, sequence_length=60,
+    encoded = encode_pairs(encoder, template(encoder, source), list("abcd"), pairs, sequence_length=60,
                          token_dtype="uint32")
-    assert found.table["document_id"].to_pylist() == ["a", "d"]
-    assert {number: reason for number, (reason, _) in found.dropped.items()} == {1: REFUSED, 2: TOO_LONG}
-    assert "a row has 60" in found.dropped[2][1]
+    assert encoded.table["document_id"].to_pylist() == ["a", "d"]
+    assert {number: reason for number, (reason, _) in encoded.dropped.items()} == {1: REFUSED, 2: TOO_LONG}
+    assert "a row has 60" in encoded.dropped[2][1]
 
 
 def write_set(folder, encoder: Encoder, table: pa.Table | None = None, **changes) -> None:
@@ -96,14 +96,14 @@ def test_a_set_is_written_verified_inspected_and_traced(encoder, tmp_path):
     ({"prompt_length": 0, "chosen": [60_000], "rejected": [2]}, "outside the vocabulary"),
     ({"prompt_length": 0, "chosen": [1] * 201, "rejected": [2]}, "201 tokens, allowed are 200"),
 ])
-def test_what_is_wrong_with_a_row_is_found(encoder, tmp_path, row, message):
+def test_verify_reports_wrong_rows(encoder, tmp_path, row, message):
     good = {"document_id": "g", "prompt_length": 1, "chosen": [1, 2], "rejected": [1, 3, 4]}
     table = pa.Table.from_pylist([good, {"document_id": "x", **row}], schema=preference_schema("uint16"))
     write_set(tmp_path, encoder, table)
     assert any(message in problem for problem in verify(str(tmp_path)))
 
 
-def test_damage_is_found(encoder, tmp_path):
+def test_verify_reports_a_damaged_shard(encoder, tmp_path):
     write_set(tmp_path, encoder)
     name = json.loads((tmp_path / "manifest.json").read_text())["shards"][1]["name"]
     data = np.fromfile(tmp_path / name, np.uint8)

@@ -1,4 +1,4 @@
-"""Chat templates that loop or allocate without bound are refused at once; honest ones give what transformers gives."""
+"""Chat templates that loop or allocate without bound are refused; others give the same text as transformers."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ ATTACKS = {
     "split": LONG + "{% for i in range(99999) %}{% set t = s.split('a') %}{% endfor %}",
     "lipsum": "{{ lipsum(9999999) }}",
 }
-"""A template each, by what it does without bound."""
+"""Templates without bound, by what they do."""
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_template_without_bound_is_refused_at_once(name):
+def test_a_template_without_bound_is_refused_within_seconds(name):
     config = json.dumps({**TOKENS, "chat_template": ATTACKS[name]}).encode()
     begin = time.process_time()
     with pytest.raises((InputError, Refused)):
@@ -74,7 +74,7 @@ def test_a_template_without_bound_is_refused_at_once(name):
     assert time.process_time() - begin < 10
 
 
-def test_a_template_without_bound_ends_the_run_before_it_begins():
+def test_read_template_refuses_a_template_without_bound():
     with pytest.raises(InputError, match="loops or builds more than any chat template needs"):
         read_template(None, NESTED.encode(), where="model/chat_template.jinja")
     with pytest.raises(InputError, match="recursive loop"):
@@ -117,13 +117,13 @@ HONEST = """{%- macro shown(content, depth=0) -%}
 {{ messages[0] | items | list }}{{ [1, 2] * 2 }}{{ range(4) | sum }}{{ {'a': [1, {'b': none}]} }}"""
 
 
-def test_an_honest_template_gives_what_transformers_gives():
+def test_an_honest_template_gives_the_same_text_as_transformers():
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")
     messages = [{"role": "system", "content": "  a system \n prompt "},
                 {"role": "user", "content": "xylophones\nand x\n y"},
                 {"role": "assistant", "content": "no x here"}, {"role": "user", "content": "<tool>{'a': 1}"}]
     template = ChatTemplate(read_template(None, HONEST.encode(), where="t"), ())
     for count in range(1, len(messages) + 1):
-        wanted = transformers._compile_jinja_template(HONEST).render(
+        expected = transformers._compile_jinja_template(HONEST).render(
             messages=messages[:count], add_generation_prompt=False, tools=None, documents=None)
-        assert template.text(messages[:count]) == wanted
+        assert template.text(messages[:count]) == expected

@@ -1,4 +1,4 @@
-"""Training is deterministic; encoding loses nothing and ends every document itself."""
+"""Training is deterministic; encoding is lossless and appends EOS to every document."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def tokenizer() -> bytes:
 
 
 @pytest.mark.parametrize(("threads", "seed", "texts"), [("1", "0", TEXTS), ("2", "7", TEXTS), ("4", "8", TEXTS[::-1])])
-def test_same_bytes_in_any_process(tokenizer: bytes, threads: str, seed: str, texts: list[str]):
+def test_training_gives_the_same_bytes_in_any_process(tokenizer: bytes, threads: str, seed: str, texts: list[str]):
     environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": "true",
                                 "PYTHONPATH": str(Path(tidewheel.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", TRAIN], input="\x00".join(texts).encode(), env=environment,
@@ -41,7 +41,7 @@ def test_same_bytes_in_any_process(tokenizer: bytes, threads: str, seed: str, te
     assert done.stdout == tokenizer
 
 
-def test_special_tokens_and_sizes(tokenizer: bytes):
+def test_special_tokens_come_first_and_sizes_are_padded(tokenizer: bytes):
     encoder = Encoder(tokenizer)
     vocabulary = json.loads(tokenizer)["model"]["vocab"]
     assert (vocabulary["<|endoftext|>"], vocabulary["<|pad|>"]) == (0, 1)
@@ -54,7 +54,7 @@ def test_special_tokens_and_sizes(tokenizer: bytes):
 @given(st.lists(st.one_of(st.text(max_size=30), st.sampled_from(["<|endoftext|>", "a<|pad|>b", "", "  \n\n x\r\n"])),
                 max_size=6))
 @settings(max_examples=50, deadline=None)
-def test_round_trip_and_one_eos_a_document(tokenizer: bytes, texts: list[str]):
+def test_decoding_restores_texts_and_each_document_has_one_eos(tokenizer: bytes, texts: list[str]):
     encoder = Encoder(tokenizer)
     tokens, offsets = encoder.encode(texts)
     assert tokens.dtype == np.uint32
@@ -68,7 +68,7 @@ def test_round_trip_and_one_eos_a_document(tokenizer: bytes, texts: list[str]):
         assert encoder.decode(own) == document
 
 
-def test_survives_pickling_and_batches(tokenizer: bytes):
+def test_pickling_and_batches_do_not_change_tokens(tokenizer: bytes):
     encoder = pickle.loads(pickle.dumps(Encoder(tokenizer)))
     texts = TEXTS * 6  # more than one batch
     tokens, offsets = encoder.encode(texts)
@@ -80,14 +80,14 @@ def test_survives_pickling_and_batches(tokenizer: bytes):
 
 @pytest.mark.parametrize("word", ["a" * 100_000, " " * 100_000, "世" * 30_000, "-" * 100_000])
 def test_a_long_word_is_cut_before_merging(word: str):
-    """The trainer's work grows with the square of the pieces it is given; no token can be longer than a piece."""
+    """The trainer's work is quadratic in the length of a piece; no token is longer than a piece."""
     trained = train_bpe([word], 258 + 30)
     vocabulary = json.loads(trained)["model"]["vocab"]
     characters = max(len(token) for token in vocabulary) // len(word[0].encode())
     assert 16 <= characters <= WORD_CHARACTERS
 
 
-def test_what_is_cut_in_training_is_whole_in_use(tokenizer: bytes):
+def test_the_trained_tokenizer_does_not_cut_words(tokenizer: bytes):
     kinds = [part["type"] for part in json.loads(tokenizer)["pre_tokenizer"]["pretokenizers"]]
     assert kinds == ["Split", "ByteLevel"]
 
@@ -98,7 +98,7 @@ def test_a_cut_word_counts_as_its_pieces():
     assert train_bpe(texts, 600) == train_bpe(cut, 600)
 
 
-def test_errors(tokenizer: bytes):
+def test_small_vocabularies_and_invalid_files_are_refused(tokenizer: bytes):
     with pytest.raises(ValueError, match="at least 258"):
         train_bpe(TEXTS, 100)
     with pytest.raises(InputError, match=r"not a tokenizer\.json"):
@@ -110,6 +110,6 @@ def test_errors(tokenizer: bytes):
         Encoder(json.dumps(without_end).encode())
 
 
-def test_tiny_corpus_gives_a_smaller_vocabulary():
+def test_a_tiny_corpus_gives_a_smaller_vocabulary():
     encoder = Encoder(train_bpe(["ab ab"], 1000))
     assert 258 <= encoder.vocabulary_size < 300

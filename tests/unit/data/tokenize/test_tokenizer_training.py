@@ -1,4 +1,4 @@
-"""The sample and the tokenizer follow from the set of texts alone, in whatever files and order they come."""
+"""The sample and the tokenizer depend only on the set of texts, not on files or order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write(folder, texts, files):
     return str(folder / "*.jsonl*")
 
 
-def test_same_bytes_for_any_files_and_order(tmp_path, capsys):
+def test_files_and_order_do_not_change_the_tokenizer(tmp_path, capsys):
     shuffled = random.Random(3).sample(TEXTS, len(TEXTS))
     one = train_tokenizer([write(tmp_path / "a", TEXTS, 1)], vocabulary_size=500, sample_bytes=20_000)
     two = train_tokenizer([write(tmp_path / "b", shuffled, 4)], vocabulary_size=500, sample_bytes=20_000)
@@ -61,14 +61,14 @@ def test_same_bytes_for_any_files_and_order(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["documents"] == 300
 
 
-def test_special_tokens(tmp_path):
-    made = train_tokenizer([write(tmp_path / "a", TEXTS, 1)], vocabulary_size=400, sample_bytes=9_000,
+def test_special_tokens_follow_the_built_in_ones(tmp_path):
+    trained = train_tokenizer([write(tmp_path / "a", TEXTS, 1)], vocabulary_size=400, sample_bytes=9_000,
                            special_tokens=("<|user|>", "<|end|>"))
-    encoder = load(made.tokenizer)
+    encoder = load(trained.tokenizer)
     assert list(encoder.special) == ["<|endoftext|>", "<|pad|>", "<|user|>", "<|end|>"]
 
 
-def test_what_cannot_be_done_is_told(tmp_path):
+def test_missing_files_wrong_fields_and_small_vocabularies_are_refused(tmp_path):
     with pytest.raises(InputError, match="no file matches"):
         train_tokenizer([str(tmp_path / "*.jsonl")], vocabulary_size=500, sample_bytes=9)
     pattern = write(tmp_path / "a", TEXTS[:3], 1)
