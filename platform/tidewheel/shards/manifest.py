@@ -256,28 +256,41 @@ class Fields:
         raise ShardError(f"{self.path}{key} is {shown}, not {what}", where=self.where, fix=REBUILD)
 
     def text(self, key: str) -> str:
+        """Return a text."""
         return self._take(key, lambda value: isinstance(value, str), "text")
 
     def matching(self, key: str, pattern: re.Pattern[str]) -> str:
+        """Return a text that matches a pattern as a whole."""
         return self._take(key, lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None,
                           f"of the form {pattern.pattern}")
 
     def number(self, key: str, at_least: int = 0, at_most: int = (1 << 63) - 1) -> int:
+        """Return a whole number.
+
+        Args:
+            key: name of the field.
+            at_least: smallest number.
+            at_most: largest number.
+        """
         return self._take(key, lambda value: type(value) is int and at_least <= value <= at_most,
                           f"a whole number from {at_least} to {at_most}")
 
     def one_of(self, key: str, known: tuple[Any, ...]) -> Any:
+        """Return a value that is one of `known`, also in its type."""
         return self._take(key, lambda value: any(type(value) is type(k) and value == k for k in known),
                           f"one of {', '.join(map(repr, known))}")
 
     def group(self, key: str) -> Fields:
+        """Return the fields of an object."""
         return Fields(self._take(key, lambda value: isinstance(value, dict), "a group of values"), self.where,
                        f"{self.path}{key}.")
 
     def numbers(self, key: str) -> list[int]:
+        """Return a list of whole numbers below 2^32."""
         return self._take(key, lambda value: isinstance(value, list | tuple) and all(
             type(item) is int and 0 <= item < 1 << 32 for item in value), "a list of whole numbers")
 
     def groups(self, key: str) -> list[Fields]:
+        """Return the fields of each object of a list."""
         values = self._take(key, lambda value: isinstance(value, list | tuple), "a list")
         return [Fields(value, self.where, f"{self.path}{key}[{i}].") for i, value in enumerate(values)]

@@ -174,6 +174,11 @@ class FunctionReward(Reward):
 def fitting(reward: Reward, scores: Any, count: int) -> Scores:
     """Return scores as float64 [count] with the failures that they imply.
 
+    Args:
+        reward: the reward, for messages.
+        scores: what it returned.
+        count: number of answers.
+
     Raises:
         ConfigError: they are no numbers, or not `count`.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from array import array
 from collections import Counter
@@ -18,6 +19,8 @@ from tidewheel.parts import is_own, name_of
 from tidewheel.rewards.scoring.base import Failure, Reward, Sample, Scores
 from tidewheel.rewards.scoring.process import SECONDS, RewardProcess
 from tidewheel.storage import Writer, split
+
+logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 64 << 20
 BATCH_RECORDS = 64
@@ -97,6 +100,7 @@ def score_file(source: str, reward: Reward, *, output: str = "", fields: Fields 
         if not summary.records:
             raise InputError("the file holds no record", where=source, fix="give a JSONL file of answers")
     summary.mean = math.fsum(values) / len(values) if values else None
+    logger.debug("scored %d of %d records of %s", summary.scored, summary.records, source)
     return summary
 
 
