@@ -55,11 +55,12 @@ def bad_gpu(node: str, flag: Path) -> None:
             raise RuntimeError(ECC)
         return step(*arguments, **named)
 
-    def computes(device: Any) -> None:
+    def check_arithmetic(device: Any) -> None:
         if node == BAD:
             raise RuntimeError(ECC)
 
-    loop.train_step, probe.computes = failing, computes
+    assert probe.check_arithmetic
+    loop.train_step, probe.check_arithmetic = failing, check_arithmetic
 
 
 @pytest.fixture
