@@ -1,4 +1,4 @@
-# Every target sets itself up: on a machine that has only Python 3.11+ and make, `make demo` installs into .venv and runs.
+# Every target installs what it needs: on a machine with only Python 3.11+ and make, `make demo` fills .venv and runs.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -11,55 +11,55 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: install demo test long compat lint format clean help lock kernels sbom
 .DEFAULT_GOAL := help
 
-help:  ## what can be made
+help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-install: $(STAMP)  ## the environment, in .venv
+install: $(STAMP)  ## create the environment in .venv
 
-demo: $(STAMP)  ## raw text to a trained model, with a node killed on the way (ARGS="--storage s3" for an object store)
+demo: $(STAMP)  ## train a model from raw text while a node is killed (ARGS="--storage s3" uses an object store)
 	$(BIN)/tidewheel demo $(ARGS)
 
-test: $(STAMP)  ## lint, types and the whole test suite: real Ray clusters, a real S3-protocol server, real kills
+test: $(STAMP)  ## run linters, type checks and tests: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -n 3 --dist loadfile --durations=15 -m "not long" tests/unit tests/k8s tests/security
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
 
-long: $(STAMP)  ## the tests that `make test` leaves out, a minute or more each, and property tests with new examples
+long: $(STAMP)  ## run the tests of a minute or more that `make test` leaves out, and property tests with new examples
 	$(PYTEST) -m long tests
 	HYPOTHESIS_PROFILE=explore $(PYTEST) -n 2 --dist loadfile tests/unit/data tests/unit/shards
 
-compat: $(STAMP)  ## the contract and elastic tests on each release of Ray that is known to work, in .compat
+compat: $(STAMP)  ## run the contract and elastic tests on each release of Ray that is known to work, in .compat
 	$(BIN)/python -m tests.compat
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-lock:  ## requirements.lock: the hash of each package for this platform; `make install` then takes no other
+lock:  ## write requirements.lock with the hash of each package; `make install` then accepts no other
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m tests.security.dependencies lock
 
-kernels: $(STAMP)  ## compile the text kernels that come with the package; needed when one has changed
+kernels: $(STAMP)  ## compile the text kernels that the package includes; needed after a change to one
 	$(BIN)/python -m tidewheel.data.kernel_build
 
-sbom: $(STAMP)  ## sbom.json: what is installed, as CycloneDX
+sbom: $(STAMP)  ## write sbom.json, a CycloneDX list of the installed packages
 	$(BIN)/python -m tests.security.dependencies sbom
 
 format: $(STAMP)  ## sort imports and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove the environment, caches and what the demo wrote
+clean:  ## remove the environment, caches and the output of the demo
 	rm -rf $(VENV) .compat .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
 
 $(STAMP): pyproject.toml constraints.txt $(LOCK)
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; install it, or name it: make PYTHON=/path/to/python3"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; install it, or give its path: make PYTHON=/path/to/python3"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module; on Debian: apt-get install python3-venv"; exit 2; }
 ifeq ($(LOCK),)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[dev]"
 else
-	$(PYTHON) -m venv --clear $(VENV)  # what is installed already would not be compared with the lock
+	$(PYTHON) -m venv --clear $(VENV)  # pip does not compare installed packages with the lock
 	$(PIP) install --require-hashes --no-deps -r $(LOCK)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m pip --disable-pip-version-check check || { echo "$(LOCK) does not fit pyproject.toml: make it again with 'make lock'"; exit 2; }

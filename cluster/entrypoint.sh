@@ -1,5 +1,5 @@
 #!/bin/bash
-# Raise what Ray needs, then become the command: signals reach it, and its exit code is the container's.
+# Raise the limit on open files for Ray, then exec the command: it gets signals, and its exit code is the container's.
 set -euo pipefail
 files=$(ulimit -Hn)
 if [ "$files" = unlimited ] || [ "$files" -gt 65536 ]; then files=65536; fi
