@@ -1,4 +1,4 @@
-"""The command as a newcomer meets it: help that answers at once, and errors that say what, where and how to fix."""
+"""The command line for a new user: help answers at once, and errors state the cause, its location and a fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_help_imports_nothing_heavy():
 
 
 def refused(capsys, *command: str) -> str:
-    """The message of a command that must end with exit code 2 and no stack trace."""
+    """Run a command that must end with exit code 2 and no stack trace, and return its message."""
     assert run_command(command) == 2
     out = capsys.readouterr()
     assert "Traceback" not in out.err + out.out
@@ -45,12 +45,12 @@ def test_unknown_command_names_the_nearest(capsys):
     assert '"data"' in refused(capsys, "daat")
 
 
-def test_unknown_option(capsys):
+def test_an_unknown_option_is_refused(capsys):
     assert "--frobnicate" in refused(capsys, "doctor", "--frobnicate")
 
 
 @pytest.mark.parametrize("command", [["data", "run", "--output", "out"], ["train"]], ids=["data run", "train"])
-def test_missing_configuration_file(command, capsys):
+def test_a_missing_configuration_file_is_named(command, capsys):
     assert "nowhere.yaml" in refused(capsys, *command, "--config", "nowhere.yaml")
 
 
@@ -73,16 +73,16 @@ def test_broken_yaml_names_the_line(capsys, tmp_path):
     assert "bad.yaml:" in refused(capsys, "data", "run", str(path), "--output", "out")
 
 
-@pytest.mark.parametrize(("share", "told"), [("0.1", "no decontaminate step"), ("10", "from 0 to 1")])
-def test_a_gate_that_cannot_work(share, told, capsys, tmp_path):
+@pytest.mark.parametrize(("share", "message"), [("0.1", "no decontaminate step"), ("10", "from 0 to 1")])
+def test_a_gate_that_cannot_work_is_refused(share, message, capsys, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text('name: x\nread: {paths: ["*.jsonl"]}\n'
                       "steps: [{tokenize: {train: {vocabulary_size: 300}}}, {pack: {sequence_length: 16}}]\n")
-    assert told in refused(capsys, "data", "run", str(recipe), "--output", "out", "--fail-above", share)
+    assert message in refused(capsys, "data", "run", str(recipe), "--output", "out", "--fail-above", share)
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "steps=[1"])
-def test_malformed_override(override, capsys, tmp_path):
+def test_a_malformed_override_is_refused(override, capsys, tmp_path):
     path = tmp_path / "train.yaml"
     path.write_text("steps: 3\n")
     assert "--set" in refused(capsys, "train", str(path), "--set", override)
@@ -94,7 +94,7 @@ def test_empty_folder_is_explained(command, capsys, tmp_path):
     assert str(tmp_path) in refused(capsys, *command, str(tmp_path))
 
 
-def test_a_run_that_has_not_saved_yet_is_told_from_none(capsys, tmp_path):
+def test_a_run_without_checkpoints_is_listed_as_empty(capsys, tmp_path):
     (tmp_path / "run.json").write_text("{}")
     assert run_command(["checkpoint", "list", str(tmp_path)]) == 0
     assert "no checkpoint yet" in capsys.readouterr().out
@@ -106,13 +106,13 @@ def test_a_tokenizer_trained_on_all_text_says_that_nothing_was_measured(capsys, 
     (tmp_path / "a.jsonl").write_text('{"text": "a few words"}\n')
     assert run_command(["data", "train-tokenizer", str(tmp_path / "a.jsonl"), "--vocabulary-size", "300", "--output",
                         str(tmp_path / "tokenizer.json")]) == 0
-    told = capsys.readouterr().out
-    assert "None" not in told
-    assert "not measured: all text was trained on" in told
+    output = capsys.readouterr().out
+    assert "None" not in output
+    assert "not measured: all text was trained on" in output
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address", "ray://127.0.0.1:1", "127.0.0.1:99999"])
-def test_no_cluster_at_the_address(address, capsys, tmp_path):
+def test_an_address_without_a_cluster_is_refused(address, capsys, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n')
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text('name: x\nread: {paths: ["*.jsonl"]}\n'
@@ -123,20 +123,20 @@ def test_no_cluster_at_the_address(address, capsys, tmp_path):
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_classifier_is_trained_and_told(capsys, tmp_path):
+def test_a_classifier_is_trained_and_reported(capsys, tmp_path):
     pytest.importorskip("floret")
     for name, words in (("good", "river theorem history"), ("poor", "click buy cheap")):
-        lines = [json.dumps({"text": f"{words} number {number}"}) for number in range(60)]
+        lines = [json.dumps({"text": f"{words} number {index}"}) for index in range(60)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     command = ["data", "train-classifier", str(tmp_path / "good*"), str(tmp_path / "poor.jsonl"), "--output",
                str(tmp_path / "model.bin"), "--set", "dimension=4", "--set", "buckets=100", "--set", "held_out=0.3"]
     assert run_command([*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["auc"] == 1
-    assert told["documents"] == [60, 60]
+    result = json.loads(capsys.readouterr().out)
+    assert result["auc"] == 1
+    assert result["documents"] == [60, 60]
     first = (tmp_path / "model.bin").read_bytes()
     assert run_command(command) == 0
-    assert f"min_score: {told['threshold']:.6f}" in capsys.readouterr().out
+    assert f"min_score: {result['threshold']:.6f}" in capsys.readouterr().out
     assert (tmp_path / "model.bin").read_bytes() == first
     assert "no file matches" in refused(capsys, *command[:3], str(tmp_path / "none"), *command[4:])
     assert "did you mean 'epochs'" in refused(capsys, *command, "--set", "epoch=3")

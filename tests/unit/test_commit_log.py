@@ -85,12 +85,12 @@ def test_many_writers_lose_nothing(checkpoints):
                 try:
                     log.commit(f"step_{writer:04d}{step:04d}", 0)
                     break
-                except StorageAwayError:  # the others came first at every try
+                except StorageAwayError:  # other writers won every try
                     continue
             else:
-                errors.append(AssertionError(f"{writer} never came first"))
+                errors.append(AssertionError(f"writer {writer} won no try"))
 
-    threads = [threading.Thread(target=commit, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=commit, args=(writer,)) for writer in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

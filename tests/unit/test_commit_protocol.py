@@ -1,4 +1,4 @@
-"""Every interleaving of two drivers on one run: never a stale commit, never an acknowledged one undone."""
+"""Every interleaving of two drivers on one run: no stale commit counts, and no acknowledged commit is undone."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tidewheel import commit_protocol as protocol
 from tidewheel.commit_protocol import Create, Delete, Get, List, Pause, Put, SlotsContested
 
 LOST = "lost"
-"""The answer of a request did not arrive: the writer cannot know whether it took effect."""
+"""A lost answer: the writer cannot know whether its request took effect."""
 Objects = tuple[tuple[str, bytes], ...]
 
 
 class AnswerLost(Exception):
-    """A writer's request failed in an unknown way."""
+    """A request whose outcome its writer does not know."""
 
 
 def driver(name: str, commits: int, conditional: bool, tidy: bool) -> Generator[Any, Any, None]:
-    """Take the run over, then commit one checkpoint after the other; ("acknowledged", name) is yielded for each."""
+    """Take the run over, then commit one checkpoint after the other; yield ("acknowledged", name) for each."""
     calls = 0
     epoch = None
     while epoch is None:
-        number, _ = yield from protocol.newest()
+        slot, _ = yield from protocol.newest()
         calls += 1
         try:
-            record = yield from protocol.take_over(number, _opening, f"{name}{calls}", conditional)
+            record = yield from protocol.take_over(slot, _opening, f"{name}{calls}", conditional)
         except (AnswerLost, SlotsContested):
             record = None
         if calls > 2:
@@ -48,12 +48,12 @@ def driver(name: str, commits: int, conditional: bool, tidy: bool) -> Generator[
         for _ in range(2):
             calls += 1
             try:
-                kept, head = yield from protocol.commit(epoch, change, f"{name}{calls}", conditional)
+                committed, head = yield from protocol.commit(epoch, change, f"{name}{calls}", conditional)
             except AnswerLost:
-                continue  # the same checkpoint again, as a save that is tried again does
+                continue  # commit the same checkpoint again, as a retried save does
             except SlotsContested:
                 return
-            if not kept:
+            if not committed:
                 return
             yield ("acknowledged", checkpoint)
             if tidy:
@@ -69,7 +69,7 @@ def _opening(epoch: int, head: dict[str, Any] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class State:
-    """Store, puts under way of which no sender waits any more, each writer's answers so far, what was acknowledged."""
+    """The store's objects, pending puts without a waiting sender, each writer's answers, and acknowledged commits."""
 
     objects: Objects = ()
     loose: tuple[Any, ...] = ()
@@ -81,22 +81,22 @@ class State:
 
 @dataclass
 class Explorer:
-    """Walks through all states that two drivers can reach."""
+    """A search through all states that two drivers can reach."""
 
     commits: int
     conditional: bool
     faults: int
-    """Crashes and lost answers, together, in one history."""
+    """Largest number of crashes and lost answers together in one history."""
     tidy: bool = False
-    most: int = 1_000_000
+    max_states: int = 1_000_000
     seen: set[State] = field(default_factory=set)
     requests: dict[Any, Any] = field(default_factory=dict)
-    """What a driver asks next, by the driver and the answers it was given; a driver is replayed for each."""
+    """A driver's next request, by the driver and its answers so far; the driver is replayed for each entry."""
 
     def run(self) -> int:
-        """The number of states, all of them sound; at most `most`, those nearest to the beginning."""
+        """Check the `max_states` states nearest to the start and return how many there were."""
         waiting = deque([State()])
-        while waiting and len(self.seen) < self.most:
+        while waiting and len(self.seen) < self.max_states:
             state = waiting.popleft()
             if state in self.seen:
                 continue
@@ -129,10 +129,10 @@ class Explorer:
             violations.append(replace(self.answered(state, writer, answer), objects=objects))
             if state.faults < self.faults and isinstance(request, Create | Put):
                 faulty = replace(state, faults=state.faults + 1)
-                crashed = tuple(dead or number == writer for number, dead in enumerate(state.crashed))
-                # it dies with the request under way, which lands later or never
+                crashed = tuple(dead or index == writer for index, dead in enumerate(state.crashed))
+                # the writer dies with its request pending, which takes effect later or never
                 violations.append(replace(faulty, crashed=crashed, loose=(*state.loose, request)))
-                # the answer is lost: of a request that took effect, and of one that still will
+                # the answer is lost, of a request that has taken effect and of one that still will
                 violations.append(replace(self.answered(faulty, writer, LOST), objects=objects))
                 violations.append(replace(self.answered(faulty, writer, LOST), loose=(*state.loose, request)))
         return violations
@@ -143,7 +143,7 @@ class Explorer:
         return replace(state, answers=tuple(answers))
 
     def next_request(self, writer: int, answers: tuple[Any, ...]) -> Any:
-        """What the driver asks next, having been given `answers`; None when it has ended."""
+        """Return the driver's next request after `answers`, or None when it has ended."""
         steps = driver("AB"[writer], self.commits, self.conditional, self.tidy)
         try:
             request = next(steps)
@@ -176,7 +176,7 @@ class Explorer:
 
 
 def reader(objects: Objects) -> tuple[int, int, list[str]]:
-    """What a reader takes: slot and epoch of the newest record, and the checkpoints that count."""
+    """Return what a reader sees: slot and epoch of the newest record, and the valid checkpoints."""
     content = dict(objects)
     numbers = protocol.slot_numbers(list(content))
     if not numbers:
@@ -187,19 +187,19 @@ def reader(objects: Objects) -> tuple[int, int, list[str]]:
 
 def check(before: State, after: State) -> None:
     old, new = reader(before.objects), reader(after.objects)
-    assert new[1] >= old[1], f"stale: a record of epoch {new[1]} came behind epoch {old[1]}"
+    assert new[1] >= old[1], f"stale: a record of epoch {new[1]} follows epoch {old[1]}"
     assert new[2][:len(old[2])] == old[2], f"undone: {old[2]} became {new[2]}"
     assert len(set(new[2])) == len(new[2]), f"twice: {new[2]}"
-    assert after.acknowledged <= set(new[2]), f"acknowledged {set(after.acknowledged)}, a reader takes {new[2]}"
+    assert after.acknowledged <= set(new[2]), f"acknowledged {set(after.acknowledged)}, a reader sees {new[2]}"
 
 
 @pytest.mark.parametrize(("commits", "faults"), [(1, 0), (2, 0), pytest.param(1, 1, marks=pytest.mark.long)])
-def test_two_drivers_where_creates_are_conditional(commits, faults):
+def test_two_drivers_keep_all_commits_where_creates_are_conditional(commits, faults):
     assert Explorer(commits, True, faults).run() > 500
 
 
 @pytest.mark.parametrize("conditional", [True, False])
-def test_random_histories_with_crashes_and_lost_answers(conditional):
+def test_random_histories_with_crashes_and_lost_answers_are_sound(conditional):
     choose = random.Random(7)
     acknowledged = 0
     for _ in range(400):
@@ -213,18 +213,18 @@ def test_random_histories_with_crashes_and_lost_answers(conditional):
     assert acknowledged > 100
 
 
-def test_a_driver_that_slept_while_slots_were_deleted(monkeypatch):
+def test_a_driver_that_slept_while_slots_were_deleted_commits_nothing_stale(monkeypatch):
     monkeypatch.setattr(protocol, "KEPT_SLOTS", 1)
-    assert Explorer(2, True, 0, tidy=True, most=15_000).run() == 15_000
+    assert Explorer(2, True, 0, tidy=True, max_states=15_000).run() == 15_000
 
 
-def test_two_drivers_where_creates_overwrite():
-    """All states there are would take an hour: the first 15,000, and the random histories above."""
-    assert Explorer(1, False, 0, most=15_000).run() == 15_000
+def test_two_drivers_keep_all_commits_where_creates_overwrite():
+    """All states would take an hour: check the first 15,000; the random histories above cover the others."""
+    assert Explorer(1, False, 0, max_states=15_000).run() == 15_000
 
 
-def test_the_explorer_finds_what_is_wrong_with_plain_creates(monkeypatch):
-    """The protocol for conditional creates, on a store that overwrites, is broken; the explorer must see it."""
+def test_the_explorer_detects_that_plain_creates_are_unsafe(monkeypatch):
+    """On a store that overwrites, the protocol for conditional creates fails; the explorer must detect it."""
     careless = Explorer(1, True, 0)
     monkeypatch.setattr(Explorer, "carry_out", lambda self, objects, request: _overwriting(objects, request))
     with pytest.raises(AssertionError, match=r"undone|stale|acknowledged"):

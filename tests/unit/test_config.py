@@ -86,14 +86,14 @@ def test_settings_cannot_be_changed() -> None:
     (["steps.x=1"], "it has no keys"),
     (["steps.x.y=1"], "does not lead to a group"),
 ])
-def test_wrong_overrides(overrides: list[str], message: str) -> None:
+def test_wrong_overrides_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Job, {"steps": 2, "stages": []}, overrides)
     assert message in str(caught.value)
     assert caught.value.fix
 
 
-def test_unknown_key_in_a_list(tmp_path: Path) -> None:
+def test_an_unknown_key_in_a_list_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'stages.0.band', did you mean 'bands'"):
         load(Job, write(tmp_path, "stages: [{band: 3}]"))
 
@@ -109,7 +109,7 @@ def test_unknown_key_in_a_list(tmp_path: Path) -> None:
     ("optimizer:\n  betas: [0, 1]\n  betas: [0, 2]\n", "job.yaml:3"),
     ("steps: \x07", "not valid YAML"),
 ])
-def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(Job, write(tmp_path, text))
     assert message in str(caught.value)
@@ -121,7 +121,7 @@ def test_yaml_merge_keys_still_work(tmp_path: Path) -> None:
     assert job.by_name["b"] == Step(bands=3, name="x")
 
 
-def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such configuration file"):
         load(Job, tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes("name: é".encode("latin-1"))

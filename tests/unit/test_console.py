@@ -1,4 +1,4 @@
-"""What people see: bars on a terminal, few plain lines in a log, tables that line up."""
+"""Console output: bars on a terminal, a few plain lines in a log, and aligned tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.train.progress import LINES, describe, training_bar
 
 @pytest.fixture
 def log(monkeypatch):
-    """The console of a job's log: no terminal."""
+    """Return the console of a job's log, which is no terminal."""
     sink = io.StringIO()
     monkeypatch.setattr(module, "console", Console(file=sink, highlight=False, soft_wrap=True))
     return sink
@@ -109,7 +109,7 @@ def test_stages_show_their_number_and_total(log):
 
 
 def test_a_log_says_at_once_that_another_part_of_the_work_begins(log):
-    """Kernels compile for a minute, which a log showed as `ingest: 0/1 units`."""
+    """Kernels compile for a minute, during which the log once showed `ingest: 0/1 units`."""
     with stage_bars(["ingest"]) as on_progress:
         on_progress("ingest", 0, 3, "")
         on_progress("ingest", 0, 3, "compiling text kernels")
@@ -117,14 +117,14 @@ def test_a_log_says_at_once_that_another_part_of_the_work_begins(log):
         on_progress("ingest", 2, 3, "9 documents")
     output = log.getvalue().splitlines()
     assert output[1] == "stage 1 of 1, ingest: 0/3 units  compiling text kernels"
-    assert len(output) == 3  # and what only counts up waits its time
+    assert len(output) == 3  # an update of the count alone waits for the interval
 
 
 def test_a_log_says_how_long_the_rest_takes(log, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     with bars() as group, group.bar("pack", 1_000_000, unit="units") as bar:
-        bar.update(400_000, note="there already")  # what an earlier run did says nothing about the pace
+        bar.update(400_000, note="there already")  # an earlier run's units say nothing about the speed of this one
         now[0] += 60
         bar.update(500_000, note="")
         now[0] += 60
@@ -135,13 +135,13 @@ def test_a_log_says_how_long_the_rest_takes(log, monkeypatch):
 
 
 def test_the_time_left_is_that_of_steps_and_not_of_what_came_before(log, monkeypatch):
-    """Workers took three minutes to start on a busy machine, and five steps later "27.4 h left" was told."""
+    """On a busy machine workers took three minutes to start, and five steps later the bar said "27.4 h left"."""
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     with training_bar(1000) as on_progress:
         on_progress({"step": 0, "state": "starting"})
         now[0] += 200
-        on_progress({"step": 400, "loss": 7.0})  # a run that goes on
+        on_progress({"step": 400, "loss": 7.0})  # a resumed run
         now[0] += 60
         on_progress({"step": 460, "loss": 6.0})
     output = log.getvalue().splitlines()
@@ -150,13 +150,13 @@ def test_the_time_left_is_that_of_steps_and_not_of_what_came_before(log, monkeyp
 
 
 @pytest.mark.parametrize(("seconds", "output"), [(7.4, "7 s"), (99, "99 s"), (600, "10 min"), (9000, "2.5 h")])
-def test_durations(seconds, output):
+def test_durations_have_a_fitting_unit(seconds, output):
     assert module.duration(seconds) == output
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_title_that_is_wider_than_its_table_stays_in_one_piece(terminal):
-    """The path of a checkpoint was cut in the middle."""
+    """The path of a checkpoint was once cut in the middle."""
     sink = io.StringIO()
     title = "step 8 of /somewhere/runs/articles/checkpoints/step_00000008"
     print_table([{"set": "validation", "loss": 3.9}], title=title,

@@ -1,4 +1,4 @@
-"""Threads that can be left behind."""
+"""Daemon threads that can be abandoned while a call hangs."""
 
 import subprocess
 import sys
@@ -15,17 +15,18 @@ SECONDS = 60
 
 @pytest.fixture
 def held():
-    """An event that hung calls wait for; set in the end."""
+    """Yield an event that hanging calls wait for, and set it at the end."""
     event = threading.Event()
     yield event
     event.set()
 
 
 def test_calls_run_in_order():
-    thread, seen = DaemonThread("test"), []
-    futures = [thread.submit(seen.append, number) for number in range(50)]
+    thread = DaemonThread("test")
+    calls = []
+    futures = [thread.submit(calls.append, index) for index in range(50)]
     assert [future.result(SECONDS) for future in futures] == [None] * 50
-    assert seen == list(range(50))
+    assert calls == list(range(50))
     thread.stop()
 
 
@@ -38,14 +39,16 @@ def test_the_future_raises_the_error_of_its_call():
 
 
 def test_stopping_abandons_a_hanging_call_and_cancels_those_after_it(held):
-    thread, begun = DaemonThread("test"), threading.Event()
+    thread = DaemonThread("test")
+    entered = threading.Event()
 
     def hang():
-        begun.set()
+        entered.set()
         held.wait()
 
-    hung, waiting = thread.submit(hang), thread.submit(print)
-    assert begun.wait(SECONDS)
+    hung = thread.submit(hang)
+    waiting = thread.submit(print)
+    assert entered.wait(SECONDS)
     thread.stop(wait=False)
     assert not hung.done()
     held.set()

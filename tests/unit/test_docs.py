@@ -1,4 +1,4 @@
-"""What README.md and the pages of `docs/` name is there: commands and options, files, links, settings, defaults."""
+"""Commands, options, files, links, tests, settings and defaults named in README.md and `docs/` exist."""
 
 from __future__ import annotations
 
@@ -24,46 +24,49 @@ PAGES = sorted([*DOCS.glob("*.md"), *(ROOT / name for name in (
     "tests/chaos/README.md"))])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ROOMS = ("tests", "docs", "jobs", "pipelines", "k8s", "cluster", "platform", "tidewheel")
-#: From where a page may name a file.
+#: Folders relative to which a page may name a file.
 ABOVE = ("", "platform", "platform/tidewheel", "docs", "k8s", "tests")
 _INDENTED = re.compile(r"(?:^(?: {4}.*)?\n)+", re.MULTILINE)
-#: A file of tests, a test in one, or `::name` alone.
+#: A test file, a test in one, or `::name` alone.
 _TEST = re.compile(r"`(?=[t:])(((?:tests/[\w/]+/)?test_\w+\.py)?(?:::(\w+))?)`")
 TESTS = ROOT / "tests"
 _SPAN = re.compile(r"`([^`\n]+)`")
 
 
 def shell_lines(page: Path) -> list[str]:
-    """Commands in fenced, indented and inline code."""
+    """Return the commands in fenced, indented and inline code."""
     text = page.read_text()
-    found = [line.removeprefix("$ ") for block in blocks(page) if block.language in ("sh", "console")
+    lines = [line.removeprefix("$ ") for block in blocks(page) if block.language in ("sh", "console")
              for line in commands(block.text)]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    found += [line for block in _INDENTED.findall(prose) for line in commands(block)]
-    return found + _SPAN.findall(prose)
+    lines += [line for block in _INDENTED.findall(prose) for line in commands(block)]
+    return lines + _SPAN.findall(prose)
 
 
 def calls(page: Path, program: str) -> list[str]:
-    """Commands of this program, also behind a pipe, a variable or in a list."""
+    """Return the commands of a program, also those after a pipe or a variable, and those in a list."""
     parts = [part.strip() for line in shell_lines(page) for part in re.split(r"\s\|\s|&&|;|\s&(?:\s|$)", line)]
     parts = [re.sub(r"^(?:\w+=\S* |env (?:-u \w+ |\w+=\S+ )*)+", "", part) for part in parts]
     return [part for part in parts if part.startswith(program + " ")]
 
 
 def words(command: str) -> list[str]:
-    """The words of a command, without comments, optional brackets, what stands for more, and the options that a shell
-    variable of the page holds (the page is run, too)."""
+    """Return the words of a command.
+
+    Comments, brackets around optional words, a final `...` and shell variables that hold options are left out; a test
+    that runs the page covers the variables.
+    """
     command = re.sub(r"\s+\.\.\.$", "", re.sub(r"\[(-[^]]*)\]", r"\1", command))
-    found = shlex.split(command, comments=True)
-    return [word for word, before in zip(found, ["", *found]) if not re.fullmatch(r"\$[a-z]+", word)
+    parts = shlex.split(command, comments=True)
+    return [word for word, before in zip(parts, ["", *parts]) if not re.fullmatch(r"\$[a-z]+", word)
             or before.startswith("--")]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_commands_are_there_with_their_options(name):
+def test_commands_exist_with_their_options(name):
     for command in calls(ROOT / name, "tidewheel"):
         tokens = words(command)[1:]
-        if "|" in tokens[-1] or not tokens[0].isalpha():  # `checkpoint list|verify`: each of them
+        if "|" in tokens[-1] or not tokens[0].isalpha():  # alternatives, as in `checkpoint list|verify`
             continue
         try:
             parsed(tokens)
@@ -72,7 +75,7 @@ def test_commands_are_there_with_their_options(name):
 
 
 def parsed(tokens: list[str]) -> None:
-    """Parse a command line, and the one inside a submission; missing arguments are no mistake of a page in prose."""
+    """Parse a command line, and the one inside a submission; prose may leave arguments out."""
     try:
         _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     except cyclopts.MissingArgumentError:
@@ -86,7 +89,7 @@ def parsed(tokens: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_modules_are_there_with_their_options(name):
+def test_modules_exist_with_their_options(name):
     for command in calls(ROOT / name, "python -m"):
         module, *options = words(command)[2:]
         spec = importlib.util.find_spec(module)
@@ -94,8 +97,8 @@ def test_modules_are_there_with_their_options(name):
         assert spec.origin is not None
         if module.startswith("tests."):
             source = Path(spec.origin).read_text()
-            long = [each.partition("=")[0] for each in options if each.startswith("--")]
-            unknown = [each for each in long if f'"{each}"' not in source]
+            long_options = [option.partition("=")[0] for option in options if option.startswith("--")]
+            unknown = [option for option in long_options if f'"{option}"' not in source]
             assert not unknown, f"{name}: {command}: no {unknown}"
 
 
@@ -106,19 +109,19 @@ def test_links_lead_somewhere(name):
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
-        there = (page.parent / path) if path else page
-        assert there.exists(), f"{name}: {target}"
-        assert not anchor or anchor in anchors(there), f"{name}: {target}"
+        linked = (page.parent / path) if path else page
+        assert linked.exists(), f"{name}: {target}"
+        assert not anchor or anchor in anchors(linked), f"{name}: {target}"
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """Return the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_that_are_named_are_there(name):
+def test_named_files_exist(name):
     for span in _SPAN.findall((ROOT / name).read_text()):
         path = span.rstrip("/")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", path) or (
@@ -128,9 +131,9 @@ def test_files_that_are_named_are_there(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tests_that_are_named_are_there(name):
-    """`tests/unit/test_docs.py`, `test_docs.py` where one file has that name or the page has named it in full,
-    `test_docs.py::test_links_lead_somewhere`, `::test_links_lead_somewhere` of the file before."""
+def test_named_tests_exist(name):
+    """A page may write `tests/unit/test_docs.py`, or `test_docs.py` if the name is unique or the page has named it in
+    full, `test_docs.py::test_links_lead_somewhere`, or `::test_links_lead_somewhere` for the file before."""
     assert not missing_tests((ROOT / name).read_text())
 
 
@@ -141,8 +144,8 @@ def missing_tests(text: str) -> list[str]:
     file = None
     for span, path, function in _TEST.findall(text):
         if path:
-            there = [named[path]] if path in named else [ROOT / path] if "/" in path else [*TESTS.rglob(path)]
-            file = there[0] if len(there) == 1 and there[0].exists() else None
+            matches = [named[path]] if path in named else [ROOT / path] if "/" in path else [*TESTS.rglob(path)]
+            file = matches[0] if len(matches) == 1 and matches[0].exists() else None
             if file is not None:
                 named[file.name] = file
         if file is None or (function and not re.search(rf"^def {function}\(", file.read_text(), re.MULTILINE)):
@@ -150,7 +153,7 @@ def missing_tests(text: str) -> list[str]:
     return missing
 
 
-def test_a_test_that_is_not_there_is_found():
+def test_a_named_test_that_does_not_exist_is_reported():
     assert missing_tests("`tests/unit/test_docs.py`, `::test_links_lead_somewhere`, `tests/unit/train/test_stop.py`, "
                          "`test_stop.py`, `test_docs.py::test_links_lead_somewhere`") == []
     for wrong in ("tests/unit/test_nothing.py", "test_nothing.py", "test_layout.py::test_nothing", "test_stop.py",
@@ -159,28 +162,28 @@ def test_a_test_that_is_not_there_is_found():
 
 
 def configs() -> dict[str, type[Config]]:
-    """Groups of settings by name, of both configurations."""
+    """Return the groups of settings of both configurations, by name."""
     groups: dict[str, type[Config]] = {}
     for root in (TrainConfig, PipelineConfig):
         for name, field in root.model_fields.items():
-            found = _configs_in(field.annotation)
-            if found:
-                groups[name] = found[0]
+            kinds = _configs_in(field.annotation)
+            if kinds:
+                groups[name] = kinds[0]
     return groups
 
 
 def known_fields(kind: type[Config]) -> dict[str, Any]:
-    """Annotations of a group's settings; of a part those of every built-in one, and its name's."""
-    found = {name: field.annotation for name, field in kind.model_fields.items()}
+    """Return the annotations of a group's settings; for a part, those of every built-in one and of `kind`."""
+    fields = {name: field.annotation for name, field in kind.model_fields.items()}
     if issubclass(kind, Part):
-        found["kind"] = str
-        for other in kind.__subclasses__():
-            found |= known_fields(other)
-    return found
+        fields["kind"] = str
+        for subclass in kind.__subclasses__():
+            fields |= known_fields(subclass)
+    return fields
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_that_are_named_are_there(name):
+def test_named_settings_exist(name):
     groups = configs()
     for span in _SPAN.findall((ROOT / name).read_text()):
         found = re.fullmatch(r"(\w+)((?:\.[a-z_]\w*)+)(?:[:=].*)?", span)
@@ -202,14 +205,15 @@ def test_tables_of_settings_have_the_defaults(name, group):
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", (DOCS / f"{name}.md").read_text(), re.MULTILINE)
     checked = 0
     for names, defaults in rows:
-        settings, told = re.findall(r"`(\w+)`", names), defaults.split(", ")
+        settings = re.findall(r"`(\w+)`", names)
+        values = defaults.split(", ")
         if settings[0] not in kind.model_fields:
             continue
-        assert len(settings) == len(told), names
-        for setting, value in zip(settings, told):
+        assert len(settings) == len(values), names
+        for setting, value in zip(settings, values):
             default = kind.model_fields[setting].default
             if not isinstance(default, bool | int | float | str):
-                continue  # a group of settings, which is told in words
+                continue  # a group of settings, which the table describes in words
             shown = f"{default:g}" if isinstance(default, float) else str(default)
             assert value.strip().split(" ")[0] == shown, f"{setting}: {default}, not {value}"
             checked += 1
@@ -217,23 +221,23 @@ def test_tables_of_settings_have_the_defaults(name, group):
 
 
 @pytest.mark.parametrize("page", TASKS)
-def test_what_a_task_page_does_not_run_is_outside_and_says_so(page):
-    found = blocks(DOCS / f"{page}.md")
-    assert any(block.language == "sh" for block in found)
-    said = "\n".join(block.text for block in found if block.language == "sh")
-    for block in found:
+def test_commands_that_a_task_page_does_not_run_need_another_machine_and_say_so(page):
+    page_blocks = blocks(DOCS / f"{page}.md")
+    assert any(block.language == "sh" for block in page_blocks)
+    shell_text = "\n".join(block.text for block in page_blocks if block.language == "sh")
+    for block in page_blocks:
         if block.language == "console":
-            assert NOT_RUN.search(block.before.replace("\n", " ")), f"{page}:{block.line}: why is it not run?"
+            assert NOT_RUN.search(block.before.replace("\n", " ")), f"{page}:{block.line}: say why this is not run"
             for command in commands(block.text):
                 assert command.startswith(tuple(f"$ {program} " for program in OUTSIDE)), f"{page}: {command}"
         if block.file:
-            assert Path(block.file).name in said, f"{page}:{block.line}: {block.file} is not used"
+            assert Path(block.file).name in shell_text, f"{page}:{block.line}: {block.file} is not used"
         assert block.language != "text" or block.text.strip(), f"{page}:{block.line}: empty"
 
 
 @pytest.mark.parametrize("page", TASKS)
-def test_what_the_tests_add_is_part_of_the_command(page):
-    """Else a test would run what it says it shortens."""
+def test_options_that_the_tests_add_are_part_of_the_command(page):
+    """Otherwise a test would run the page's full command although it says that it shortens it."""
     run = script(DOCS / f"{page}.md")
     for options in re.findall(r"# the tests add: (.*)", (DOCS / f"{page}.md").read_text()):
         assert re.search(rf"^[^#]* {re.escape(options)}$", run, re.MULTILINE), options
@@ -250,13 +254,13 @@ def test_the_pages_show_what_a_newcomer_needs():
 
 
 def test_contributing_has_every_kind_of_part():
-    found = set()
+    kinds = set()
     for path in (ROOT / "platform/tidewheel").rglob("*.py"):
-        found |= set(re.findall(r'= Kind\("([\w ]+)", (\w+), [^,]+, "(tidewheel\.\w+)"', path.read_text()))
+        kinds |= set(re.findall(r'= Kind\("([\w ]+)", (\w+), [^,]+, "(tidewheel\.\w+)"', path.read_text()))
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = re.findall(r"^\| ([\w ]+) \| `tw\.(\w+)` \| `[\w/]+` \| `([\w.]+)` \|", text, re.MULTILINE)
-    assert len(found) >= 8
-    assert set(table) == found
+    assert len(kinds) >= 8
+    assert set(table) == kinds
 
 
 def test_the_glossary_has_each_term_once_in_order():

@@ -57,8 +57,9 @@ def public(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.ClassDef | None
 
 def arguments(function: ast.FunctionDef) -> list[str]:
     """Return the names of a function's arguments, without `self` and `cls`."""
-    taken = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    names = [argument.arg for argument in (*taken, function.args.vararg, function.args.kwarg) if argument is not None]
+    parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    parameters += [variable for variable in (function.args.vararg, function.args.kwarg) if variable is not None]
+    names = [parameter.arg for parameter in parameters]
     return [name for name in names if name not in ("self", "cls")]
 
 

@@ -39,14 +39,14 @@ def test_root_cause_looks_through_wrappers() -> None:
 
 
 def test_root_cause_follows_from_and_during_but_not_from_none() -> None:
-    def chain(how: str) -> BaseException:
+    def chain(link: str) -> BaseException:
         try:
             try:
                 raise ShardError("inner")
             except ShardError as error:
-                if how == "from":
+                if link == "from":
                     raise RuntimeError("outer") from error
-                if how == "during":
+                if link == "during":
                     raise RuntimeError("outer")  # noqa: B904
                 raise ConfigError("outer") from None
         except Exception as error:
@@ -54,4 +54,4 @@ def test_root_cause_follows_from_and_during_but_not_from_none() -> None:
 
     assert isinstance(root_cause(chain("from")), ShardError)
     assert isinstance(root_cause(chain("during")), ShardError)
-    assert isinstance(root_cause(chain("none")), ConfigError)  # the deliberate translation is what to tell
+    assert isinstance(root_cause(chain("none")), ConfigError)  # `from None` hides the original on purpose

@@ -1,4 +1,4 @@
-"""A part's version is a promise: a fixed input, and the output that was recorded for the version."""
+"""Each part gives the output that was recorded for its version, for a fixed input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidewheel.rewards import KIND as REWARDS
 from tidewheel.versions import Version
 
 UNHELD = {"filter_language", "filter_classifier", "read_warc", "own_filters", "own_readers", "own_rewards"}
-"""Parts whose output follows from packages, whose versions are in the keys beside these, or from the code of users."""
+"""Parts whose output follows from other packages, whose versions are in the keys too, or from user code."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def recorded() -> dict[str, Any]:
 def test_every_stage_gives_what_its_version_promises(recorded: dict[str, Any]):
     outcomes = cases.pipeline_cases()
     assert set(outcomes) == {f"stage {name}" for name in cases.STAGES}
-    assert [why for name, outcome in outcomes.items() if (why := problem(name, outcome, recorded))] == []
+    assert [message for name, outcome in outcomes.items() if (message := problem(name, outcome, recorded))] == []
 
 
 @pytest.mark.parametrize("name", list(cases.CASES))
@@ -50,7 +50,7 @@ def test_no_part_is_without_a_promise(recorded: dict[str, Any]):
     assert parts - held == UNHELD
 
 
-def test_what_a_change_is_told_as():
+def test_each_change_has_its_message():
     before = {"case": {"versions": {"a": 1}, "settings": {"x": 1, "deep": [{"y": 2}]}, "output": "o"}}
     settings = {"x": 1, "deep": [{"y": 2, "new": 0}], "more": 5}
     assert problem("case", Outcome({"a": 1}, settings, "o"), before) == ""

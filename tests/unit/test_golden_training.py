@@ -1,4 +1,4 @@
-"""The version of a part of training is a promise: a fixed input, and the numbers that were recorded for the version."""
+"""Each part of training gives the numbers that were recorded for its version, for a fixed input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_part_gives_what_its_version_promises(name: str, recorded: dict[st
     assert training_problem(name, training.run(name), recorded) == ""
 
 
-def test_nothing_is_recorded_that_is_gone(recorded: dict[str, Any]):
+def test_every_recorded_part_still_exists(recorded: dict[str, Any]):
     assert sorted(recorded) == sorted(training.names())
 
 
@@ -50,9 +50,9 @@ def test_the_number_of_threads_changes_no_output(name: str):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = training.run(name)
+        single_thread = training.run(name)
         torch.set_num_threads(2)
-        assert training.different(training.run(name).rows, one.rows, one.tolerance / 10) == ""
+        assert training.different(training.run(name).rows, single_thread.rows, single_thread.tolerance / 10) == ""
     finally:
         torch.set_num_threads(threads)
 
@@ -131,13 +131,13 @@ def test_a_change_without_a_new_version_is_refused(change: str, recorded: dict[s
                                                    monkeypatch: pytest.MonkeyPatch):
     name, apply = CHANGES[change]
     apply(monkeypatch)
-    why = training_problem(name, training.run(name), recorded)
-    assert "the output" in why
-    assert "raise the version" in why
+    message = training_problem(name, training.run(name), recorded)
+    assert "the output" in message
+    assert "raise the version" in message
 
 
 def test_adamw_written_out_gives_the_recorded_numbers(recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """The changed AdamW above differs by epsilon's place alone."""
+    """The changed AdamW above differs only in where it adds epsilon."""
     adamw = _part(optimizers.KIND, "adamw")
     monkeypatch.setattr(adamw, "inside", False, raising=False)
     monkeypatch.setattr(adamw, "build", _adamw_with_epsilon_under_the_root)

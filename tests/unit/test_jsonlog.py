@@ -45,7 +45,7 @@ def test_lines_come_back_in_order_across_restarts(run_store: Store) -> None:
         for step in range(5):
             log.append({"generation": generation, "step": step, "text": "line\nbreak ü {"})
         log.flush()
-        log.flush()  # nothing collected: writes nothing
+        log.flush()  # there are no pending lines: writes nothing
     records = jsonlog.read(run_store, "metrics.jsonl")
     assert [(r["generation"], r["step"]) for r in records] == [(g, s) for g in range(3) for s in range(5)]
     assert records[0]["text"] == "line\nbreak ü {"
@@ -72,14 +72,14 @@ def test_a_flush_puts_the_newest_segment_again(server: S3Server, monkeypatch: py
         log.flush()
         counts.append(len(run_store.list("m.jsonl")))
     assert counts == [1 + flushes // 10 for flushes in range(45)]
-    for step in range(55, 100):  # more than a segment at once
+    for step in range(55, 100):  # more lines than fit in a segment
         log.append({"step": step})
     log.flush()
     assert len(run_store.list("m.jsonl")) == 9
     assert [r["step"] for r in jsonlog.read(run_store, "m.jsonl")] == list(range(10, 100))
 
 
-def test_writers_sort_by_their_order_and_start_whatever_the_clocks(server: S3Server,
+def test_writers_sort_by_their_order_and_start_and_not_by_clocks(server: S3Server,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     run_store = store(f"s3://logs/{uuid.uuid4().hex}")
     clock = itertools.count(1_000_000, -1000)
@@ -108,7 +108,7 @@ def test_a_log_of_an_older_version_is_continued(server: S3Server) -> None:
 
 
 def test_a_put_that_arrives_late_loses_no_lines(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sender was told that it failed, and has put more since."""
+    """Its sender received an error, and has put more lines since."""
     run_store = store(f"s3://logs/{uuid.uuid4().hex}")
     log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     late: list[tuple[str, bytes]] = []
@@ -142,7 +142,7 @@ def test_the_newest_records_take_one_request(server: S3Server, monkeypatch: pyte
     assert len(run_store.list("m.jsonl")) > 20
     reads = []
     real = type(run_store).read
-    monkeypatch.setattr(type(run_store), "read", lambda *given: reads.append(given[1]) or real(*given))
+    monkeypatch.setattr(type(run_store), "read", lambda *arguments: reads.append(arguments[1]) or real(*arguments))
     records = jsonlog.newest_first(run_store, "m.jsonl")
     assert next(records)["step"] == 299
     assert len(reads) == 1
@@ -173,7 +173,7 @@ def test_pending_lines_are_bounded_and_the_log_counts_the_dropped_ones(run_store
         broken.setattr(jsonlog._File, "write", lambda *_: (_ for _ in ()).throw(StorageError("full")))
         for step in range(100, 1000):
             log.append({"step": step})
-        assert len(log.unwritten()) == 50 + (run_store.local_path(key) is not None)  # lines being sent are kept
+        assert len(log.unwritten()) == 50 + (run_store.local_path(key) is not None)  # keeps lines that are being sent
         with pytest.raises(StorageError):
             log.flush()
     log.flush()
@@ -181,14 +181,14 @@ def test_pending_lines_are_bounded_and_the_log_counts_the_dropped_ones(run_store
     steps = [r["step"] for r in records if "step" in r]
     assert steps[-50:] == list(range(950, 1000))
     notes = [r for r in records if r.get("kind") == "log_dropped"]
-    assert len(notes) == (key == "events.jsonl")  # readers of other logs do not meet it
+    assert len(notes) == (key == "events.jsonl")  # only events.jsonl gets the note
     for note in notes:
         assert note["detail"] == {"log": key, "lines": 900 - len(steps)}
     assert list(jsonlog.newest_first(run_store, key)) == records[::-1]
 
 
-def unwritable(path: Path, how: str) -> None:
-    match how:
+def unwritable(path: Path, fault: str) -> None:
+    match fault:
         case "full":
             path.symlink_to("/dev/full")
         case "gone":
@@ -200,8 +200,8 @@ def unwritable(path: Path, how: str) -> None:
             path.mkdir()
 
 
-def writable(path: Path, how: str) -> None:
-    match how:
+def writable(path: Path, fault: str) -> None:
+    match fault:
         case "full":
             path.unlink()
         case "gone":
@@ -213,10 +213,10 @@ def writable(path: Path, how: str) -> None:
             path.rmdir()
 
 
-@pytest.mark.parametrize(("how", "written"), [("full", True), ("full", False), ("no folder", True),
-                                              ("no folder", False), ("a folder", True), ("a folder", False),
-                                              ("gone", True)])
-def test_a_local_log_that_cannot_be_written_waits(tmp_path: Path, how: str, written: bool,
+@pytest.mark.parametrize(("fault", "written"), [("full", True), ("full", False), ("no folder", True),
+                                                ("no folder", False), ("a folder", True), ("a folder", False),
+                                                ("gone", True)])
+def test_a_local_log_that_cannot_be_written_waits(tmp_path: Path, fault: str, written: bool,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlog, "RETRY_SECONDS", 0.0)
     path = tmp_path / "run" / "events.jsonl"
@@ -227,7 +227,7 @@ def test_a_local_log_that_cannot_be_written_waits(tmp_path: Path, how: str, writ
         log.append({"step": 0})
         before = path.read_bytes()
         path.unlink()
-    unwritable(path, how)
+    unwritable(path, fault)
     for step in range(1, 4):
         log.append({"step": step})
     log.flush_soon()
@@ -235,7 +235,7 @@ def test_a_local_log_that_cannot_be_written_waits(tmp_path: Path, how: str, writ
     with pytest.raises(StorageError) as error:
         log.flush()
     assert error.value.fix
-    writable(path, how)
+    writable(path, fault)
     path.write_bytes(before)
     log.append({"step": 4})
     assert log.unwritten() == []
@@ -243,8 +243,8 @@ def test_a_local_log_that_cannot_be_written_waits(tmp_path: Path, how: str, writ
     assert steps == [0, 1, 2, 3, 4] if written else [1, 2, 3, 4]
 
 
-def test_a_folder_that_went_away_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a disk that comes back, and would hide what was written meanwhile."""
+def test_a_folder_that_disappeared_is_not_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be on a disk that is mounted again later and would then hide what was written meanwhile."""
     monkeypatch.setattr(jsonlog, "RETRY_SECONDS", 0.0)
     log = JsonLog(store(tmp_path / "run"), "m.jsonl")
     log.append({"step": 0})
@@ -257,7 +257,7 @@ def test_a_folder_that_went_away_is_not_made_again(tmp_path: Path, monkeypatch: 
 
 
 def _fill_the_disk(root: str) -> None:
-    """The first line fits, the second only in part, then there is room again."""
+    """Let the first line fit and the second one only in part, then make room again."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     log = JsonLog(store(root), "m.jsonl")
     line = len('{"step":0}\n')
@@ -270,7 +270,7 @@ def _fill_the_disk(root: str) -> None:
     log.flush()
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_loses_no_line(tmp_path: Path) -> None:
     child = multiprocessing.get_context("fork").Process(target=_fill_the_disk, args=(str(tmp_path),))
     child.start()
     child.join(60)
@@ -279,7 +279,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path) -> None:
 
 
 def test_a_burst_is_one_write(server: S3Server) -> None:
-    """`flush_due` waits for the interval, whoever calls it how often."""
+    """`flush_due` waits for the interval, however often it is called."""
     run_store = store(f"s3://logs/{uuid.uuid4().hex}")
     log = JsonLog(run_store, "m.jsonl", flush_seconds=3600)
     for step in range(10):
@@ -310,11 +310,11 @@ def test_lines_are_kept_while_the_object_store_fails(server: S3Server, monkeypat
 def test_threads_and_writers_share_a_log(run_store: Store) -> None:
     logs = [JsonLog(run_store, "events.jsonl", flush_seconds=0.05) for _ in range(3)]
 
-    def work(number: int) -> None:
+    def work(writer: int) -> None:
         for count in range(40):
-            logs[number % 3].append({"writer": number, "count": count, "filler": "x" * 500})
+            logs[writer % 3].append({"writer": writer, "count": count, "filler": "x" * 500})
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=work, args=(writer,)) for writer in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -323,19 +323,19 @@ def test_threads_and_writers_share_a_log(run_store: Store) -> None:
         log.flush()
     records = jsonlog.read(run_store, "events.jsonl")
     assert sorted((r["writer"], r["count"]) for r in records) == [(w, c) for w in range(6) for c in range(40)]
-    for writer in range(6):  # each writer's own lines stay in its order
+    for writer in range(6):  # each writer's own lines stay in order
         assert [r["count"] for r in records if r["writer"] == writer] == list(range(40))
 
 
-def _append_many(root: str, number: int) -> None:
+def _append_many(root: str, writer: int) -> None:
     log = JsonLog(store(root), "m.jsonl")
     for count in range(300):
-        log.append({"writer": number, "count": count, "filler": "y" * 3000})
+        log.append({"writer": writer, "count": count, "filler": "y" * 3000})
 
 
 def test_processes_append_to_one_file(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_append_many, args=(str(tmp_path), number)) for number in range(4)]
+    children = [context.Process(target=_append_many, args=(str(tmp_path), writer)) for writer in range(4)]
     for child in children:
         child.start()
     for child in children:
@@ -376,7 +376,7 @@ def test_lines_of_a_writer_that_is_gone_are_appended_and_read_once(run_store: St
     first.append({"step": 2})
     unwritten = first.unwritten()
     assert unwritten == ([] if run_store.local_path("m.jsonl") is not None else ['{"step":2}\n'])
-    first.flush()  # it came to write them after all
+    first.flush()  # the first writer writes them after all
     assert first.unwritten() == []
     second.restore(unwritten)
     second.append({"step": 3})

@@ -1,4 +1,4 @@
-"""Rules of the code base that a machine can check: names, import directions, and where Ray may appear."""
+"""Rules of the code base that a test can check: names, import directions, and which rooms may import Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LEVELS = [
     ("commands",),
     ("cli",),
 ]
-# The same inside `data`. A name stands for a module or a folder; the longest name that fits a module is its own.
+# The levels inside `data`. A name stands for a module or a folder; for each module the longest matching name counts.
 DATA_LEVELS = [
     ("document", "languages", "progress", "quarantine", "resources", "text_template", "thresholds", "url"),
     ("verdicts", "text"),
@@ -57,7 +57,7 @@ DATA_LEVELS = [
     ("pipeline", "similar", "preview", "kernel_build"),
     ("pipeline_plan", "clean", "diff"),
 ]
-# Imports inside functions that point back, each from one module to another, with the reason.
+# Imports inside functions that point backwards: importing module, imported module, reason.
 ALLOWED_BACKWARDS = {
     ("storage", "stores"): "`store` opens URIs with the parts for their schemes",
 }
@@ -112,16 +112,16 @@ def parsed(path: Path) -> ast.Module:
 def imported_modules(path: Path) -> set[str]:
     """Return the modules of the package that a file uses: of `from a import b`, `a.b` if that is a module, else `a`."""
     known = MODULES
-    used: set[str] = set()
+    modules_used: set[str] = set()
     tree = parsed(path)
     names = {name.removeprefix("tidewheel.") for name in imports(path) if name.startswith("tidewheel.")} & known
     from_package = {(node.module or "").removeprefix("tidewheel."): {alias.name for alias in node.names}
                     for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     for name in names:
-        taken = from_package.get(name)
-        if taken is None or any(f"{name}.{item}" not in known for item in taken):
-            used.add(name)
-    return used - {dotted(path)}
+        names_taken = from_package.get(name)
+        if names_taken is None or any(f"{name}.{item}" not in known for item in names_taken):
+            modules_used.add(name)
+    return modules_used - {dotted(path)}
 
 
 def level(name: str, levels: Sequence[tuple[str, ...]]) -> int:
@@ -142,7 +142,7 @@ def test_platform_is_the_standard_librarys():
     assert entries == {"tidewheel"}
 
 
-def test_top_level_is_what_the_owner_fixed():
+def test_the_required_folders_exist_at_the_top_level():
     for name in ("pyproject.toml", "README.md", "platform", "pipelines", "jobs", "tests", "cluster", "k8s"):
         assert (ROOT / name).exists(), name
 
@@ -151,12 +151,14 @@ def test_top_level_is_what_the_owner_fixed():
 def test_imports_point_one_way(path):
     name = dotted(path)
     for imported in imported_modules(path) if name else ():
-        here, there = name.split(".")[0], imported.split(".")[0]
+        importing_room = name.split(".")[0]
+        imported_room = imported.split(".")[0]
         if (name, imported) in ALLOWED_BACKWARDS:
             continue
-        if here != there:
-            assert level(there, LEVELS) < level(here, LEVELS), f"{name} imports {imported}, which is to its right"
-        elif here == "data":
+        if importing_room != imported_room:
+            assert level(imported_room, LEVELS) < level(importing_room, LEVELS), \
+                f"{name} imports {imported}, which is to its right"
+        elif importing_room == "data":
             inner, target = name.removeprefix("data."), imported.removeprefix("data.")
             if inner.split(".")[0] != target.split(".")[0]:
                 assert level(target, DATA_LEVELS) < level(inner, DATA_LEVELS), f"{name} imports {imported}"
@@ -220,32 +222,32 @@ def test_nothing_is_unpickled(path):
 
 FILTER_ROOM, FACADE = "data/filters/", "filters.py"
 ENGLISH = {"urls", "language", "words", "classifier"}
-"""Filters whose names are words that stand for other things too; their classes are not."""
+"""Filters whose names are words with other meanings too; the names of their classes are not."""
 
 
 def identifiers_and_strings(path: Path) -> set[str]:
-    """Names, attributes, arguments and the words in strings of a file, docstrings aside."""
+    """Return the names, attributes, arguments and words in strings of a file, without docstrings."""
     tree = parsed(path)
     plain = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    found: set[str] = set()
+    identifiers: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            found.add(node.id)
+            identifiers.add(node.id)
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            identifiers.add(node.attr)
         elif isinstance(node, ast.arg | ast.keyword) and node.arg:
-            found.add(node.arg)
+            identifiers.add(node.arg)
         elif isinstance(node, ast.alias):
-            found.update((node.asname or node.name).split("."))
+            identifiers.update((node.asname or node.name).split("."))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
+            identifiers.add(node.target.id)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in plain:
-            found.update(re.findall(r"\w+", node.value))
-    return found
+            identifiers.update(re.findall(r"\w+", node.value))
+    return identifiers
 
 
 def part_imports(path: Path) -> set[str]:
-    """Built-in filters that a file imports, also for types."""
+    """Return the built-in filters that a file imports, also under TYPE_CHECKING."""
     tree = parsed(path)
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     modules |= {f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
@@ -256,7 +258,7 @@ def part_imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_second_list_of_filters(path):
-    """What else must know of a filter asks the filter: only its own module, and the facade for editors, names it."""
+    """Code that must know something about a filter asks the filter. Only its module and the editor facade name it."""
     inside = str(path.relative_to(PACKAGE))
     if inside.startswith(FILTER_ROOM) or inside == FACADE:
         return
@@ -278,9 +280,9 @@ def test_the_facade_for_editors_has_every_filter():
 READER_ROOM = "data/formats/"
 RECOGNITION = ("data/reader.py", "data/readers/__init__.py", "data/readers/sniff.py")
 WRITTEN = ("data/product/", "data/output_steps.py", "data/config.py")
-"""What the step `write` makes has formats of its own."""
+"""Module of the step `write`, which has its own output formats."""
 AMBIGUOUS = {"code", "json", "text"}
-"""Formats whose names are words that mean other things too, except where files are recognised."""
+"""Formats whose names are words with other meanings too, except where files are recognised."""
 
 
 def reader_modules() -> set[str]:
@@ -304,4 +306,4 @@ def test_only_readers_name_formats(path):
     names = set(READERS.built_in())
     if inside not in RECOGNITION:
         names -= AMBIGUOUS
-    assert not strings(path) & names, f"{inside} names a format; let the reader say what others must know of it"
+    assert not strings(path) & names, f"{inside} names a format; the reader should declare what other code must know"

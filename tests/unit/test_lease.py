@@ -1,4 +1,4 @@
-"""Leases: never two holders, whatever the store can do, and none for ever."""
+"""A lease never has two holders, on any store, and no holder keeps it for ever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidewheel.storage import LocalStore, store
 
 
 class Clock:
-    """Seconds that pass when somebody sleeps."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,8 +37,8 @@ class Careless(LocalStore):
         return True
 
 
-def abroad(number: int) -> Holder:
-    return Holder(f"driver{number}", "another-machine", 1, "1")
+def remote_holder(index: int) -> Holder:
+    return Holder(f"driver{index}", "another-machine", 1, "1")
 
 
 @pytest.fixture(params=[LocalStore, Careless])
@@ -46,13 +46,14 @@ def folder(request, tmp_path):
     return request.param(tmp_path)
 
 
-def leases(folder, number: int, clock: Clock) -> Leases:
-    return Leases(folder, abroad(number), ttl_seconds=20, settle_seconds=2, sleep=clock.sleep, clock=clock)
+def leases(folder, index: int, clock: Clock) -> Leases:
+    return Leases(folder, remote_holder(index), ttl_seconds=20, settle_seconds=2, sleep=clock.sleep, clock=clock)
 
 
 def test_one_holder_until_it_is_released(folder):
     clock = Clock()
-    one, two = leases(folder, 1, clock), leases(folder, 2, clock)
+    one = leases(folder, 1, clock)
+    two = leases(folder, 2, clock)
     assert one.acquire("step")
     assert not two.acquire("step")
     assert two.look("step")["driver"] == "driver1"
@@ -60,12 +61,13 @@ def test_one_holder_until_it_is_released(folder):
     assert two.look("step") is None
     assert two.acquire("step")
     assert not one.acquire("step")
-    assert one.beat() == []  # it has given it back: nothing is lost
+    assert one.beat() == []  # a released lease is not lost
 
 
 def test_a_silent_holder_loses_the_lease_and_notices(folder):
     clock = Clock()
-    one, two = leases(folder, 1, clock), leases(folder, 2, clock)
+    one = leases(folder, 1, clock)
+    two = leases(folder, 2, clock)
     assert one.acquire("step")
     for _ in range(5):
         assert not two.acquire("step")
@@ -78,46 +80,47 @@ def test_a_silent_holder_loses_the_lease_and_notices(folder):
     assert two.beat() == []
 
 
-def test_a_killed_process_of_this_machine_is_seen_at_once(tmp_path):
+def test_the_death_of_a_process_on_this_machine_is_noticed_at_once(tmp_path):
     code = ("import sys; from tidewheel.lease import *; from tidewheel.storage import store\n"
             "assert Leases(store(sys.argv[1]), Holder.me()).acquire('step'); print('held', flush=True); input()")
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE,
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    assert other.stdout.readline() == b"held\n"
+    assert holder.stdout.readline() == b"held\n"
     mine = Leases(store(tmp_path), Holder.me())
     assert not mine.acquire("step")
-    other.kill()
-    assert other.wait() != 0
+    holder.kill()
+    assert holder.wait() != 0
     assert mine.look("step") is None
     assert mine.acquire("step")
-    other.stdin.close()
-    other.stdout.close()
+    holder.stdin.close()
+    holder.stdout.close()
 
 
 @pytest.mark.parametrize("kind", [LocalStore, Careless])
 def test_of_many_candidates_one_gets_the_lease(kind, tmp_path):
-    """Threads with real clocks; whoever gets it keeps it."""
+    """Threads with real clocks compete for each lease."""
     for round_ in range(4):
-        got, gate = [], threading.Barrier(6)
+        winners = []
+        gate = threading.Barrier(6)
 
-        def race(number: int, got=got, gate=gate, name=f"step{round_}") -> None:
-            mine = Leases(kind(tmp_path), abroad(number), settle_seconds=0.4)
+        def race(index: int, winners=winners, gate=gate, name=f"step{round_}") -> None:
+            mine = Leases(kind(tmp_path), remote_holder(index), settle_seconds=0.4)
             creates_are_conditional(mine._store)
             gate.wait()
             if mine.acquire(name):
-                got.append(number)
+                winners.append(index)
 
-        threads = [threading.Thread(target=race, args=(number,)) for number in range(6)]
+        threads = [threading.Thread(target=race, args=(index,)) for index in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(got) <= 1
-        assert got or kind is Careless  # without atomic creation all may withdraw; they ask again
+        assert len(winners) <= 1
+        assert winners or kind is Careless  # without atomic creation all may withdraw, and try again later
 
 
 def test_a_slow_claim_is_taken_back(tmp_path):
-    """Between looking and writing more time passed than a winner waits: somebody may have won meanwhile."""
+    """Writing the claim took longer than a winner waits, so another one may have won meanwhile."""
     clock = Clock()
     folder = Careless(tmp_path)
     slow = leases(folder, 1, clock)
@@ -133,7 +136,7 @@ def test_a_slow_claim_is_taken_back(tmp_path):
     assert folder.list("step") == []
 
 
-def test_creation(tmp_path):
+def test_an_object_is_created_once(tmp_path):
     folder = LocalStore(tmp_path)
     assert folder.create("a/b", b"1")
     assert not folder.create("a/b", b"2")
@@ -142,10 +145,12 @@ def test_creation(tmp_path):
 
 
 def test_a_beat_does_not_take_back_a_released_lease(folder):
-    """A lease that is released while the heart beats stays free."""
-    one, two = leases(folder, 1, Clock()), leases(folder, 2, Clock())
+    """A lease that is released during a beat stays free."""
+    one = leases(folder, 1, Clock())
+    two = leases(folder, 2, Clock())
     assert one.acquire("step")
-    write, releasing = one._write, threading.Thread(target=one.release, args=("step",))
+    write = one._write
+    releasing = threading.Thread(target=one.release, args=("step",))
 
     def meanwhile(key: str, *, released: bool = False) -> None:
         if not released:
@@ -165,22 +170,22 @@ def test_a_lease_is_held_for_a_block_and_errors_name_its_holder(tmp_path):
         with pytest.raises(OwnershipError, match=rf"somebody is at it: process {os.getpid()} on"):
             with holding(folder, "task", "somebody is at it", beat_seconds=0.2):
                 pass
-    said: list[str] = []
-    with holding(folder, "task", "somebody is at it", say=said.append):
-        assert Leases(folder, abroad(1)).look("task")["pid"] == os.getpid()
-    assert said == []
-    assert Leases(folder, abroad(1)).look("task") is None
+    messages: list[str] = []
+    with holding(folder, "task", "somebody is at it", say=messages.append):
+        assert Leases(folder, remote_holder(1)).look("task")["pid"] == os.getpid()
+    assert messages == []
+    assert Leases(folder, remote_holder(1)).look("task") is None
 
 
 def test_an_expired_lease_is_lost(tmp_path):
     folder = store(tmp_path)
-    silent = Leases(folder, abroad(1))
+    silent = Leases(folder, remote_holder(1))
     assert silent.acquire("task")
     with holding(folder, "task", "somebody is at it", ttl_seconds=0.3, beat_seconds=0.05) as held:
         assert silent.beat() == ["task"]
         assert not held.lost
-        other = Leases(folder, abroad(2), ttl_seconds=-1.0)
-        assert other.acquire("task"), "this one waits for nobody"
+        successor = Leases(folder, remote_holder(2), ttl_seconds=-1.0)
+        assert successor.acquire("task"), "with a negative lifetime any other lease has expired"
         until = time.monotonic() + 30
         while not held.lost:
             assert time.monotonic() < until

@@ -1,4 +1,4 @@
-"""How the package logs: the standard library's `logging`, one logger a module, in every package."""
+"""Every package logs through the standard library's `logging`, with one logger per module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import tidewheel
 
 PACKAGE = Path(tidewheel.__file__).parent
 PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
-#: What people read on their terminal is printed: commands, what they show, and programs with a `main` of their own.
+#: Modules that print to the terminal: commands, what they show, and programs with their own `main`.
 TALKS_TO_PEOPLE = ("commands/", "cli.py", "console.py", "demo/", "plan/tables.py", "kubernetes/vendor.py",
                    "data/kernel_build.py", "cluster/doctor/", "cluster/s3_faults.py", "cluster/s3_server.py",
                    "cluster/jobs.py")
-#: The driver tells its user why it waits for the owner of what it is to write.
+#: Modules that print why the driver waits for the owner of its output.
 WAITS = ("elastic/trainer.py", "data/pipeline.py")
 
 

@@ -1,4 +1,4 @@
-"""Taking a run over: at once, after the lease, on request, or not at all."""
+"""When a driver takes over a run: at once, after the lease, on request, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES = Timing(beat=10.0, lease=45.0)
 
 
 class Clock:
-    """Seconds that pass when somebody sleeps; `events` happen at their time."""
+    """A clock that advances only by sleeping and runs `events` at their times."""
 
     def __init__(self, **events) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ def run(tmp_path) -> Store:
     return store(tmp_path / "run")
 
 
-def owned_abroad(run: Store):
+def owned_remotely(run: Store):
     """Let a driver on another machine own the run."""
     log = CommitLog(run.child("checkpoints"))
     return log, log.take_over(Holder("one", "another-machine", 1, "1"), None)
@@ -48,7 +48,7 @@ def take(run: Store, clock: Clock, **options):
     return acquire(run, times=TIMES, sleep=clock.sleep, clock=clock, **options)
 
 
-def test_a_new_run_begins_with_epoch_0_and_counts_its_owners(run):
+def test_a_new_run_starts_with_epoch_0_and_counts_its_owners(run):
     for epoch in range(3):
         with owning(run) as record:
             assert record.epoch == epoch
@@ -61,17 +61,18 @@ def test_a_run_of_an_older_version_keeps_its_checkpoints(run):
 
 
 def test_an_owner_without_heartbeats_is_replaced_after_its_lease(run):
-    owned_abroad(run)
-    clock, said = Clock(), []
-    assert take(run, clock, say=said.append).epoch == 1
+    owned_remotely(run)
+    clock = Clock()
+    messages = []
+    assert take(run, clock, say=messages.append).epoch == 1
     assert TIMES.lease <= clock.now <= TIMES.lease + TIMES.beat
-    assert len(said) == 1
-    assert "process 1 on another-machine" in said[0]
+    assert len(messages) == 1
+    assert "process 1 on another-machine" in messages[0]
 
 
 @pytest.mark.parametrize("sign", ["beat", "commit"])
 def test_an_owner_with_heartbeats_is_not_replaced(run, sign):
-    log, record = owned_abroad(run)
+    log, record = owned_remotely(run)
     actions = {"beat": lambda: log.beat(record.epoch, 1), "commit": lambda: log.commit("step_00000001", 0)}
     clock = Clock(alive=(30.0, actions[sign]))
     with pytest.raises(OwnershipError, match=r"being trained by process 1 on another-machine since .* \(epoch 0"):
@@ -81,23 +82,23 @@ def test_an_owner_with_heartbeats_is_not_replaced(run, sign):
 
 
 def test_an_owner_that_gives_the_run_back_meanwhile_is_followed_at_once(run):
-    log, record = owned_abroad(run)
+    log, record = owned_remotely(run)
     clock = Clock(end=(10.0, lambda: log.release(record.epoch)))
     assert take(run, clock).epoch == 1
     assert clock.now < 20.0
 
 
 def test_force_takes_over_without_waiting(run):
-    owned_abroad(run)
+    owned_remotely(run)
     clock = Clock()
     assert take(run, clock, force=True).epoch == 1
     assert clock.now == 0.0
 
 
 def test_the_second_driver_at_an_expired_lease_is_refused(run):
-    log, _ = owned_abroad(run)
-    other = Holder("two", "third-machine", 1, "1")
-    clock = Clock(third=(40.0, lambda: log.take_over(other, log.head())),
+    log, _ = owned_remotely(run)
+    winner = Holder("two", "third-machine", 1, "1")
+    clock = Clock(third=(40.0, lambda: log.take_over(winner, log.head())),
                   alive=(44.0, lambda: log.beat(1, 1)), again=(60.0, lambda: log.beat(1, 2)))
     with pytest.raises(OwnershipError, match="third-machine"):
         take(run, clock)
@@ -120,7 +121,7 @@ def test_a_renewal_notices_that_the_run_was_taken_over(run):
     assert renewal.lost is lost[0]
 
 
-def test_a_renewal_outlives_a_store_that_is_away(run, monkeypatch):
+def test_a_renewal_outlasts_an_unavailable_store(run, monkeypatch):
     lost = []
     record = acquire(run)
     away = [True]

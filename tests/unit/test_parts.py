@@ -1,4 +1,4 @@
-"""Parts are found by name: built-in ones, those of installed packages, and a user's own."""
+"""Parts have names: built-in ones, those of installed packages, and a user's own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NAME = "tw_test_loud_filters"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package that offers filters, as pip leaves it in a folder of sys.path."""
+    """Yield the name of a package with filters, laid out in a folder of sys.path as pip installs it."""
     site = tmp_path / "site"
     about = site / f"{NAME}-1.0.dist-info"
     about.mkdir(parents=True)
@@ -73,7 +73,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def recipe(*filters: object) -> PipelineConfig:
     return build(PipelineConfig, {"partitions": 1, "read": {"paths": ["*.jsonl"]},
-                                  "steps": [{"filter": each} for each in filters]})
+                                  "steps": [{"filter": entry} for entry in filters]})
 
 
 def test_an_installed_package_offers_filters_in_recipes_and_in_python(installed: str, tmp_path: Path):
@@ -129,11 +129,11 @@ def test_auto_chooses_the_reader_of_an_installed_package(
 
 
 def test_errors_about_an_installed_package_name_the_setting(installed: str):
-    for given, message in (({"lout": {}}, "unknown key 'steps.0.filter.lout', did you mean 'loud'"),
+    for settings, message in (({"lout": {}}, "unknown key 'steps.0.filter.lout', did you mean 'loud'"),
                         ({"loud": {"max_uper": 1}}, "'steps.0.filter.loud.max_uper', did you mean 'max_upper'"),
                         ({"gone": {}}, "steps.0.filter.gone: 'Gone' does not exist")):
         with pytest.raises(ConfigError, match=message):
-            recipe(given)
+            recipe(settings)
 
 
 @pytest.mark.parametrize("kind", [FILTERS, READERS, REWARDS], ids=lambda kind: kind.noun)

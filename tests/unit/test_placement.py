@@ -1,4 +1,4 @@
-"""Selectors: what they say, whom they match, that Ray takes them, and that no result depends on them."""
+"""Placement selectors: their text, the nodes they match, Ray's check, and that no result depends on them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BARE: dict[str, str] = {}
     ({"groups": ["gpu", "gpu-spot"], "labels": {"team": "a"}}, {GROUP_LABEL: "in(gpu,gpu-spot)", "team": "a"}),
     ({"labels": {MARKET_LABEL: "!spot", "a.b/c": "!in(x, y)"}}, {MARKET_LABEL: "!spot", "a.b/c": "!in(x,y)"}),
 ])
-def test_a_selector(placement, selector):
+def test_a_placement_becomes_a_selector(placement, selector):
     result = PlacementConfig.model_validate(placement).selector
     assert result == selector
-    assert validate_label_selector(result) is None  # Ray's own check; None: nothing against it
+    assert validate_label_selector(result) is None  # Ray's own check: None means valid
 
 
 @pytest.mark.parametrize(("selector", "nodes"), [
@@ -47,7 +47,7 @@ def test_only_nodes_with_the_spot_label_are_spot():
     assert [is_spot(labels) for labels in (SPOT, STAYS, BARE)] == [True, False, False]
 
 
-def test_a_selector_as_text():
+def test_a_selector_is_shown_as_text():
     assert "no node" + with_labels({GROUP_LABEL: "gpu", "team": "a"}) == f"no node with {GROUP_LABEL}=gpu, team=a"
     assert with_labels({}) == ""
 
@@ -61,19 +61,19 @@ def test_a_selector_as_text():
     ({"groups": ["a"], "labels": {GROUP_LABEL: "b"}}, "leave one out"),
     ({"group": ["a"]}, "did you mean 'groups'"),
 ])
-def test_mistakes_are_told(placement, message):
+def test_invalid_placements_are_refused(placement, message):
     with pytest.raises(ConfigError, match=message):
         build(PlacementConfig, placement)
 
 
 def test_recipe_hashes_do_not_depend_on_placement():
-    here, there = (load(PipelineConfig, "pipelines/demo.yaml", overrides)
+    anywhere, placed = (load(PipelineConfig, "pipelines/demo.yaml", overrides)
                    for overrides in ((), ["placement.groups=[data]"]))
-    assert here.canonical() != there.canonical()
-    assert here.recipe_hash() == there.recipe_hash()
+    assert anywhere.canonical() != placed.canonical()
+    assert anywhere.recipe_hash() == placed.recipe_hash()
     kind = KINDS["pipeline"]
-    assert kind.recipe({"name": "p", "config": here.canonical()}) == kind.recipe(
-        {"name": "p", "config": there.canonical()})
+    assert kind.recipe({"name": "p", "config": anywhere.canonical()}) == kind.recipe(
+        {"name": "p", "config": placed.canonical()})
     runs = [load(TrainConfig, "jobs/configs/demo.yaml", overrides)
             for overrides in ((), ["elastic.placement.groups=[gpu, gpu-spot]"])]
     assert runs[1].elastic.placement.selector == {GROUP_LABEL: "in(gpu,gpu-spot)"}

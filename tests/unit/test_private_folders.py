@@ -1,4 +1,4 @@
-"""Folders for caches and temporary files: nobody else's are used, and those of killed runs are removed."""
+"""Private cache and temporary folders: those of other users are refused, and those of killed runs are removed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_shared_folder_gets_a_private_subfolder(tmp_path):
     assert private_folder(tmp_path / "new") == (tmp_path / "new").resolve()
 
 
-def test_copies_are_this_users_alone(tmp_path):
+def test_only_this_user_can_read_copies(tmp_path):
     files = ShardFiles(Remote(storage.store(tmp_path / "remote")), tmp_path / "cache")
     with files.opened(shard()) as (path, readable):
         assert readable.read_bytes() == CONTENT
@@ -94,7 +94,7 @@ def test_copies_are_this_users_alone(tmp_path):
 def test_the_bytes_read_are_the_bytes_hashed(tmp_path):
     remote = Remote(storage.store(tmp_path / "remote"))
     files = ShardFiles(remote, tmp_path / "cache")
-    for _ in range(2):  # a download, then the copy that is there
+    for _ in range(2):  # a download, then the cached copy
         with files.opened(shard()) as (path, readable):
             path.unlink()
             path.write_bytes(b"replaced")
@@ -105,7 +105,7 @@ def test_the_bytes_read_are_the_bytes_hashed(tmp_path):
     assert remote.reads == 3
 
 
-def test_a_copy_that_others_could_have_written_is_made_anew(tmp_path):
+def test_a_copy_that_others_could_have_written_is_downloaded_again(tmp_path):
     remote = Remote(storage.store(tmp_path / "remote"))
     files = ShardFiles(remote, tmp_path / "cache")
     with files.opened(shard()) as (path, _):
@@ -134,14 +134,14 @@ def test_a_killed_run_leaves_its_folder_to_the_next(temporary):
     standing = Path(alive.stdout.readline().strip())
     killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL
-    left = Path(killed.stdout.strip())
+    abandoned = Path(killed.stdout.strip())
     foreign = temporary / "tidewheel-foreign"
     foreign.mkdir(mode=0o700)
-    assert left.exists()
+    assert abandoned.exists()
     with temporary_folder("train") as own:
-        assert not left.exists()
-        assert standing.exists(), "its process is alive"
-        assert foreign.exists(), "nothing says that its process is gone"
+        assert not abandoned.exists()
+        assert standing.exists(), "the process that made it is alive"
+        assert foreign.exists(), "the process that made it is unknown, and may be alive"
         assert own.stat().st_mode & 0o777 == 0o700
         assert remove_abandoned() == []
     assert not own.exists()

@@ -1,4 +1,4 @@
-"""The retry policy: how often a failing request is sent, and that nested budgets do not multiply."""
+"""The retry policy decides how often a failing request is sent, and nested budgets do not multiply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidewheel.storage import Store, store
 from tidewheel.time_limit import TimeLimit
 
 POLICY = RetryPolicy(request_seconds=60.0, budget_seconds=3.5, pause_seconds=1.0, longest_pause_seconds=1.0)
-"""With pauses of exactly a second, this allows four tries: at 0, 1, 2 and 3 s."""
+"""A budget that allows four tries with pauses of one second: at 0, 1, 2 and 3 s."""
 TRIES = 4
 OPERATIONS: dict[str, Callable[[Store], object]] = {
     "write": lambda remote: remote.write("key", b"data"), "create": lambda remote: remote.create("key", b"data"),
@@ -30,7 +30,7 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of `call`: pauses take no time."""
+    """Return the simulated clock of `call`, whose pauses take no real time."""
     now = [0.0]
 
     class Clock:
@@ -62,7 +62,7 @@ def test_a_failing_s3_request_is_sent_as_often_as_the_policy_says(s3: S3Server, 
     monkeypatch.setattr(retry, "POLICY", POLICY)
     remote = store(s3.create_bucket("tries"))
     remote.write("key", b"data")
-    remote.read("key")  # the connection is kept: aiohttp would send a request again when it finds it closed
+    remote.read("key")  # opens a connection that is kept: aiohttp sends a request again when a kept one is closed
     s3.fail(Faults(1.0, 0, (fault,)))
     before = s3.fault_counts()["requests"]
     with pytest.raises(StorageAwayError, match=rf"{TRIES} tries in 3 s"):
@@ -118,7 +118,7 @@ def test_the_first_success_ends_the_tries(clock: list[float]) -> None:
     assert len(tries) == 3
 
 
-def test_an_error_that_no_retry_can_help_is_raised_at_once(clock: list[float]) -> None:
+def test_an_error_that_no_retry_can_fix_is_raised_at_once(clock: list[float]) -> None:
     tries: list[int] = []
     with pytest.raises(ConnectionError):
         call(failing(tries), POLICY, may_help=lambda _: False)
@@ -126,7 +126,7 @@ def test_an_error_that_no_retry_can_help_is_raised_at_once(clock: list[float]) -
 
 
 def test_nested_calls_share_one_budget(clock: list[float]) -> None:
-    """Three levels, each with the same policy: without sharing it were 4 * 4 * 4 tries."""
+    """Three levels have the same policy: without sharing there would be 4 * 4 * 4 tries."""
     tries: list[int] = []
     retried: list[Exception] = []
 
@@ -139,7 +139,7 @@ def test_nested_calls_share_one_budget(clock: list[float]) -> None:
     with pytest.raises(ConnectionError):
         call(middle, POLICY, may_help=lambda _: True, on_retry=retried.append)
     assert len(tries) == TRIES
-    assert len(retried) == TRIES - 1  # the outermost hears of retries at every level
+    assert len(retried) == TRIES - 1  # the outermost call is notified of retries at every level
     assert not retry.is_nested()
 
 

@@ -1,4 +1,4 @@
-"""A planted credential: what a pipeline, a training, their reports and their errors leave behind must not hold it."""
+"""No file, report or error of a pipeline or a training run contains a planted credential."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ NAMES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "HF_TOKE
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch):
-    with S3Server() as server:  # takes any credentials
+    with S3Server() as server:  # accepts any credentials
         server.create_bucket("private")
         for name in NAMES:
             monkeypatch.setenv(name, PLANTED)
         yield "s3://private"
 
 
-def everything(uri: str) -> dict[str, bytes]:
-    place = store(uri)
-    return {entry.key: place.read(entry.key) for entry in place.list()}
+def objects_in(uri: str) -> dict[str, bytes]:
+    remote = store(uri)
+    return {entry.key: remote.read(entry.key) for entry in remote.list()}
 
 
 def test_the_search_finds_a_planted_secret(bucket: str):
     store(bucket).write("run/log.jsonl", f'{{"key": "{PLANTED}"}}'.encode())
-    assert [key for key, content in everything(bucket).items() if PLANTED.encode() in content] == ["run/log.jsonl"]
+    assert [key for key, content in objects_in(bucket).items() if PLANTED.encode() in content] == ["run/log.jsonl"]
 
 
-def test_no_file_of_a_pipeline_or_a_run_holds_it(bucket: str, tmp_path):
+def test_no_file_of_a_pipeline_or_a_run_holds_the_secret(bucket: str, tmp_path):
     generator = random.Random(0)
     words = ["the", "of", "and", "to", "that", "with", "have", "be", "river", "harbour", "lantern", "meadow", "copper"]
-    records = [{"id": f"{number}", "text": " ".join(generator.choices(words, k=120))} for number in range(40)]
+    records = [{"id": f"{index}", "text": " ".join(generator.choices(words, k=120))} for index in range(40)]
     lines = [*(json.dumps(record) for record in records), "{broken"]
     store(bucket).write("raw/documents.jsonl", "\n".join(lines).encode())
     recipe = build(PipelineConfig, {
@@ -66,7 +66,7 @@ def test_no_file_of_a_pipeline_or_a_run_holds_it(bucket: str, tmp_path):
     train(settings, Runtime(checkpoints=checkpoints))
     write_run_report(settings.run_uri)
 
-    contents = everything(bucket)
+    contents = objects_in(bucket)
     assert {"out/summary.json", "out/report.html", "runs/run/run.json", "runs/run/result.json",
             "runs/run/report.html"} <= contents.keys()
     assert any(key.startswith("out/quarantine") for key in contents)
@@ -78,14 +78,14 @@ def test_no_file_of_a_pipeline_or_a_run_holds_it(bucket: str, tmp_path):
     ["train", "--set", "data.uri=s3://private/nothing"], ["shards", "verify", "s3://missing-bucket/shards"],
     ["data", "run", "pipelines/demo.yaml", "--input", "s3://missing-bucket", "--output", "s3://private/out"],
     ["checkpoint", "list", "s3://private/no-run"], ["doctor", "--json", "--storage", "s3://private"]])
-def test_no_message_holds_it(bucket: str, arguments: list[str], capfd: pytest.CaptureFixture[str]):
+def test_no_message_holds_the_secret(bucket: str, arguments: list[str], capfd: pytest.CaptureFixture[str]):
     cli.run_command(arguments)
-    said = "".join(capfd.readouterr())
-    assert said
-    assert PLANTED not in said
+    output = "".join(capfd.readouterr())
+    assert output
+    assert PLANTED not in output
 
 
-def test_an_error_names_the_place_without_user_and_password(tmp_path):
+def test_an_error_names_the_location_without_user_and_password(tmp_path):
     settings = config(tmp_path, "run", f"data.uri=s3://user:{PLANTED}@private/shards")
     with pytest.raises(TidewheelError) as raised:
         train(settings, Runtime(checkpoints=FileCheckpoints(tmp_path / "c.npz")))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, sent to real processes: what is saved, the one sentence, the exit code, and the second signal."""
+"""Ctrl-C and SIGTERM sent to real processes: the save, the one-line message, the exit code and a second signal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ cli.leave(cli.run_command(["work"]))
 
 
 class Process:
-    """A process in a group of its own, as a shell starts it."""
+    """A process in its own group, as a shell starts it."""
 
     def __init__(self, *command: str) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
@@ -50,20 +50,20 @@ class Process:
 
     def wait_for(self, text: str) -> None:
         assert self.popen.stdout is not None
-        seen = ""
+        output = ""
         for line in self.popen.stdout:
-            seen += line
+            output += line
             if text in line:
                 return
-        raise AssertionError(f"it ended without {text!r}: {seen}")
+        raise AssertionError(f"the process ended without {text!r}: {output}")
 
-    def signal(self, number: int) -> None:
-        """To the whole group, as a terminal does."""
-        os.killpg(self.popen.pid, number)
+    def signal(self, signum: int) -> None:
+        """Send a signal to the whole group, as a terminal does."""
+        os.killpg(self.popen.pid, signum)
 
     def end(self) -> tuple[int, str]:
-        said, _ = self.popen.communicate(timeout=120)
-        return self.popen.returncode, said
+        output, _ = self.popen.communicate(timeout=120)
+        return self.popen.returncode, output
 
 
 def working(*, save: str = "None", save_seconds: float = 0, cleaning_seconds: float = 0) -> Process:
@@ -72,19 +72,19 @@ def working(*, save: str = "None", save_seconds: float = 0, cleaning_seconds: fl
     return process
 
 
-@pytest.mark.parametrize(("number", "code", "said"), [
+@pytest.mark.parametrize(("signum", "code", "verb"), [
     (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped")], ids=["Ctrl-C", "SIGTERM"])
-def test_one_sentence_and_the_signals_exit_code(number, code, said):
+def test_a_signal_gives_one_line_and_its_exit_code(signum, code, verb):
     process = working(save="save")
-    process.signal(number)
+    process.signal(signum)
     assert process.end() == (code, textwrap.dedent(f"""\
         saving, then stopping; send the signal again to end at once
         cleaning
-        {said}, saved at step 12; {AGAIN}
+        {verb}, saved at step 12; {AGAIN}
     """))
 
 
-def test_without_anything_to_save():
+def test_a_signal_without_anything_to_save_only_cleans_up():
     process = working()
     process.signal(signal.SIGINT)
     assert process.end() == (130, f"cleaning\ninterrupted; {AGAIN}\n")
@@ -98,25 +98,25 @@ def test_a_second_signal_ends_at_once(during):
     with pytest.raises(subprocess.TimeoutExpired):
         process.popen.wait(0.5)
     process.signal(signal.SIGINT)
-    code, said = process.end()
+    code, output = process.end()
     assert code == 130
-    assert "ended at once" in said
-    assert "Traceback" not in said
+    assert "ended at once" in output
+    assert "Traceback" not in output
 
 
 def test_a_duplicated_ctrl_c_counts_once():
     process = working(save="save", save_seconds=0.5)
     for _ in range(3):
         process.signal(signal.SIGINT)
-    code, said = process.end()
+    code, output = process.end()
     assert code == 130
-    assert "saved at step 12" in said
+    assert "saved at step 12" in output
 
 
 def test_other_errors_are_not_stops():
     with pytest.raises(ValueError, match="ours"), stopping():
         raise ValueError("ours")
-    with pytest.raises(KeyboardInterrupt) as interrupted, stopping():  # not by a signal: a library's
+    with pytest.raises(KeyboardInterrupt) as interrupted, stopping():  # raised by a library, not by a signal
         raise KeyboardInterrupt
     assert not isinstance(interrupted.value, Stopped)
 
@@ -134,24 +134,26 @@ def test_an_error_after_a_signal_becomes_a_stop():
 
 
 def test_handlers_are_restored_and_left_alone_outside_the_main_thread():
-    before, seen = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    seen_in_thread = []
     with stopping():
         assert signal.getsignal(signal.SIGTERM) is not before[1]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
 
     def block() -> None:
         with stopping():
-            seen.append(signal.getsignal(signal.SIGTERM))
+            seen_in_thread.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=block)
     thread.start()
     thread.join()
-    assert seen == [before[1]]
+    assert seen_in_thread == [before[1]]
 
 
 def test_a_block_that_swallows_the_interrupt_still_ends(monkeypatch):
     monkeypatch.setattr("tidewheel.stopping.INSIST_SECONDS", 0.05)
-    swallowed, cleaned = [], []
+    swallowed = []
+    cleaned = []
 
     def block() -> None:
         with stopping():
@@ -163,7 +165,7 @@ def test_a_block_that_swallows_the_interrupt_still_ends(monkeypatch):
                     swallowed.append(error)
                 time.sleep(10)
             finally:
-                time.sleep(0.3)  # nothing interrupts what cleans up
+                time.sleep(0.3)  # cleaning up is not interrupted
                 cleaned.append(True)
 
     with pytest.raises(Stopped):

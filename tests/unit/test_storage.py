@@ -34,7 +34,7 @@ from tidewheel.stores.objects.store import ObjectStore
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     with S3Server() as running:
-        running.create_bucket("a-bucket")  # a name with "bucket" in it: messages must not be confused by it
+        running.create_bucket("a-bucket")  # a name that contains "bucket" must not confuse messages
         yield running
 
 
@@ -58,7 +58,7 @@ SERVERS = {"s3": "server", "gs": "gs_server", "az": "az_server"}
 
 
 @pytest.fixture(params=["local", *SERVERS])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
         return store(tmp_path / "root")
     request.getfixturevalue(SERVERS[request.param])
@@ -68,51 +68,51 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 # -- reading and writing -----------------------------------------------------------------------
 
 
-def test_write_read_stamp(place: Store) -> None:
+def test_a_written_object_is_read_back_with_its_stamp(target: Store) -> None:
     data = os.urandom(100_000)
-    stamp = place.write("a/b/c.bin", data)
+    stamp = target.write("a/b/c.bin", data)
     assert stamp == Stamp("a/b/c.bin", len(data), "blake3-" + blake3(data).hexdigest())
-    assert place.read("a/b/c.bin") == data
-    assert place.exists("a/b/c.bin")
-    assert place.size("a/b/c.bin") == len(data)
-    assert place.hash("a/b/c.bin") == stamp.hash == storage.content_hash(data)
-    assert place.verify(stamp) == ""
-    place.write("a/b/c.bin", data[:-1])
-    assert "bytes, expected" in place.verify(stamp)
-    place.write("a/b/c.bin", data[:-1] + bytes([data[-1] ^ 1]))
-    assert "hash differs" in place.verify(stamp)
-    place.delete("a/b/c.bin")
-    assert place.verify(stamp) == "missing"
+    assert target.read("a/b/c.bin") == data
+    assert target.exists("a/b/c.bin")
+    assert target.size("a/b/c.bin") == len(data)
+    assert target.hash("a/b/c.bin") == stamp.hash == storage.content_hash(data)
+    assert target.verify(stamp) == ""
+    target.write("a/b/c.bin", data[:-1])
+    assert "bytes, expected" in target.verify(stamp)
+    target.write("a/b/c.bin", data[:-1] + bytes([data[-1] ^ 1]))
+    assert "hash differs" in target.verify(stamp)
+    target.delete("a/b/c.bin")
+    assert target.verify(stamp) == "missing"
 
 
-def test_empty_object(place: Store) -> None:
-    stamp = place.write("empty", b"")
-    assert (stamp.bytes, place.read("empty"), place.size("empty")) == (0, b"", 0)
-    assert [entry.key for entry in place.list()] == ["empty"]
+def test_an_empty_object_is_read_back(target: Store) -> None:
+    stamp = target.write("empty", b"")
+    assert (stamp.bytes, target.read("empty"), target.size("empty")) == (0, b"", 0)
+    assert [entry.key for entry in target.list()] == ["empty"]
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, None), (3, 4), (0, 0), (3, 0), (95, 10), (100, 5), (200, None),
                                                (7, None), (0, 1000)])
-def test_ranges_are_slices(place: Store, start: int, length: int | None) -> None:
+def test_ranges_are_slices(target: Store, start: int, length: int | None) -> None:
     data = bytes(range(100))
-    place.write("x", data)
-    assert place.read("x", start, length) == data[start:None if length is None else start + length]
+    target.write("x", data)
+    assert target.read("x", start, length) == data[start:None if length is None else start + length]
 
 
-def test_ranges_of_an_empty_object(place: Store) -> None:
-    place.write("x", b"")
-    assert place.read("x", 0, 10) == b""
-    assert place.read("x", 5) == b""
+def test_ranges_of_an_empty_object_are_empty(target: Store) -> None:
+    target.write("x", b"")
+    assert target.read("x", 0, 10) == b""
+    assert target.read("x", 5) == b""
 
 
-def test_long_object_streams_in_parts(place: Store) -> None:
+def test_a_long_object_streams_in_parts(target: Store) -> None:
     block = os.urandom(1 << 20)
-    with place.writer("long") as sink:
+    with target.writer("long") as sink:
         for _ in range(35):
             sink.write(block)
     assert sink.stamp.bytes == 35 << 20
-    assert place.verify(sink.stamp) == ""
-    with place.open("long") as stream:
+    assert target.verify(sink.stamp) == ""
+    with target.open("long") as stream:
         assert stream.seek(-10, io.SEEK_END) == (35 << 20) - 10
         assert stream.read() == block[-10:]
         stream.seek((1 << 20) + 5)
@@ -120,34 +120,34 @@ def test_long_object_streams_in_parts(place: Store) -> None:
         assert stream.tell() == (1 << 20) + 25
 
 
-def test_one_write_longer_than_a_part(place: Store) -> None:
+def test_one_write_may_be_longer_than_a_part(target: Store) -> None:
     data = os.urandom((33 << 20) + 7)
-    assert place.verify(place.write("big", data)) == ""
+    assert target.verify(target.write("big", data)) == ""
 
 
 @pytest.mark.parametrize("data", [b"bytes", bytearray(b"array"), memoryview(b"view"), np.arange(7, dtype=np.uint16),
                                   np.zeros(0), np.zeros((0, 3)), np.arange(6).reshape(2, 3), pa.py_buffer(b"arrow")])
-def test_writer_takes_any_buffer(place: Store, data: object) -> None:
-    with place.writer("x") as sink:
+def test_writer_takes_any_buffer(target: Store, data: object) -> None:
+    with target.writer("x") as sink:
         assert sink.write(data) == memoryview(data).nbytes
-    assert place.read("x") == memoryview(data).tobytes()
+    assert target.read("x") == memoryview(data).tobytes()
 
 
-def test_arrow_writes_to_a_writer_and_reads_a_stream(place: Store) -> None:
+def test_arrow_writes_to_a_writer_and_reads_a_stream(target: Store) -> None:
     table = pa.table({"a": pa.array(range(100_000)), "b": pa.array([str(i) for i in range(100_000)])})
-    with place.writer("t.arrow") as sink, pa.ipc.new_file(sink, table.schema) as out:
+    with target.writer("t.arrow") as sink, pa.ipc.new_file(sink, table.schema) as out:
         out.write_table(table)
-    with place.open("t.arrow") as stream:
+    with target.open("t.arrow") as stream:
         assert pa.ipc.open_file(stream).read_all() == table
 
 
-def test_json(place: Store) -> None:
-    first = place.write_json("m.json", {"b": 1, "a": [1.5, None, "ü"]})
-    assert place.read_json("m.json") == {"a": [1.5, None, "ü"], "b": 1}
-    assert place.write_json("m.json", {"a": [1.5, None, "ü"], "b": 1}) == first
-    place.write("m.json", b'{"a": ')
+def test_json_is_read_back(target: Store) -> None:
+    first = target.write_json("m.json", {"b": 1, "a": [1.5, None, "ü"]})
+    assert target.read_json("m.json") == {"a": [1.5, None, "ü"], "b": 1}
+    assert target.write_json("m.json", {"a": [1.5, None, "ü"], "b": 1}) == first
+    target.write("m.json", b'{"a": ')
     with pytest.raises(StorageError, match="not valid JSON"):
-        place.read_json("m.json")
+        target.read_json("m.json")
 
 
 # -- atomicity ---------------------------------------------------------------------------------
@@ -159,40 +159,40 @@ class _Interrupted(Exception):
 
 @pytest.mark.parametrize("size", [10, 40 << 20])
 @pytest.mark.parametrize("error", [_Interrupted, KeyboardInterrupt, FileNotFoundError, PermissionError, OSError])
-def test_aborted_write_leaves_nothing_and_passes_the_error_on(place: Store, size: int, error: type) -> None:
-    place.write("kept", b"before")
+def test_aborted_write_leaves_nothing_and_passes_the_error_on(target: Store, size: int, error: type) -> None:
+    target.write("kept", b"before")
     for key in ("new", "kept"):
         with pytest.raises(error, match="the caller's own") as caught:  # noqa: PT012
-            with place.writer(key) as sink:
+            with target.writer(key) as sink:
                 sink.write(bytes(size))
                 raise error("the caller's own")
-        assert type(caught.value) is error  # not dressed up as a storage problem
-    assert not place.exists("new")
-    assert place.read("kept") == b"before"
-    assert [entry.key for entry in place.list()] == ["kept"]
-    if isinstance(place, ObjectStore):
-        assert list(place.uploads()) == []  # gs and az never list uploads: those expire by themselves
+        assert type(caught.value) is error  # not wrapped in a storage error
+    assert not target.exists("new")
+    assert target.read("kept") == b"before"
+    assert [entry.key for entry in target.list()] == ["kept"]
+    if isinstance(target, ObjectStore):
+        assert list(target.uploads()) == []  # Google and Azure list no uploads, which expire there
     else:
-        assert os.listdir(place.uri) == ["kept"]
+        assert os.listdir(target.uri) == ["kept"]
 
 
-def test_readers_see_the_old_or_the_new_object_never_a_mixture(place: Store) -> None:
+def test_readers_see_the_old_or_the_new_object_never_a_mixture(target: Store) -> None:
     old, new = b"a" * 300_000, b"b" * 400_000
-    place.write("x", old)
+    target.write("x", old)
     with ThreadPoolExecutor(3) as pool:
-        reads = [pool.submit(place.read, "x") for _ in range(10)]
+        reads = [pool.submit(target.read, "x") for _ in range(10)]
         for data in (new, old) * 5:
-            place.write("x", data)
-            reads.append(pool.submit(place.read, "x"))
+            target.write("x", data)
+            reads.append(pool.submit(target.read, "x"))
     assert {read.result() for read in reads} <= {old, new}
 
 
-def test_nothing_is_visible_before_the_end(place: Store) -> None:
-    with place.writer("x") as sink:
+def test_nothing_is_visible_before_the_end(target: Store) -> None:
+    with target.writer("x") as sink:
         sink.write(bytes(40 << 20))
-        assert not place.exists("x")
-        assert list(place.list()) == []
-    assert place.exists("x")
+        assert not target.exists("x")
+        assert list(target.list()) == []
+    assert target.exists("x")
 
 
 def test_a_failing_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,58 +205,58 @@ def test_a_failing_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir(tmp_path) == []
 
 
-def _begin_and_die(place: Store) -> None:
-    with place.writer("folder/long") as sink:
+def _begin_and_die(target: Store) -> None:
+    with target.writer("folder/long") as sink:
         sink.write(bytes(40 << 20))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_unfinished_uploads_of_a_killed_writer_are_listed_and_aborted(place: Store) -> None:
-    """An upload in parts, which S3 stores keep and charge for; a temporary file in a folder."""
-    child = multiprocessing.get_context("spawn").Process(target=_begin_and_die, args=(place,))
+def test_unfinished_uploads_of_a_killed_writer_are_listed_and_aborted(target: Store) -> None:
+    """S3 stores keep and charge for unfinished multipart uploads; a local folder keeps a temporary file."""
+    child = multiprocessing.get_context("spawn").Process(target=_begin_and_die, args=(target,))
     child.start()
     child.join(60)
-    assert list(place.list()) == []
-    if place.uri.startswith(("gs://", "az://")):  # they expire by themselves
-        assert list(place.uploads()) == []
+    assert list(target.list()) == []
+    if target.uri.startswith(("gs://", "az://")):  # uploads expire there
+        assert list(target.uploads()) == []
         return
-    [left] = place.uploads()
-    assert place.uploads("folder") == [left]
-    assert list(place.uploads("elsewhere")) == []
-    place.write("later", b"1")
-    with place.writer("under/way") as sink:
+    [unfinished] = target.uploads()
+    assert target.uploads("folder") == [unfinished]
+    assert list(target.uploads("elsewhere")) == []
+    target.write("later", b"1")
+    with target.writer("under/way") as sink:
         sink.write(bytes(40 << 20))
-        assert place.abort_uploads(before=left.started) == 0
-        assert place.abort_uploads("elsewhere", before=time.time() + 1000) == 0
-        assert place.abort_uploads("folder", before=place.written_at("later") + 1) == 1
-    assert list(place.uploads()) == []
-    assert [entry.key for entry in place.list()] == ["later", "under/way"]
-    place.abort(left)  # none there is no error
+        assert target.abort_uploads(before=unfinished.started) == 0
+        assert target.abort_uploads("elsewhere", before=time.time() + 1000) == 0
+        assert target.abort_uploads("folder", before=target.written_at("later") + 1) == 1
+    assert list(target.uploads()) == []
+    assert [entry.key for entry in target.list()] == ["later", "under/way"]
+    target.abort(unfinished)  # aborting again is no error
 
 
-@pytest.mark.parametrize("write", [lambda place: place.write("y", b"2"), lambda place: place.create("y", b"2")])
-def test_a_folder_that_went_away_is_not_made_again(tmp_path: Path, write) -> None:
-    """It may be a disk that comes back, and would hide what was written meanwhile."""
-    place = store(tmp_path / "run")
-    place.write("x", b"1")
+@pytest.mark.parametrize("write", [lambda target: target.write("y", b"2"), lambda target: target.create("y", b"2")])
+def test_a_folder_that_disappeared_is_not_created_again(tmp_path: Path, write) -> None:
+    """It may be on a disk that is mounted again later and would then hide what was written meanwhile."""
+    target = store(tmp_path / "run")
+    target.write("x", b"1")
     (tmp_path / "run").rename(tmp_path / "away")
     with pytest.raises(StorageAwayError, match="the folder is gone") as error:
-        write(place)
+        write(target)
     assert "mount" in error.value.fix
     (tmp_path / "run").mkdir()  # the empty mount point
     with pytest.raises(StorageAwayError, match="another one is in its place"):
-        write(place)
+        write(target)
     (tmp_path / "run").rmdir()
     shutil.copytree(tmp_path / "away", tmp_path / "run")  # mounted again: another device, the same content
-    write(place)
-    assert place.read("y") == b"2"
-    elsewhere = pickle.loads(pickle.dumps(place))
+    write(target)
+    assert target.read("y") == b"2"
+    elsewhere = pickle.loads(pickle.dumps(target))
     (tmp_path / "run").rename(tmp_path / "moved")
-    write(elsewhere)  # on another machine it may be made
+    write(elsewhere)  # a store opened on another machine may create it
 
 
 def test_a_full_disk_is_reported_with_a_fix_for_any_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing a file writes what it still holds, and fails again: that must not hide the first error."""
+    """Closing a file writes its buffer and fails again, which must not hide the first error."""
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda self, mode="r", *rest: real(Path("/dev/full"), mode) if "w" in mode
                         else real(self, mode, *rest))
@@ -272,9 +272,9 @@ HOSTILE = ["", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a/./b", "a//b
 
 
 @pytest.mark.parametrize("key", HOSTILE)
-def test_keys_that_leave_the_root_are_refused(place: Store, key: str) -> None:
-    for operation in (place.open, place.read, place.exists, place.size, place.delete, place.hash, place.at,
-                      place.child, place.fingerprint, place.delete_tree, lambda k: place.write(k, b"")):
+def test_keys_that_leave_the_root_are_refused(target: Store, key: str) -> None:
+    for operation in (target.open, target.read, target.exists, target.size, target.delete, target.hash, target.at,
+                      target.child, target.fingerprint, target.delete_tree, lambda k: target.write(k, b"")):
         with pytest.raises(StorageError, match="would leave its folder"):
             operation(key)
 
@@ -289,123 +289,123 @@ def test_safe_keys_stay_below_any_root(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["with space", "ü/é", "a+b=c&d", "100%", "c#1?x", "x" * 200])
-def test_unusual_keys(place: Store, key: str) -> None:
-    place.write(key, b"1")
-    assert place.read(key) == b"1"
-    assert [entry.key for entry in place.list()] == [key]
-    place.delete(key)
-    assert not place.exists(key)
+def test_unusual_keys_are_kept(target: Store, key: str) -> None:
+    target.write(key, b"1")
+    assert target.read(key) == b"1"
+    assert [entry.key for entry in target.list()] == [key]
+    target.delete(key)
+    assert not target.exists(key)
 
 
 # -- missing, listing, deleting ----------------------------------------------------------------
 
 
-def test_missing_objects(place: Store) -> None:
-    place.write("folder/file", b"1")
+def test_missing_objects_raise_not_found(target: Store) -> None:
+    target.write("folder/file", b"1")
     for key in ("none", "none/below", "folder/file/below"):
-        for operation in (place.open, place.read, place.size, place.fingerprint, lambda k: place.read(k, 3, 2),
-                          lambda k: place.read(k, 0, 0)):
+        for operation in (target.open, target.read, target.size, target.fingerprint, lambda k: target.read(k, 3, 2),
+                          lambda k: target.read(k, 0, 0)):
             with pytest.raises(FileNotFoundError):
                 operation(key)
-        assert not place.exists(key)
-        place.delete(key)
-        place.delete_tree(key)
-    assert not place.exists("folder")  # a folder is no object
+        assert not target.exists(key)
+        target.delete(key)
+        target.delete_tree(key)
+    assert not target.exists("folder")  # a folder is not an object
     with pytest.raises(FileNotFoundError):
-        place.size("folder")
-    assert list(place.list("none")) == []
+        target.size("folder")
+    assert list(target.list("none")) == []
 
 
-def test_list_glob_delete_tree(place: Store) -> None:
+def test_objects_are_listed_matched_and_deleted(target: Store) -> None:
     keys = ["a.jsonl", "ab/c.jsonl", "a/x.jsonl", "a/deep/y.jsonl", "a/deep/z.txt", "b/x.jsonl.gz"]
     for key in keys:
-        place.write(key, key.encode())
-    assert [entry.key for entry in place.list()] == sorted(keys)
-    assert {entry.key: entry.bytes for entry in place.list()} == {key: len(key) for key in keys}
-    assert [entry.key for entry in place.list("a")] == ["a/deep/y.jsonl", "a/deep/z.txt", "a/x.jsonl"]
-    assert list(place.glob("a/*.jsonl")) == ["a/x.jsonl"]
-    assert list(place.glob("./a/*.jsonl")) == ["a/x.jsonl"]
-    assert list(place.glob("*.jsonl")) == ["a.jsonl"]
-    assert list(place.glob("**/*.jsonl")) == ["a.jsonl", "a/deep/y.jsonl", "a/x.jsonl", "ab/c.jsonl"]
-    assert list(place.glob("a/**")) == ["a/deep/y.jsonl", "a/deep/z.txt", "a/x.jsonl"]
-    assert list(place.glob("?/*.jsonl*")) == ["a/x.jsonl", "b/x.jsonl.gz"]
-    assert list(place.glob("a/x.jsonl")) == ["a/x.jsonl"]
-    place.delete_tree("a")
-    assert [entry.key for entry in place.list()] == ["a.jsonl", "ab/c.jsonl", "b/x.jsonl.gz"]
+        target.write(key, key.encode())
+    assert [entry.key for entry in target.list()] == sorted(keys)
+    assert {entry.key: entry.bytes for entry in target.list()} == {key: len(key) for key in keys}
+    assert [entry.key for entry in target.list("a")] == ["a/deep/y.jsonl", "a/deep/z.txt", "a/x.jsonl"]
+    assert list(target.glob("a/*.jsonl")) == ["a/x.jsonl"]
+    assert list(target.glob("./a/*.jsonl")) == ["a/x.jsonl"]
+    assert list(target.glob("*.jsonl")) == ["a.jsonl"]
+    assert list(target.glob("**/*.jsonl")) == ["a.jsonl", "a/deep/y.jsonl", "a/x.jsonl", "ab/c.jsonl"]
+    assert list(target.glob("a/**")) == ["a/deep/y.jsonl", "a/deep/z.txt", "a/x.jsonl"]
+    assert list(target.glob("?/*.jsonl*")) == ["a/x.jsonl", "b/x.jsonl.gz"]
+    assert list(target.glob("a/x.jsonl")) == ["a/x.jsonl"]
+    target.delete_tree("a")
+    assert [entry.key for entry in target.list()] == ["a.jsonl", "ab/c.jsonl", "b/x.jsonl.gz"]
 
 
-def test_more_than_a_page_of_objects(place: Store) -> None:
+def test_more_than_a_page_of_objects_is_listed(target: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: place.write(f"many/{n:05d}", b""), range(1010)))
-    assert [entry.key for entry in place.list("many")] == [f"many/{n:05d}" for n in range(1010)]
-    place.delete_tree("many")
-    assert list(place.list()) == []
+        list(pool.map(lambda n: target.write(f"many/{n:05d}", b""), range(1010)))
+    assert [entry.key for entry in target.list("many")] == [f"many/{n:05d}" for n in range(1010)]
+    target.delete_tree("many")
+    assert list(target.list()) == []
 
 
-def test_fingerprint_changes_with_the_content_alone(place: Store) -> None:
-    place.write("x", b"one")
-    place.write("y", b"one")
-    first = place.fingerprint("x")
-    assert first == place.fingerprint("y")
-    place.write("x", b"two")
-    assert place.fingerprint("x") != first
-    place.write("x", b"one")
-    assert place.fingerprint("x") == first
+def test_fingerprint_changes_with_the_content_alone(target: Store) -> None:
+    target.write("x", b"one")
+    target.write("y", b"one")
+    first = target.fingerprint("x")
+    assert first == target.fingerprint("y")
+    target.write("x", b"two")
+    assert target.fingerprint("x") != first
+    target.write("x", b"one")
+    assert target.fingerprint("x") == first
 
 
 def test_left_over_temporary_files_are_not_listed(tmp_path: Path) -> None:
-    place = store(tmp_path)
+    target = store(tmp_path)
     (tmp_path / f"{storage.TEMPORARY_PREFIX}killed").write_bytes(b"half")
-    place.write("x", b"1")
-    assert [entry.key for entry in place.list()] == ["x"]
+    target.write("x", b"1")
+    assert [entry.key for entry in target.list()] == ["x"]
 
 
 # -- stores travel -----------------------------------------------------------------------------
 
 
-def test_child_and_pickle(place: Store) -> None:
-    below = pickle.loads(pickle.dumps(place.child("a", "b/c")))
+def test_children_and_pickled_stores_share_the_root(target: Store) -> None:
+    below = pickle.loads(pickle.dumps(target.child("a", "b/c")))
     below.write("x", b"1")
-    assert place.read("a/b/c/x") == b"1"
-    assert below.at("x") == join(place.uri, "a/b/c/x")
+    assert target.read("a/b/c/x") == b"1"
+    assert below.at("x") == join(target.uri, "a/b/c/x")
     folder, name = split(below.at("x"))
     assert folder.read(name) == b"1"
-    assert (place.local_path("a") is None) == storage.is_remote(place.uri)
-    place.check()
+    assert (target.local_path("a") is None) == storage.is_remote(target.uri)
+    target.check()
 
 
-def test_many_threads_share_a_store(place: Store) -> None:
-    def work(number: int) -> bool:
-        data = os.urandom(50_000 + number)
-        stamp = place.write(f"t/{number}", data)
-        return place.read(f"t/{number}") == data and place.verify(stamp) == "" and place.exists(f"t/{number}")
+def test_many_threads_share_a_store(target: Store) -> None:
+    def work(index: int) -> bool:
+        data = os.urandom(50_000 + index)
+        stamp = target.write(f"t/{index}", data)
+        return target.read(f"t/{index}") == data and target.verify(stamp) == "" and target.exists(f"t/{index}")
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(40)))
-    assert len(place.list("t")) == 40
+    assert len(target.list("t")) == 40
 
 
-def _in_child(place: Store, answers: multiprocessing.Queue) -> None:
-    place.write("from-child", b"2")
-    answers.put(place.read("x"))
+def _in_child(target: Store, answers: multiprocessing.Queue) -> None:
+    target.write("from-child", b"2")
+    answers.put(target.read("x"))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_store_works_in_a_child_process(place: Store, method: str) -> None:
-    place.write("x", b"1")  # the client is up before the fork
+def test_a_store_works_in_a_child_process(target: Store, method: str) -> None:
+    target.write("x", b"1")  # starts the client before the fork
     context = multiprocessing.get_context(method)
     answers = context.Queue()
-    child = context.Process(target=_in_child, args=(place, answers))
+    child = context.Process(target=_in_child, args=(target, answers))
     child.start()
     assert answers.get(timeout=60) == b"1"
     child.join(20)
-    assert place.read("from-child") == b"2"
+    assert target.read("from-child") == b"2"
 
 
 # -- URIs --------------------------------------------------------------------------------------
 
 
-def test_uris(tmp_path: Path) -> None:
+def test_each_uri_opens_its_store(tmp_path: Path) -> None:
     assert store(f"file://{tmp_path}/a%20b").uri == f"{tmp_path}/a b"
     assert isinstance(store("plain/relative"), LocalStore)
     assert store("S3://a-bucket/x/").uri == "s3://a-bucket/x"
@@ -419,19 +419,19 @@ def test_uris(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uri", ["s3://", "s3:///x", "s3:/bucket/x", "gs://", "az:///x", "gs:/bucket/x", "http://host/x",
                                  "file://host/x", "s3://user:password@bucket/x", "no_such_module:Store://x"])
-def test_uris_that_are_refused(uri: str) -> None:
+def test_invalid_uris_are_refused(uri: str) -> None:
     with pytest.raises(StorageError) as caught:
         store(uri)
     assert caught.value.fix
 
 
 @pytest.mark.parametrize("uri", ["s3://bucket", "folder/", "..", "."])
-def test_a_folder_is_no_file(uri: str) -> None:
+def test_a_folder_is_not_read_as_a_file(uri: str) -> None:
     with pytest.raises(StorageError, match="names a folder"):
         split(uri)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------
 
 OPERATIONS = [lambda p: p.check(), lambda p: p.read("x"), lambda p: p.write("x", b"1"), lambda p: list(p.list()),
               lambda p: p.open("x"), lambda p: p.exists("x"), lambda p: p.fingerprint("x"), lambda p: p.glob("*"),
@@ -440,19 +440,19 @@ OPERATIONS = [lambda p: p.check(), lambda p: p.read("x"), lambda p: p.write("x",
 
 @pytest.mark.parametrize("scheme", SERVERS)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_missing_bucket(request: pytest.FixtureRequest, scheme: str, operation) -> None:
+def test_a_missing_bucket_is_reported(request: pytest.FixtureRequest, scheme: str, operation) -> None:
     request.getfixturevalue(SERVERS[scheme])
     with pytest.raises(StorageError, match="there is no bucket 'not-there'") as caught:
         operation(store(f"{scheme}://not-there/prefix"))
     assert "create the " in caught.value.fix
 
 
-def test_impossible_bucket_name(server: S3Server) -> None:
+def test_an_impossible_bucket_name_is_refused(server: S3Server) -> None:
     with pytest.raises(StorageError):
         store("s3://Not A Bucket/x").check()
 
 
-def test_wrong_credentials() -> None:
+def test_wrong_credentials_are_reported() -> None:
     with S3Server(accept_all=False):
         for operation in OPERATIONS:
             with pytest.raises(StorageError, match="access refused") as caught:
@@ -460,7 +460,7 @@ def test_wrong_credentials() -> None:
             assert "AWS_ACCESS_KEY_ID" in caught.value.fix
 
 
-def test_no_credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_credentials_are_reported(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -482,7 +482,7 @@ def test_an_unavailable_endpoint_is_reported_soon(server: S3Server, monkeypatch:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_folder(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StorageError):
         store(tmp_path).write("x", b"1")
@@ -490,15 +490,16 @@ def test_read_only_folder(tmp_path: Path) -> None:
         store(tmp_path).check()
 
 
-def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
-    place = store(tmp_path)
-    place.write("x", b"1")
-    for operation in (lambda: place.write("x/y", b"1"), lambda: store(tmp_path / "x").check(),
+def test_a_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
+    target = store(tmp_path)
+    target.write("x", b"1")
+    for operation in (lambda: target.write("x/y", b"1"), lambda: store(tmp_path / "x").check(),
                       lambda: store(tmp_path / "x").write("y", b"1")):
         with pytest.raises(StorageError):
             operation()
-    place.write("folder/y", b"1")
-    for operation in (lambda: place.open("folder"), lambda: place.read("folder"), lambda: place.write("folder", b"1")):
+    target.write("folder/y", b"1")
+    for operation in (lambda: target.open("folder"), lambda: target.read("folder"),
+                      lambda: target.write("folder", b"1")):
         with pytest.raises(StorageError):
             operation()
     assert os.listdir(tmp_path / "folder") == ["y"]

@@ -1,4 +1,4 @@
-"""Stores that misbehave: what can be outlasted is, the rest is told with its cause, and nothing waits for ever."""
+"""Misbehaving stores: short faults are outlasted, others are reported with their cause, and nothing waits for ever."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from tidewheel.time_limit import TimeLimit, bounded
 pytestmark = pytest.mark.timeout(180)
 
 SHORT = RetryPolicy(request_seconds=0.5, budget_seconds=2.0)
-"""For stores that are silent."""
+"""Retry policy for stores that never answer."""
 PATIENT = RetryPolicy(request_seconds=60.0, budget_seconds=0.5)
-"""For stores that answer: a busy machine is no silent store."""
+"""Retry policy for stores that answer, with a request limit that even a busy machine meets."""
 LONG_SECONDS = 60.0
-"""Nothing here takes as long, on any machine, unless it hangs."""
+"""Longer than any step of these tests takes on a busy machine, unless it hangs."""
 OPERATIONS: dict[str, Callable[[Store], object]] = {
-    "check": lambda place: place.check(),
-    "write": lambda place: place.write("key", b"data"),
-    "write parts": lambda place: place.write("key", bytes(40 << 20)),
-    "create": lambda place: place.create("key", b"data"),
-    "read": lambda place: place.read("key"),
-    "size": lambda place: place.size("key"),
-    "list": lambda place: place.list(),
-    "delete": lambda place: place.delete("key"),
+    "check": lambda target: target.check(),
+    "write": lambda target: target.write("key", b"data"),
+    "write parts": lambda target: target.write("key", bytes(40 << 20)),
+    "create": lambda target: target.create("key", b"data"),
+    "read": lambda target: target.read("key"),
+    "size": lambda target: target.size("key"),
+    "list": lambda target: target.list(),
+    "delete": lambda target: target.delete("key"),
 }
 
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
-    """A server that takes connections and never answers; what it took."""
-    taken: list[socket.socket] = []
+    """Yield the connections of a server that accepts them and never answers."""
+    accepted: list[socket.socket] = []
     listener = socket.create_server(("127.0.0.1", 0), backlog=500)
 
     def accept() -> None:
@@ -58,37 +58,37 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            taken.append(connection)
+            accepted.append(connection)
 
     threading.Thread(target=accept, daemon=True).start()
     for name, value in {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{listener.getsockname()[1]}",
                         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
                         "AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    yield taken
+    yield accepted
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
-    for connection in taken:
+    for connection in accepted:
         connection.close()
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[S3Server]:
-    """One server for the tests that say themselves what fails and when; see `server`."""
+    """Yield one server for the tests that choose the faults themselves; see `server`."""
     with S3Server(faults=Faults(0.0)) as started:
         yield started
 
 
 @pytest.fixture
 def server(running: S3Server) -> Iterator[S3Server]:
-    """A server without faults, until the test calls `fail`."""
+    """Return a server that has no faults until the test calls `fail`."""
     yield running
     running.fail(Faults(0.0))
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The simulated seconds of `send`: pauses take no time."""
+    """Return the simulated clock of `send`, whose pauses take no real time."""
     now = [0.0]
 
     class Clock:
@@ -102,7 +102,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-# -- outlasted -----------------------------------------------------------------------------------
+# -- faults that are outlasted -----------------------------------------------------------------------------------
 
 
 def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,25 +110,25 @@ def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(object_store, "READ_BYTES", 4 << 20)  # and as many requests to read it
     generator = random.Random(0)
     with S3Server(faults=Faults(0.2, 1)) as server:
-        place = store(server.create_bucket("faulty") + "/data")
-        written = {f"k{number}": generator.randbytes(10 ** generator.randint(0, 5)) for number in range(12)}
+        target = store(server.create_bucket("faulty") + "/data")
+        written = {f"k{index}": generator.randbytes(10 ** generator.randint(0, 5)) for index in range(12)}
         written["long"] = generator.randbytes(11 << 20)
-        stamps = [place.write(key, data) for key, data in written.items()]
+        stamps = [target.write(key, data) for key, data in written.items()]
         for stamp in stamps:
             data = written[stamp.key]
-            assert place.read(stamp.key) == data
-            assert place.read(stamp.key, 3, 50) == data[3:53]
-            assert place.read(stamp.key, 0, 1 << 30) == data
-            assert place.verify(stamp) == ""
-            with place.open(stamp.key) as stream:
+            assert target.read(stamp.key) == data
+            assert target.read(stamp.key, 3, 50) == data[3:53]
+            assert target.read(stamp.key, 0, 1 << 30) == data
+            assert target.verify(stamp) == ""
+            with target.open(stamp.key) as stream:
                 stream.seek(len(data) // 2)
                 assert content_hash(stream.read()) == content_hash(data[len(data) // 2:])
-        assert [entry.key for entry in place.list()] == sorted(written)
+        assert [entry.key for entry in target.list()] == sorted(written)
         with pytest.raises(FileNotFoundError):
-            place.read("nothing")
+            target.read("nothing")
         for key in written:
-            place.delete(key)
-        assert place.list() == []
+            target.delete(key)
+        assert target.list() == []
         counts = server.fault_counts()
     assert all(counts[kind] > 0 for kind in KINDS), counts
 
@@ -136,18 +136,18 @@ def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_few_silent_requests_are_outlasted() -> None:
     with S3Server(faults=Faults(0.3, 2, ("silent",))) as server:  # of the requests below, the fourth
         bucket = server.create_bucket("nap")
-        place = S3Store(bucket, RetryPolicy(request_seconds=3.0, budget_seconds=60.0))
+        target = S3Store(bucket, RetryPolicy(request_seconds=3.0, budget_seconds=60.0))
         for number in range(4):
-            place.write(f"k{number}", b"data")
-        assert len(place.list()) == 4
+            target.write(f"k{number}", b"data")
+        assert len(target.list()) == 4
         assert server.fault_counts()["silent"] > 0
 
 
 def test_an_upload_completed_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to the completion is lost: the second try finds no upload, but the object."""
+    """The answer to the completion is lost: the second try finds the object and no upload."""
     monkeypatch.setattr(streams, "PART_BYTES", 5 << 20)
     with S3Server() as server:
-        place = store(server.create_bucket("twice"))
+        target = store(server.create_bucket("twice"))
         original = S3Store.ask
 
         def twice(self, operation, *arguments, **options):
@@ -157,49 +157,49 @@ def test_an_upload_completed_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(S3Store, "ask", twice)
         data = bytes(11 << 20)
-        assert place.verify(place.write("long", data)) == ""
+        assert target.verify(target.write("long", data)) == ""
 
 
 def test_an_object_is_created_once_even_if_answers_are_lost() -> None:
-    """The second try finds the object that the first one made, and knows it for its own."""
+    """The second try finds the object that the first one created, and recognises it as its own."""
     with S3Server(faults=Faults(0.4, 0, ("reset_after",))) as server:
-        place = store(server.create_bucket("once"))
+        target = store(server.create_bucket("once"))
         for number in range(12):
-            assert place.create(f"k{number}", b"first")
-            assert not place.create(f"k{number}", b"second")
-            assert place.read(f"k{number}") == b"first"
+            assert target.create(f"k{number}", b"first")
+            assert not target.create(f"k{number}", b"second")
+            assert target.read(f"k{number}") == b"first"
         assert server.fault_counts()["reset_after"] > 0
 
 
 def test_retries_wait_for_a_server_that_was_reached_before(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pauses between tries are simulated, the refusals are not."""
+    """The pauses between tries are simulated; the refused connections are real."""
     with S3Server() as server:
-        place = S3Store(server.create_bucket("restart"), RetryPolicy(request_seconds=60.0))
-        place.check()
+        target = S3Store(server.create_bucket("restart"), RetryPolicy(request_seconds=60.0))
+        target.check()
         identity = {name: os.environ[name] for name in S3Service.environment if name in os.environ}
     for name, value in {**identity, "NO_PROXY": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StorageAwayError, match=r"does not answer .*[0-9]+ tries in"):
-        place.check()
+        target.check()
     assert 20 < clock[0] <= 30
-    requests._reached.clear()  # as in a process that begins now
+    requests._reached.clear()  # the state of a new process
     with pytest.raises(StorageAwayError, match="does not answer") as error:
-        place.check()
+        target.check()
     assert "tries" not in error.value.what
 
 
-# -- told ----------------------------------------------------------------------------------------
+# -- faults that are reported ----------------------------------------------------------------------------------------
 
 
 def test_a_silent_store_is_reported_after_the_budget(silent: list[socket.socket]) -> None:
-    """All operations at once: the time is spent waiting."""
-    def told(operation: Callable[[Store], object]) -> StorageAwayError:
+    """All operations run at once, since their time is spent waiting."""
+    def error_of(operation: Callable[[Store], object]) -> StorageAwayError:
         with pytest.raises(StorageAwayError, match="takes requests but does not answer in time") as error:
             operation(S3Store("s3://bucket/data", SHORT))
         return error.value
 
     with ThreadPoolExecutor(len(OPERATIONS)) as pool:
-        errors = list(pool.map(told, OPERATIONS.values()))
+        errors = list(pool.map(error_of, OPERATIONS.values()))
     assert all("proxy" in error.fix for error in errors)
     tries = len(OPERATIONS) * int(SHORT.budget_seconds / SHORT.request_seconds + 1)
     assert len(OPERATIONS) <= len(silent) <= tries  # one policy: neither botocore nor s3fs multiplies the tries
@@ -208,7 +208,7 @@ def test_a_silent_store_is_reported_after_the_budget(silent: list[socket.socket]
 @pytest.mark.parametrize("name", ["write", "read", "list", "size"])
 def test_with_the_default_policy_silence_takes_about_half_a_minute(name: str, clock: list[float],
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/checkpoints.md says. The clock is simulated: each try takes as long as it may."""
+    """docs/checkpoints.md states this time. The clock is simulated: each try takes as long as it may."""
     began: list[float] = []
 
     def silence(transfer: object, service: object, work: object, seconds: float) -> None:
@@ -228,7 +228,7 @@ def test_with_the_default_policy_silence_takes_about_half_a_minute(name: str, cl
 
 
 def test_minutes_of_503_end_after_the_budget(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is simulated: each answer comes at once, the pauses are what takes the time."""
+    """The clock is simulated: each answer comes at once, and only the pauses take time."""
     tries: list[float] = []
 
     def answer(*arguments: object) -> None:
@@ -248,28 +248,28 @@ def test_minutes_of_503_end_after_the_budget(clock: list[float], monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["reset_before", "reset_after", "slow_down", "internal_error"])
 def test_a_store_that_never_recovers_is_reported_away(kind: str, server: S3Server) -> None:
-    place = S3Store(server.create_bucket("broken") + "/data", PATIENT)
+    target = S3Store(server.create_bucket("broken") + "/data", PATIENT)
     server.fail(Faults(1.0, 0, (kind,)))
     with pytest.raises(StorageAwayError, match="object store failed") as error:
-        place.write("key", b"data")
+        target.write("key", b"data")
     assert error.value.fix
 
 
-def test_a_byte_a_second_is_too_slow(server: S3Server) -> None:
+def test_a_transfer_of_one_byte_a_second_is_reported(server: S3Server) -> None:
     bucket = server.create_bucket("slow")
     S3Store(bucket).write("key", bytes(100))
     server.fail(Faults(1.0, 0, ("trickle",)))
 
-    def told(name: str) -> None:
+    def assert_reported(name: str) -> None:
         with pytest.raises(StorageAwayError, match="does not answer in time"):
             OPERATIONS[name](S3Store(bucket, RetryPolicy(request_seconds=2.5, budget_seconds=2.5)))
 
     with ThreadPoolExecutor() as pool:
-        assert list(pool.map(told, ("read", "list"))) == [None, None]
+        assert list(pool.map(assert_reported, ("read", "list"))) == [None, None]
 
 
 def test_a_slow_download_goes_on_while_it_makes_progress(server: S3Server) -> None:
-    """It takes longer than a request may that moves nothing."""
+    """It takes longer than a request without progress may take."""
     bucket = server.create_bucket("patient")
     S3Store(bucket).write("key", b"1234")
     server.fail(Faults(1.0, 0, ("trickle",)))
@@ -279,20 +279,20 @@ def test_a_slow_download_goes_on_while_it_makes_progress(server: S3Server) -> No
 
 def test_a_bucket_in_another_region_is_found_or_reported(server: S3Server) -> None:
     server.fail(Faults(0.0, region="eu-west-1"))
-    place = S3Store(server.create_bucket("far"), PATIENT)
-    place.write("key", b"data")  # the refusal says where: the client asks there
-    assert place.size("key") == 4
+    target = S3Store(server.create_bucket("far"), PATIENT)
+    target.write("key", b"data")  # the refusal names the region, and the client asks there
+    assert target.size("key") == 4
     server.fail(Faults(1.0, 0, (ELSEWHERE,), region="eu-west-1"))
     for name in ("check", "write", "read", "size"):
         with pytest.raises(StorageError, match="the bucket 'far' is in region eu-west-1") as error:
-            OPERATIONS[name](place)
+            OPERATIONS[name](target)
         assert "AWS_REGION=eu-west-1" in error.value.fix
         assert not isinstance(error.value, StorageAwayError)  # waiting does not help
 
 
 @pytest.fixture
 def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Writes a credentials file with this access key."""
+    """Return a function that writes a credentials file with an access key."""
     def renew(key: str) -> None:
         (tmp_path / "new").write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=secret\n")
         (tmp_path / "new").replace(tmp_path / "credentials")
@@ -304,7 +304,7 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 @pytest.mark.parametrize("source", ["file", "environment"])
 def test_expired_credentials_are_reported_and_renewed(source: str, name: str, server: S3Server, tmp_path: Path,
                                                       credentials, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`size` is a HEAD, whose answer has no body that says what is wrong."""
+    """`size` sends a HEAD request, whose answer has no body that names the error."""
     bucket = server.create_bucket("session")
     S3Store(bucket).write("key", b"data")
     if source == "file":
@@ -323,19 +323,19 @@ def test_expired_credentials_are_reported_and_renewed(source: str, name: str, se
     assert "renew them" in error.value.fix
     before = server.fault_counts()["requests"]
     with ThreadPoolExecutor() as pool:
-        under_way = pool.submit(OPERATIONS[name], S3Store(bucket))
+        pending = pool.submit(OPERATIONS[name], S3Store(bucket))
         while server.fault_counts()["requests"] < before + 1:
             time.sleep(0.01)
         renew("SECOND")
-        under_way.result(timeout=LONG_SECONDS)
+        pending.result(timeout=LONG_SECONDS)
 
 
 def test_a_wrong_clock_is_reported() -> None:
     refused = PermissionError("The difference between the request time and the current time is too large.")
     refused.__cause__ = ClientError({"Error": {"Code": "RequestTimeTooSkewed"}}, "PutObject")
-    told = s3_errors.explained(refused, "s3://bucket/key", "bucket")
-    assert "clock" in told.what
-    assert "doctor" in told.fix
+    error = s3_errors.explained(refused, "s3://bucket/key", "bucket")
+    assert "clock" in error.what
+    assert "doctor" in error.fix
 
 
 # -- limits --------------------------------------------------------------------------------------
@@ -371,5 +371,5 @@ def test_an_endpoint_with_a_password_is_refused_before_any_request(monkeypatch: 
                 lambda: list(store("s3://bucket").list())):
         with pytest.raises(StorageError, match=f"holds a user or a password.*\\n.*remove.*{name}") as refused:
             use()
-        assert not isinstance(refused.value, StorageAwayError)  # nobody waits for it
+        assert not isinstance(refused.value, StorageAwayError)  # no caller waits for such a store
         assert "pLaNtEd" not in str(refused.value)

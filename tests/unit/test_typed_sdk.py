@@ -1,4 +1,4 @@
-"""Checkers know the SDK's signatures: what is right passes, and each mistake is told in its line."""
+"""Type checkers know the SDK's signatures: correct code passes, and each mistake is reported on its line."""
 
 from __future__ import annotations
 
@@ -96,38 +96,38 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "recipe.py"
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert Path(tidewheel.__file__).with_name("py.typed").exists()
 
 
 def test_mypy_knows_the_sdk(file: Path):
-    done = subprocess.run([sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)], cwd=ROOT,
+    process = subprocess.run([sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)], cwd=ROOT,
                           capture_output=True, text=True, check=False)
-    assert {int(line) for line in re.findall(r"recipe\.py:(\d+): error", done.stdout)} == WRONG, done.stdout
+    assert {int(line) for line in re.findall(r"recipe\.py:(\d+): error", process.stdout)} == WRONG, process.stdout
 
 
 def pyright(folder: Path) -> list[dict[str, Any]]:
-    """Return what pyright in strict mode says about the files of a folder."""
+    """Return the diagnostics of pyright in strict mode for the files of a folder."""
     (folder / "pyrightconfig.json").write_text(json.dumps({
         "typeCheckingMode": "strict", "extraPaths": [str(ROOT / "platform")]}))
-    done = subprocess.run([Path(sys.executable).parent / "basedpyright", "--outputjson", "--pythonpath",
+    process = subprocess.run([Path(sys.executable).parent / "basedpyright", "--outputjson", "--pythonpath",
                            sys.executable], cwd=folder, capture_output=True, text=True, check=False)
-    found: list[dict[str, Any]] = json.loads(done.stdout)["generalDiagnostics"]
-    return found
+    diagnostics: list[dict[str, Any]] = json.loads(process.stdout)["generalDiagnostics"]
+    return diagnostics
 
 
 def test_pyright_in_strict_mode_knows_the_sdk(file: Path):
-    found = pyright(file.parent)
-    assert {each["range"]["start"]["line"] + 1 for each in found} == WRONG, found
+    diagnostics = pyright(file.parent)
+    assert {diagnostic["range"]["start"]["line"] + 1 for diagnostic in diagnostics} == WRONG, diagnostics
 
 
-#: What strict mode says of code that uses a package without types, as pyarrow is.
+#: Diagnostics of strict mode for code that uses a package without types, such as pyarrow.
 UNTYPED = {"reportMissingTypeStubs", "reportUnknownMemberType", "reportUnknownVariableType",
            "reportUnknownArgumentType", "reportAttributeAccessIssue"}
 
 
 def test_pyright_in_strict_mode_finds_nothing_in_the_examples(tmp_path: Path):
-    """Of README and docs: those that use the SDK."""
+    """Check the examples of README and docs that use the SDK."""
     for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
         folder = tmp_path / page.stem
         for block in blocks(page):
@@ -136,6 +136,7 @@ def test_pyright_in_strict_mode_finds_nothing_in_the_examples(tmp_path: Path):
                 (folder / Path(block.file or f"line_{block.line}.py").name).write_text(block.text)
     examples = list(tmp_path.rglob("*.py"))
     assert len(examples) >= 6
-    wrong = [each for each in pyright(tmp_path)
-             if each["rule"] not in UNTYPED or "import pyarrow" not in Path(each["file"]).read_text()]
-    assert not wrong, [(each["file"], each["range"]["start"]["line"] + 1, each["message"]) for each in wrong]
+    unexpected = [diagnostic for diagnostic in pyright(tmp_path)
+             if diagnostic["rule"] not in UNTYPED or "import pyarrow" not in Path(diagnostic["file"]).read_text()]
+    assert not unexpected, [(diagnostic["file"], diagnostic["range"]["start"]["line"] + 1, diagnostic["message"])
+                            for diagnostic in unexpected]

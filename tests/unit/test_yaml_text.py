@@ -1,4 +1,4 @@
-"""YAML that is larger than it looks is refused wherever the tools read YAML."""
+"""YAML that expands to more than it shows is refused wherever the package reads YAML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Anything(Config):
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_every_yaml_reader_refuses_it(bomb: str, tmp_path: Path):
+def test_every_yaml_reader_refuses_a_bomb(bomb: str, tmp_path: Path):
     text = BOMBS[bomb]
     path = tmp_path / "bomb.yaml"
     path.write_text(text)
@@ -48,7 +48,7 @@ def test_every_yaml_reader_refuses_it(bomb: str, tmp_path: Path):
         command_of([str(path)])
 
 
-def test_the_message_says_what_is_wrong():
+def test_the_message_names_the_limit():
     with pytest.raises(ConfigError, match=f"aliases stand for more than {MAX_ALIASED:,} values"):
         documents.read(LISTS, "bomb.yaml")
 
@@ -67,7 +67,7 @@ def test_aliases_and_large_files_without_them_are_read():
     assert documents.read(large, "large.yaml") == [{"a": "x" * (2 * MAX_ALIASED)}]
 
 
-def test_nothing_reads_yaml_past_these_checks():
+def test_no_module_reads_yaml_without_these_checks():
     sources = Path(yaml_text.__file__).parent.rglob("*.py")
     readers = {path.name for path in sources if "yaml.safe_load" in (text := path.read_text()) or "yaml.load" in text}
     assert readers == {"yaml_text.py"}

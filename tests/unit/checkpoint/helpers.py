@@ -1,4 +1,4 @@
-"""A small state, and what a manager says about itself."""
+"""A small state, the events of a manager, and stores that hang or fail."""
 
 import threading
 from typing import Any
@@ -13,7 +13,7 @@ SHAPES = {"embedding.weight": (7, 5), "blocks.0.norm.weight": (5,), "head.weight
 
 
 def state(seed: float, mesh: Any = None) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters and moments that depend on `seed`, of several dtypes; sharded in dimension 0 over `mesh`, if given."""
+    """Return parameters and moments of several dtypes that depend on `seed`, sharded in dimension 0 over `mesh`."""
     generator = torch.Generator().manual_seed(int(seed))
     model = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     moments = {f"{name}.exp_avg": torch.randn(shape, generator=generator).double() for name, shape in SHAPES.items()}
@@ -32,14 +32,14 @@ def state(seed: float, mesh: Any = None) -> dict[str, dict[str, torch.Tensor]]:
 
 @torch.no_grad()
 def clear(values: dict[str, Any]) -> None:
-    """Zero everywhere."""
+    """Set all tensors to zero."""
     for group in values.values():
         for tensor in group.values():
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """The same names and, to the bit, the same values; a collective when sharded."""
+    """Return whether two states have the same names and the same bits; a collective when they are sharded."""
     if {group: list(a[group]) for group in a} != {group: list(b[group]) for group in b}:
         return False
     return all(torch.equal(_whole(a[group][name]), _whole(b[group][name])) for group in a for name in a[group])
@@ -50,22 +50,22 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Events(list):
-    """What `on_event` was told."""
+    """A list of the events that `on_event` received."""
 
     def __call__(self, kind: str, detail: dict[str, Any]) -> None:
         self.append((kind, detail))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        return [detail for each, detail in self if each == kind]
+        return [detail for recorded, detail in self if recorded == kind]
 
 
 def manager(store: Store, events: Events | None = None, **options: Any) -> CheckpointManager:
-    """A manager that tells its events to `events`."""
+    """Return a manager that reports its events to `events`."""
     return CheckpointManager(store, on_event=events if events is not None else Events(), **options)
 
 
 class HangingStore(LocalStore):
-    """A folder on a file system that hangs: writes of keys that contain `part` wait until `released` is set."""
+    """A folder on a hanging file system: writes of keys that contain `part` wait until `released` is set."""
 
     def __init__(self, root: Any, part: str = "") -> None:
         super().__init__(root)
@@ -81,7 +81,7 @@ class HangingStore(LocalStore):
 
 
 class FlakyStore(LocalStore):
-    """A folder whose writes fail: `failures` times, for keys that contain `part`."""
+    """A folder whose writes of keys that contain `part` fail `failures` times."""
 
     def __init__(self, root: Any, failures: int = 0, part: str = "") -> None:
         super().__init__(root)

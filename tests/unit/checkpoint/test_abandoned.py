@@ -1,4 +1,4 @@
-"""What a writer that was killed in the middle of a checkpoint leaves behind does not stay."""
+"""The leftovers of a writer that was killed in the middle of a checkpoint are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 @pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "local":
         yield storage.store(tmp_path)
         return
@@ -28,28 +28,28 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield storage.store(server.create_bucket("killed") + "/runs/x/checkpoints")
 
 
-def killed_while_it_writes(place: Store) -> None:
-    with place.writer("step_00000010/rank_00000-abcdef01.safetensors") as sink:
+def killed_while_it_writes(target: Store) -> None:
+    with target.writer("step_00000010/rank_00000-abcdef01.safetensors") as sink:
         sink.write(bytes(40 << 20))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_next_commit_gives_up_what_a_killed_save_left(place: Store) -> None:
-    child = multiprocessing.get_context("spawn").Process(target=killed_while_it_writes, args=(place,))
+def test_the_next_commit_removes_the_leftovers_of_a_killed_save(target: Store) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=killed_while_it_writes, args=(target,))
     child.start()
     child.join(60)
-    assert len(place.uploads()) == 1
+    assert len(target.uploads()) == 1
     events = Events()
-    saver = manager(place, events)
-    for step in (20, 30):  # a store's clock may count in seconds: at the latest the second save
+    saver = manager(target, events)
+    for step in (20, 30):  # the second save at the latest, since a store's clock may count in seconds
         saver.save(step, state(step), {})
         saver.wait()
-    assert list(place.uploads()) == []
+    assert list(target.uploads()) == []
     assert [kind for kind, _ in events] == ["commit", "commit"]
-    assert manager(place).load_latest(state(999)) == {}
+    assert manager(target).load_latest(state(999)) == {}
 
 
-def test_a_store_that_does_not_tell_uploads_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_list_uploads_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def refuse(self: Store, prefix: str = "") -> None:

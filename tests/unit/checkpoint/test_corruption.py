@@ -1,6 +1,6 @@
-"""Two hundred randomly damaged runs: all damage is found, the newest intact checkpoint is used, and nothing else ever.
+"""Two hundred randomly damaged runs: all damage is detected, and only the newest intact checkpoint is ever loaded.
 
-Each case is a seed: its number in a failing test's name brings back the same damage.
+Each case is a seed: the number in a failing test's message reproduces the damage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES, BATCH = 200, 25
 
 
 def save_all(root: Path) -> None:
-    """Two ranks: two files in each checkpoint."""
+    """Save checkpoints from two ranks, so that each has two files."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     saver = manager(store(root), keep_last=len(STEPS))
     for step in STEPS:
@@ -55,7 +55,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def bit_flip(folder: Path, rng: random.Random) -> None:
-    """One bit anywhere in any file, the manifest included."""
+    """Flip one bit anywhere in any file, including the manifest."""
     path = rng.choice(sorted(folder.iterdir()))
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -63,21 +63,21 @@ def bit_flip(folder: Path, rng: random.Random) -> None:
 
 
 def truncation(folder: Path, rng: random.Random) -> None:
-    """Any file ends early, perhaps at once."""
+    """Cut any file short, perhaps to nothing."""
     path = rng.choice(sorted(folder.iterdir()))
     data = path.read_bytes()
-    # the manifest's last byte is the newline behind the JSON: losing it loses nothing
+    # the manifest's last byte is the newline after the JSON, whose loss is no damage
     path.write_bytes(data[:rng.randrange(len(data) - 1)])
 
 
 def grown(folder: Path, rng: random.Random) -> None:
-    """Bytes behind the end: what a second writer in the same file leaves."""
+    """Append bytes, as a second writer of the same file would."""
     path = rng.choice(data_files(folder))
     path.write_bytes(path.read_bytes() + rng.randbytes(rng.randint(1, 64)))
 
 
 def zeroed(folder: Path, rng: random.Random) -> None:
-    """The right length, a stretch of zeros: a file whose blocks never reached the disk."""
+    """Zero a range of a file, as if those blocks had never reached the disk."""
     path = rng.choice(data_files(folder))
     data = bytearray(path.read_bytes())
     start = rng.choice([at for at, byte in enumerate(data) if byte])
@@ -94,32 +94,32 @@ def missing_manifest(folder: Path, rng: random.Random) -> None:
 
 
 def stale_manifest(folder: Path, rng: random.Random) -> None:
-    """Another step's manifest in its place."""
-    others = [other for other in folder.parent.iterdir() if other != folder and (other / "manifest.json").exists()]
-    shutil.copy(rng.choice(sorted(others)) / "manifest.json", folder / "manifest.json")
+    """Replace the manifest with another step's."""
+    siblings = [path for path in folder.parent.iterdir() if path != folder and (path / "manifest.json").exists()]
+    shutil.copy(rng.choice(sorted(siblings)) / "manifest.json", folder / "manifest.json")
 
 
 def stale_data(folder: Path, rng: random.Random) -> None:
-    """Another step's data under this step's name: the same length, well-formed, wrong."""
-    mine = rng.choice(data_files(folder))
-    others = [path for other in folder.parent.iterdir() if other != folder for path in data_files(other)
-              if path.name.partition("-")[0] == mine.name.partition("-")[0]]
-    shutil.copy(rng.choice(sorted(others)), mine)
+    """Replace a data file with another step's, which has the same length and format."""
+    replaced = rng.choice(data_files(folder))
+    candidates = [path for step in folder.parent.iterdir() if step != folder for path in data_files(step)
+                  if path.name.partition("-")[0] == replaced.name.partition("-")[0]]
+    shutil.copy(rng.choice(sorted(candidates)), replaced)
 
 
 def half_written(folder: Path, rng: random.Random) -> None:
-    """Killed while it saved: no manifest, and only a part of the files, the last one cut."""
+    """Leave what a killed save leaves: no manifest and some of the files, the last one cut short."""
     (folder / "manifest.json").unlink()
     files = data_files(folder)
     rng.shuffle(files)
-    kept = rng.randrange(len(files))
-    for path in files[kept + 1:]:
+    end = rng.randrange(len(files))
+    for path in files[end + 1:]:
         path.unlink()
-    files[kept].write_bytes(files[kept].read_bytes()[:rng.randrange(64)])
+    files[end].write_bytes(files[end].read_bytes()[:rng.randrange(64)])
 
 
 def half_copied(folder: Path, rng: random.Random) -> None:
-    """A copy that was interrupted: the manifest is there, not all it names."""
+    """Leave what an interrupted copy leaves: a manifest and only some of the files that it names."""
     for path in rng.sample(data_files(folder), rng.randint(1, 2)):
         if rng.random() < 0.5:
             path.unlink()
@@ -134,7 +134,7 @@ UNCOMMITTED = {missing_manifest, half_written}
 
 
 def victims(rng: random.Random) -> list[int]:
-    """Which checkpoints are damaged: the newest, an older one, several, now and then all."""
+    """Return the steps to damage: the newest, an older one, several, or sometimes all."""
     drawn = rng.random()
     if drawn < 0.4:
         return [STEPS[-1]]
@@ -146,7 +146,7 @@ def victims(rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("first", range(0, CASES, BATCH))
-def test_damage_is_found_and_passed_over(first: int, pristine: Path, tmp_path: Path):
+def test_damaged_checkpoints_are_detected_and_skipped(first: int, pristine: Path, tmp_path: Path):
     for case in range(first, first + BATCH):
         root = tmp_path / str(case)
         shutil.copytree(pristine, root)
@@ -154,67 +154,67 @@ def test_damage_is_found_and_passed_over(first: int, pristine: Path, tmp_path: P
         acts = {step: rng.choice(DAMAGE) for step in victims(rng)}
         for step, act in acts.items():
             act(root / f"step_{step:08d}", rng)
-        told = f"case {case}: " + ", ".join(f"{step} {act.__name__}" for step, act in acts.items())
-        check(store(root), acts, told)
+        case_text = f"case {case}: " + ", ".join(f"{step} {act.__name__}" for step, act in acts.items())
+        check(store(root), acts, case_text)
 
 
-def check(place: LocalStore, acts: dict[int, Callable], told: str) -> None:
-    """Verify, load, save again, and load that."""
+def check(target: LocalStore, acts: dict[int, Callable], case_text: str) -> None:
+    """Verify, load, save again, and load the new checkpoint."""
     for step in STEPS:
-        assert bool(verify_checkpoint(place, f"step_{step:08d}")) == (step in acts), told
+        assert bool(verify_checkpoint(target, f"step_{step:08d}")) == (step in acts), case_text
     events, values = Events(), state(999)
-    loader = manager(place, events, keep_last=1)
+    loader = manager(target, events, keep_last=1)
     intact = max(set(STEPS) - set(acts), default=None)
     refused = [step for step in reversed(STEPS) if step in acts and step > (intact or 0)]
     if intact is None and not UNCOMMITTED.issuperset(acts.values()):
         with pytest.raises(CheckpointError, match="none of"):
             loader.load_latest(values)
-        assert equal(values, state(999)), f"{told}: the state was touched"
+        assert equal(values, state(999)), f"{case_text}: the state was touched"
     else:
-        assert loader.load_latest(values) == ({"step": intact} if intact else None), told
-        assert equal(values, state(intact or 999)), told
+        assert loader.load_latest(values) == ({"step": intact} if intact else None), case_text
+        assert equal(values, state(intact or 999)), case_text
     assert [detail["checkpoint"] for detail in events.of("checkpoint_refused")] == [
-        f"step_{step:08d}" for step in refused], told
-    # the run goes on from there: whatever is damaged at later steps, the new checkpoint is the one to be found
+        f"step_{step:08d}" for step in refused], case_text
+    # the run continues from there, and its new checkpoint is loaded even if later steps are damaged
     again = (intact or 0) + 50
     loader.save(again, state(again), {"step": again})
     loader.wait()
-    found = state(999)
-    assert manager(place).load_latest(found) == {"step": again}, told
-    assert equal(found, state(again)), told
+    loaded = state(999)
+    assert manager(target).load_latest(loaded) == {"step": again}, case_text
+    assert equal(loaded, state(again)), case_text
 
 
 def test_every_kind_of_damage_is_among_the_cases():
-    seen = set()
+    kinds = set()
     for case in range(CASES):
         rng = random.Random(case)
-        seen |= {(rng.choice(DAMAGE).__name__, step == STEPS[-1]) for step in victims(rng)}
-    assert seen == {(act.__name__, newest) for act in DAMAGE for newest in (True, False)}
+        kinds |= {(rng.choice(DAMAGE).__name__, step == STEPS[-1]) for step in victims(rng)}
+    assert kinds == {(act.__name__, newest) for act in DAMAGE for newest in (True, False)}
 
 
 def test_a_store_that_is_away_is_no_damage(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """While no file can be read nothing is refused: else an outage would throw away the newest checkpoint's work."""
+    """An outage refuses no checkpoint; otherwise it would throw away the work since an older one."""
     shutil.copytree(pristine, tmp_path / "run")
 
     def away(*_: object, **__: object) -> None:
         raise StorageError("the object store does not answer", where="s3://bucket", fix="wait")
 
-    place = store(tmp_path / "run")
+    target = store(tmp_path / "run")
     for method in ("hash", "read"):
         with monkeypatch.context() as patch:
             patch.setattr(LocalStore, method, away)
             patch.setattr(LocalStore, "check", away)
             events = Events()
             with pytest.raises(StorageError, match="does not answer"):
-                manager(place, events).load_latest(state(999))
+                manager(target, events).load_latest(state(999))
             assert events == []
     whole = LocalStore.hash
     monkeypatch.setattr(LocalStore, "hash", lambda self, key: away() if "00000400" in key else whole(self, key))
-    assert manager(place).load_latest(state(999)) == {"step": 300}, "one bad sector is damage: the store itself answers"
+    assert manager(target).load_latest(state(999)) == {"step": 300}, "a bad sector is damage, since the store answers"
 
 
-def test_training_goes_on_as_if_nothing_had_been_damaged(tmp_path: Path):
-    """Whatever is damaged, the losses after it are those of the run that was never stopped."""
+def test_training_continues_with_the_losses_of_an_undamaged_run(tmp_path: Path):
+    """With any damage, later losses equal those of a run that was never stopped."""
     write_shards(tmp_path / "shards")
     write_shards(tmp_path / "validation", shards=1, rows=4, seed=1)
     still = config(tmp_path, "still", "steps=8", "evaluation.sample_tokens=0", "checkpoint.every_steps=2",
@@ -234,19 +234,19 @@ def test_training_goes_on_as_if_nothing_had_been_damaged(tmp_path: Path):
 
 
 def run(settings) -> None:
-    place = store(settings.run_uri).child("checkpoints")
-    train(settings, Runtime(checkpoints=CheckpointManager(place, keep_last=9, asynchronous=False)))
+    target = store(settings.run_uri).child("checkpoints")
+    train(settings, Runtime(checkpoints=CheckpointManager(target, keep_last=9, asynchronous=False)))
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """The newest loss of each step."""
+    """Return the newest loss of each step."""
     return {line["step"]: line["loss"] for line in jsonlog.read(store(folder), "metrics.jsonl") if "loss" in line}
 
 
-def test_the_listing_tells_damage_that_a_listing_can_tell(pristine: Path, tmp_path: Path):
+def test_the_listing_shows_a_stale_manifest(pristine: Path, tmp_path: Path):
     shutil.copytree(pristine, tmp_path / "run")
     folder = tmp_path / "run/step_00000400"
     stale_manifest(folder, random.Random(0))
-    [found] = [info for info in list_checkpoints(store(tmp_path / "run")) if not info.complete]
-    assert (found.step, found.committed) == (400, True)
-    assert "it is that of step" in found.problem
+    [checkpoint] = [info for info in list_checkpoints(store(tmp_path / "run")) if not info.complete]
+    assert (checkpoint.step, checkpoint.committed) == (400, True)
+    assert "it is that of step" in checkpoint.problem

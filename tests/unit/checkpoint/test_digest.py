@@ -1,4 +1,4 @@
-"""The digest of a checkpoint follows from the values alone."""
+"""The digest of a checkpoint depends only on its values."""
 
 import hashlib
 import json
@@ -15,18 +15,18 @@ from tidewheel.storage import store
 
 
 def saved(root: Path, seed: int = 1) -> str:
-    """A run with a checkpoint of `state(seed)`; its URI."""
+    """Save a checkpoint of `state(seed)` and return its run's URI."""
     manager(store(root / "checkpoints"), asynchronous=False).save(1, state(seed), {"time": str(root)})
     return str(root)
 
 
 def expected(values: dict[str, dict[str, torch.Tensor]]) -> str:
-    """What the docstring of `digest` says, from the tensors in memory."""
-    found = hashlib.sha256()
+    """Compute the digest from tensors in memory, as the docstring of `digest` defines it."""
+    sha256 = hashlib.sha256()
     for path, tensor in sorted((f"{group}/{name}", t) for group in values for name, t in values[group].items()):
-        found.update(f"{path} {str(tensor.dtype)[6:]} {list(tensor.shape)}\n".encode())
-        found.update(bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
-    return found.hexdigest()
+        sha256.update(f"{path} {str(tensor.dtype)[6:]} {list(tensor.shape)}\n".encode())
+        sha256.update(bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
+    return sha256.hexdigest()
 
 
 def test_equal_values_have_equal_digests(tmp_path: Path):
@@ -38,7 +38,7 @@ def test_equal_values_have_equal_digests(tmp_path: Path):
     assert set(first.groups) == {"model", "optimizer"}
 
 
-def test_one_other_bit_is_another_digest(tmp_path: Path):
+def test_one_changed_bit_changes_the_digest(tmp_path: Path):
     values = state(1)
     values["model"]["wide"].view(torch.int32)[2, 1, 3] ^= 1
     manager(store(tmp_path / "b" / "checkpoints"), asynchronous=False).save(1, values, {})
@@ -49,7 +49,7 @@ def test_one_other_bit_is_another_digest(tmp_path: Path):
     assert first.groups["optimizer"] == second.groups["optimizer"]
 
 
-def test_a_damaged_checkpoint_has_none(tmp_path: Path):
+def test_a_damaged_checkpoint_has_no_digest(tmp_path: Path):
     run = saved(tmp_path)
     [file] = Path(run).rglob("*.safetensors")
     content = bytearray(file.read_bytes())
@@ -59,9 +59,9 @@ def test_a_damaged_checkpoint_has_none(tmp_path: Path):
         digest(run)
 
 
-def test_the_command(tmp_path: Path, capsys):
-    found = digest(saved(tmp_path))
+def test_the_command_prints_the_digest(tmp_path: Path, capsys):
+    expected_digest = digest(saved(tmp_path))
     assert run_command(["checkpoint", "digest", str(tmp_path / "checkpoints" / "step_00000001"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["state"] == found.state
+    assert json.loads(capsys.readouterr().out)["state"] == expected_digest.state
     assert run_command(["checkpoint", "digest", str(tmp_path)]) == 0
-    assert found.groups["model"] in capsys.readouterr().out
+    assert expected_digest.groups["model"] in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""One process: save, verify, refuse what is damaged, keep what is wanted, survive a store that fails."""
+"""The manager in one process: it saves, verifies, refuses damage, retains checkpoints and survives failing stores."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
         return store(tmp_path / "checkpoints")
     request.getfixturevalue("server")
@@ -43,41 +43,41 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def local(tmp_path: Path) -> LocalStore:
-    found = store(tmp_path / "checkpoints")
-    assert isinstance(found, LocalStore)
-    return found
+    folder = store(tmp_path / "checkpoints")
+    assert isinstance(folder, LocalStore)
+    return folder
 
 
-def saved(place: Store, *steps: int, **options: Any) -> Events:
-    """Save `state(step)` for each of `steps`; the events."""
+def saved(target: Store, *steps: int, **options: Any) -> Events:
+    """Save `state(step)` for each of `steps` and return the events."""
     events = Events()
-    saver = manager(place, events, **options)
+    saver = manager(target, events, **options)
     for step in steps:
         saver.save(step, state(step), {"step": step})
     saver.wait()
     return events
 
 
-def restored(place: Store) -> tuple[dict[str, Any] | None, dict, Events]:
-    """(extra, state, events) of a fresh manager."""
+def restored(target: Store) -> tuple[dict[str, Any] | None, dict, Events]:
+    """Load the newest checkpoint with a new manager and return its extra values, the state and the events."""
     events, values = Events(), state(999)
-    return manager(place, events).load_latest(values), values, events
+    return manager(target, events).load_latest(values), values, events
 
 
-def test_save_and_load(place: Store):
-    assert restored(place)[0] is None
-    events = saved(place, 100, 200)
+def test_a_saved_checkpoint_is_loaded(target: Store):
+    assert restored(target)[0] is None
+    events = saved(target, 100, 200)
     assert [(kind, detail["step"]) for kind, detail in events] == [("commit", 100), ("commit", 200)]
     assert {"checkpoint", "seconds", "bytes", "stall_seconds", "files"} <= set(events[0][1])
-    extra, values, seen = restored(place)
+    extra, values, load_events = restored(target)
     assert extra == {"step": 200}
     assert equal(values, state(200))
-    assert seen == []
-    infos = list_checkpoints(place)
+    assert load_events == []
+    infos = list_checkpoints(target)
     assert [(info.name, info.step, info.complete, info.world_size) for info in infos] == [
         ("step_00000100", 100, True, 1), ("step_00000200", 200, True, 1)]
     assert infos[1].bytes > events[1][1]["bytes"]
-    assert verify_checkpoint(place, "step_00000200") == []
+    assert verify_checkpoint(target, "step_00000200") == []
 
 
 def test_the_files_are_safetensors_and_json_not_pickle(local: LocalStore):
@@ -97,8 +97,8 @@ def test_the_files_are_safetensors_and_json_not_pickle(local: LocalStore):
     assert raw[start:start + 96] == expected["model/wide"].numpy().tobytes()
 
 
-def test_the_state_is_that_of_the_call(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
-    """Training changes the tensors in place while the upload has not even begun."""
+def test_a_save_holds_the_state_at_its_call(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    """Training changes the tensors in place before the upload has begun."""
     gate = threading.Event()
     writer = LocalStore.writer
     monkeypatch.setattr(LocalStore, "writer", lambda self, key: gate.wait(120) and writer(self, key))
@@ -111,12 +111,12 @@ def test_the_state_is_that_of_the_call(local: LocalStore, monkeypatch: pytest.Mo
     extra["list"].append(2)
     gate.set()
     saver.wait()
-    found, loaded, _ = restored(local)
-    assert found == {"list": [1]}
+    loaded_extra, loaded, _ = restored(local)
+    assert loaded_extra == {"list": [1]}
     assert equal(loaded, state(7))
 
 
-def test_the_copy_is_made_behind_the_training_which_may_wait_for_it(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
+def test_the_copy_is_made_in_the_background_and_training_can_wait(local: LocalStore, monkeypatch: pytest.MonkeyPatch):
     gate, copy = threading.Event(), Stage.copy
 
     def slow(*arguments: Any) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ def _flip(path: Path, at: int) -> None:
 
 
 def _flip_digit(folder: Path) -> None:
-    """Still JSON: the step count of the run says something else."""
+    """Change the step count so that the file is still JSON."""
     path = folder / "manifest.json"
     text = path.read_text()
     assert '"extra": {"step": 200}' in text
@@ -194,7 +194,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_and_the_one_before_is_used(damage: str, local: LocalStore):
+def test_damage_is_detected_and_the_previous_checkpoint_is_used(damage: str, local: LocalStore):
     saved(local, 100, 200)
     act, reason = DAMAGE[damage]
     act(local.root / "step_00000200")
@@ -222,7 +222,7 @@ def test_every_flipped_byte_is_noticed(local: LocalStore):
     assert verify_checkpoint(local, "step_00000001") == []
 
 
-def test_a_partial_folder_is_passed_over_and_collected_later(local: LocalStore):
+def test_a_partial_folder_is_skipped_and_collected_later(local: LocalStore):
     saved(local, 100)
     local.write("step_00000200/rank_00000-dead.safetensors", b"half")
     extra, _, events = restored(local)
@@ -230,15 +230,15 @@ def test_a_partial_folder_is_passed_over_and_collected_later(local: LocalStore):
     assert events.of("checkpoint_refused")[0]["checkpoint"] == "step_00000200"
     assert [info.complete for info in list_checkpoints(local)] == [True, False]
     saved(local, 150)
-    assert len(list_checkpoints(local)) == 3  # not older than the newest: may be another writer's
-    saved(local, 200)  # the same step once more: committed beside what lies there
+    assert len(list_checkpoints(local)) == 3  # newer than step 150: it may belong to another writer
+    saved(local, 200)  # the same step again: committed beside the partial files
     assert restored(local)[0] == {"step": 200}
     saved(local, 250)
     assert not local.exists("step_00000200/rank_00000-dead.safetensors")
     assert [info.step for info in list_checkpoints(local) if info.complete] == [150, 200, 250]
 
 
-def test_only_partial_ones_is_a_run_that_never_saved(local: LocalStore):
+def test_a_run_with_only_partial_checkpoints_starts_anew(local: LocalStore):
     local.write("step_00000100/rank_00000-dead.safetensors", b"half")
     extra, values, events = restored(local)
     assert extra is None
@@ -246,7 +246,7 @@ def test_only_partial_ones_is_a_run_that_never_saved(local: LocalStore):
     assert len(events.of("checkpoint_refused")) == 1
 
 
-def test_none_intact(local: LocalStore):
+def test_a_run_without_an_intact_checkpoint_is_an_error(local: LocalStore):
     saved(local, 100, 200)
     for step in (100, 200):
         _flip(_data_file(local.root / f"step_{step:08d}"), -1)
@@ -256,7 +256,7 @@ def test_none_intact(local: LocalStore):
     assert local.uri in caught.value.where
 
 
-def test_saving_a_damaged_step_again_mends_it(local: LocalStore):
+def test_saving_a_damaged_step_again_repairs_it(local: LocalStore):
     saved(local, 100, 200)
     _flip(_data_file(local.root / "step_00000200"), -1)
     saver, values = manager(local), state(0)
@@ -281,14 +281,14 @@ def test_an_intact_step_saved_again_is_never_without_a_valid_manifest(local: Loc
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 5])
-def test_retention(keep_last: int, local: LocalStore):
+def test_only_the_last_checkpoints_are_kept(keep_last: int, local: LocalStore):
     saved(local, *range(10, 60, 10), keep_last=keep_last)
     assert [info.step for info in list_checkpoints(local)] == list(range(10, 60, 10))[-keep_last:]
     assert sorted(path.name for path in local.root.iterdir()) == [info.name for info in list_checkpoints(local)]
 
 
-def test_retention_counts_no_damaged_one(local: LocalStore):
-    """keep_last=1, and the newest is damaged: the one that is intact must outlive the next save of a lower step."""
+def test_retention_does_not_count_damaged_checkpoints(local: LocalStore):
+    """With keep_last=1 and a damaged newest checkpoint, the intact one outlives the next save of a lower step."""
     saved(local, 100, keep_last=5)
     saved(local, 200, keep_last=5)
     _flip(_data_file(local.root / "step_00000200"), -1)
@@ -304,7 +304,7 @@ def test_retention_counts_no_damaged_one(local: LocalStore):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("part", [".safetensors", "manifest.json"])
-def test_a_save_that_fails_for_good_is_reported_and_training_goes_on(part: str, asynchronous: bool, tmp_path: Path):
+def test_a_save_that_keeps_failing_is_reported_and_training_continues(part: str, asynchronous: bool, tmp_path: Path):
     flaky = FlakyStore(tmp_path, part=part)
     saver = manager(flaky, events := Events(), asynchronous=asynchronous)
     saver.save(1, state(1), {"step": 1})
@@ -322,14 +322,14 @@ def test_a_save_that_fails_for_good_is_reported_and_training_goes_on(part: str, 
     assert [info.step for info in list_checkpoints(flaky)] == [1, 3]
 
 
-def test_a_state_that_does_not_fit(local: LocalStore):
+def test_a_state_that_does_not_fit_is_refused(local: LocalStore):
     saved(local, 1)
-    other = state(1)
-    other["model"]["new"] = torch.zeros(2)
-    other["model"]["wide"] = torch.zeros(3, 2, 5)
-    other["optimizer"]["half"] = torch.zeros(6)
+    unfitting = state(1)
+    unfitting["model"]["new"] = torch.zeros(2)
+    unfitting["model"]["wide"] = torch.zeros(3, 2, 5)
+    unfitting["optimizer"]["half"] = torch.zeros(6)
     with pytest.raises(CheckpointError) as caught:
-        manager(local).load_latest(other)
+        manager(local).load_latest(unfitting)
     for words in ("model/new is not in the checkpoint", "model/wide", "optimizer/half is bfloat16"):
         assert words in caught.value.what
     part = {"model": {"wide": torch.zeros(3, 2, 4)}}
@@ -337,7 +337,7 @@ def test_a_state_that_does_not_fit(local: LocalStore):
     assert torch.equal(part["model"]["wide"], state(1)["model"]["wide"])
 
 
-def test_what_cannot_be_saved(local: LocalStore):
+def test_values_that_cannot_be_saved_are_refused(local: LocalStore):
     saver = manager(local)
     with pytest.raises(CheckpointError, match="model/a is int"):
         saver.save(1, {"model": {"a": 3}}, {})
@@ -348,7 +348,7 @@ def test_what_cannot_be_saved(local: LocalStore):
     assert list_checkpoints(local) == []
 
 
-def test_parameters_that_need_gradients_and_odd_strides(local: LocalStore):
+def test_parameters_with_gradients_and_odd_strides_are_restored(local: LocalStore):
     values = {"model": {"w": torch.nn.Parameter(torch.arange(12.0).reshape(3, 4)),
                         "t": torch.arange(6).reshape(2, 3).T}}
     saver = manager(local)
@@ -360,7 +360,7 @@ def test_parameters_that_need_gradients_and_odd_strides(local: LocalStore):
     assert fresh["model"]["w"].requires_grad
 
 
-def test_no_such_checkpoint(local: LocalStore):
+def test_a_missing_checkpoint_is_refused(local: LocalStore):
     for name in ("step_00000009", "../x", ""):
         with pytest.raises(CheckpointError, match="no checkpoint"):
             verify_checkpoint(local, name)
@@ -380,13 +380,13 @@ def test_the_best_and_every_nth_outlive_the_newest(local: LocalStore):
 @given(st.lists(st.tuples(st.booleans(), st.none() | st.floats(0, 9)), min_size=1, max_size=12),
        st.integers(1, 4), st.integers(0, 4), st.integers(0, 5))
 def test_the_newest_intact_one_is_never_deleted(made, last, best, every):
-    found = [CheckpointInfo(f"step_{step:08d}", step, complete, complete, 1, 1, "" if complete else "partial", loss)
+    infos = [CheckpointInfo(f"step_{step:08d}", step, complete, complete, 1, 1, "" if complete else "partial", loss)
              for step, (complete, loss) in enumerate(made, 1)]
-    plan = expired(found, committed=len(found), keep=Keep(last, best, every))
-    intact = [info.name for info in found if info.complete]
+    plan = expired(infos, committed=len(infos), keep=Keep(last, best, every))
+    intact = [info.name for info in infos if info.complete]
     assert not set(intact[-last:]) & set(plan.checkpoints)
-    kept = [info for info in found if info.complete and info.name not in plan.checkpoints]
-    assert all(info in kept for info in found if info.complete and every and info.step % every == 0)
-    scored = sorted(info.validation_loss for info in found if info.complete and info.validation_loss is not None)
-    held = sorted(info.validation_loss for info in kept if info.validation_loss is not None)
+    remaining = [info for info in infos if info.complete and info.name not in plan.checkpoints]
+    assert all(info in remaining for info in infos if info.complete and every and info.step % every == 0)
+    scored = sorted(info.validation_loss for info in infos if info.complete and info.validation_loss is not None)
+    held = sorted(info.validation_loss for info in remaining if info.validation_loss is not None)
     assert held[:best] == scored[:best]

@@ -1,4 +1,4 @@
-"""A manifest survives the trip through JSON; a hostile one is refused, whatever its hash says."""
+"""A manifest survives the conversion to JSON and back; a hostile one is refused even with a valid hash."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ MANIFEST = CheckpointManifest(
              "m/s": TensorEntry("bool", (), (Chunk(1, 8, (), ()),))}, extra={"step": 5, "nested": [1.25, None]})
 
 
-def test_round_trip():
+def test_a_manifest_is_decoded_as_it_was():
     assert parse_manifest(MANIFEST.to_json(), "step_00000005", "here") == MANIFEST
     assert MANIFEST.total_bytes == 109
 
@@ -48,6 +48,6 @@ def test_every_field_is_checked(path: tuple, value: Any):
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b"[" * 100_000], ids=lambda d: repr(d[:8]))
-def test_not_a_manifest(data: bytes):
+def test_other_data_is_refused(data: bytes):
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         parse_manifest(data, "step_00000005", "here")

@@ -1,4 +1,4 @@
-"""Several gloo ranks: any number writes, any other reads, all agree on what is intact."""
+"""Checkpoints on several gloo ranks: any number reads what any other wrote, and all agree on what is intact."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 def save(root: Path, step: int) -> None:
-    """Save `state(step)`, then spoil the tensors as soon as they may change."""
+    """Save `state(step)`, then clear the tensors as soon as they may change."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     values, events = state(step, mesh), Events()
     saver = manager(store(root), events)
@@ -33,7 +33,7 @@ def save(root: Path, step: int) -> None:
 
 
 def load(root: Path, step: int, refused: int = 0) -> None:
-    """All ranks get `state(step)`."""
+    """Assert that all ranks load `state(step)`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     values, events = state(999, mesh), Events()
     extra = manager(store(root), events).load_latest(values)
@@ -43,14 +43,14 @@ def load(root: Path, step: int, refused: int = 0) -> None:
 
 
 def load_all_and_save(root: Path, steps: tuple[int, ...]) -> None:
-    """Load what each number of ranks in `steps` saved, oldest first, then save at a step that is our own number."""
+    """Load what each number of ranks in `steps` saved, oldest first, then save at a step equal to the world size."""
     for step in steps:
         load(root / f"by_{step}", step)
     save(root / f"by_{dist.get_world_size()}", dist.get_world_size())
 
 
 def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path: Path):
-    """7, 5, 1 and 3 rows: uneven parts, and ranks with none at all."""
+    """Tensors of 7, 5, 1 and 3 rows give uneven parts, and ranks without rows."""
     saver = manager(store(tmp_path / "by_1"))
     saver.save(1, state(1), {"step": 1})
     saver.wait()
@@ -58,8 +58,8 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path: Path):
     on_ranks(3, load_all_and_save, tmp_path, (1, 2))
     on_ranks(2, load, tmp_path / "by_3", 3)
     for ranks in (2, 3):
-        place = store(tmp_path / f"by_{ranks}")
-        manifest = read_manifest(place, f"step_{ranks:08d}")
+        source = store(tmp_path / f"by_{ranks}")
+        manifest = read_manifest(source, f"step_{ranks:08d}")
         assert manifest.world_size == len(manifest.files) == ranks
         assert len(manifest.tensors["model/embedding.weight"].chunks) == ranks
         assert len(manifest.tensors["model/head.weight"].chunks) == 1
@@ -67,13 +67,13 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path: Path):
         for entry in manifest.tensors.values():
             assert all(chunk.start % entry.itemsize == 0 for chunk in entry.chunks)
         values = state(999)
-        assert manager(place).load_latest(values) == {"step": ranks}
+        assert manager(source).load_latest(values) == {"step": ranks}
         assert equal(values, state(ranks))
-        assert digest(place.at(f"step_{ranks:08d}")).state == expected(values)
+        assert digest(source.at(f"step_{ranks:08d}")).state == expected(values)
 
 
 def damage_and_load(root: Path) -> None:
-    """Two checkpoints; the newer is damaged in rank 1's share of the verification."""
+    """Save two checkpoints, damage the newer one in rank 1's share of the verification, and load."""
     save(root, 1)
     save(root, 2)
     if dist.get_rank() == 0:
@@ -92,11 +92,11 @@ def test_all_ranks_refuse_what_one_finds_damaged(tmp_path: Path):
 
 
 def save_with_failure(root: Path) -> None:
-    """Rank 1's store fails: nobody commits, everybody goes on, and the next save works."""
+    """Let rank 1's store fail: no rank commits, all continue, and the next save works."""
     mesh = init_device_mesh("cpu", (2,))
-    place = FlakyStore(root, failures=99 if dist.get_rank() == 1 else 0, part="step_00000001")
+    target = FlakyStore(root, failures=99 if dist.get_rank() == 1 else 0, part="step_00000001")
     events = Events()
-    saver = manager(place, events)
+    saver = manager(target, events)
     for step in (1, 2):
         saver.save(step, state(step, mesh), {"step": step})
         saver.wait()
@@ -105,13 +105,13 @@ def save_with_failure(root: Path) -> None:
         assert events[0][1]["reason"].startswith("rank 1: ")
 
 
-def test_one_rank_that_cannot_write(tmp_path: Path):
+def test_a_rank_that_cannot_write_costs_one_save(tmp_path: Path):
     on_ranks(2, save_with_failure, tmp_path)
     assert [info.name for info in list_checkpoints(store(tmp_path))] == ["step_00000002"]
 
 
 def unfit(root: Path) -> None:
-    """A state that fits on one rank only: an error everywhere, no hang."""
+    """Load a state that fits on one rank only: all ranks raise and none hangs."""
     from tidewheel.errors import CheckpointError
 
     values = state(0)
@@ -129,7 +129,7 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path):
 
 
 def fsdp(root: Path) -> None:
-    """A real FSDP2 module with AdamW while it trains: the save must not see the steps that follow."""
+    """Save an FSDP2 module with AdamW while it trains on: the checkpoint must not contain the later steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -153,9 +153,9 @@ def fsdp(root: Path) -> None:
     for _ in range(5):
         step()
     saver.wait()
-    found = values()
-    assert saver.load_latest(found) == {}
-    assert equal(found, whole)
+    loaded = values()
+    assert saver.load_latest(loaded) == {}
+    assert equal(loaded, whole)
     if dist.get_rank() == 0:
         torch.save(whole, root / "whole.pt")
 

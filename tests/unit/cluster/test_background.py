@@ -1,4 +1,4 @@
-"""State files of background clusters and requests to their supervisors; a socket server stands for the supervisor."""
+"""State files of background clusters and requests to their supervisors; a socket server acts as the supervisor."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Server:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder with a short name, as those of sockets are; state files are below `tmp_path`."""
+    """Yield a folder with a short name, since socket paths are limited; state files are below `tmp_path`."""
     monkeypatch.setenv("TIDEWHEEL_STATE", str(tmp_path / "state"))
     (tmp_path / "state").mkdir()
     path = Path(tempfile.mkdtemp(prefix="tw-", dir="/tmp"))
@@ -121,10 +121,10 @@ def test_a_damaged_state_file_is_an_error_that_names_it(folder: Path, tmp_path: 
         find("../other")
 
 
-def test_a_node_is_named_by_the_beginning_of_its_id_or_by_its_group(folder: Path, server: Server):
+def test_a_node_is_named_by_a_prefix_of_its_id_or_by_its_group(folder: Path, server: Server):
     state = state_of(folder)
     assert node_of(state, "aa")["node_id"] == "aa1"
-    assert node_of(state, "spot")["node_id"] == "ab3", "the newest that is not dead"
+    assert node_of(state, "spot")["node_id"] == "ab3", "the newest node of the group that is not dead"
     for prefix, count in (("ab", "2"), ("ac", "no"), ("ad", "no"), ("", "no")):
         with pytest.raises(ConfigError, match=f"{count} worker nodes begin with '{prefix}'"):
             node_of(state, prefix)
@@ -162,7 +162,7 @@ def test_down_removes_the_folder_and_the_state_file(folder: Path, tmp_path: Path
 @pytest.mark.usefixtures("server")
 def test_the_token_is_shown_only_where_the_environment_does_not_decide(folder: Path, tmp_path: Path, monkeypatch):
     write(tmp_path, asdict(state_of(folder)))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # so that the end of the test removes what is set below
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # the end of the test then removes the variable that is set below
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     show_token(None)

@@ -1,4 +1,4 @@
-"""What Ray is asked to start for a cluster without a dashboard."""
+"""A cluster without a dashboard starts few of Ray's processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tidewheel.cluster.few_processes import few_processes, no_idle_api_server
 def test_ray_starts_no_monitors(monkeypatch):
     before = parameter.RayParams
     with few_processes():
-        given = parameter.RayParams(num_cpus=1)
-    assert given.no_monitor
-    assert not given.include_log_monitor
+        params = parameter.RayParams(num_cpus=1)
+    assert params.no_monitor
+    assert not params.include_log_monitor
     assert parameter.RayParams is before
 
 
 @pytest.mark.parametrize(("include_dashboard", "started"), [(True, ["started"]), (False, [])])
-def test_an_api_server_only_for_a_dashboard(monkeypatch, include_dashboard, started):
+def test_an_api_server_starts_only_for_a_dashboard(monkeypatch, include_dashboard, started):
     calls = []
     monkeypatch.setattr(services, "start_api_server", lambda *_, **__: calls.append("started") or ("url", "process"))
     with no_idle_api_server():

@@ -1,4 +1,4 @@
-"""Submission and following with a job server that fails in every way: nothing is started or shown twice."""
+"""Submit and follow jobs on a job server that fails in many ways: nothing is started or shown twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidewheel.errors import ClusterError, ConfigError
     (["my flow.py", "now"], "python 'my flow.py' now"),
     (["echo", "a;b"], "echo 'a;b'"),
 ])
-def test_commands(tokens, command):
+def test_tokens_become_a_command(tokens, command):
     assert command_of(tokens) == command
 
 
@@ -30,19 +30,19 @@ def test_commands(tokens, command):
     (["jobs.prepare_data", "--x"], "python -m tidewheel.cli data run --x"),
     (["export", "runs/a"], "python -m tidewheel.cli checkpoint export runs/a"),
     (["workflow", "--flow", "f"], "python -m tidewheel.cli workflow run --flow f")])
-def test_commands_without_a_checkout(tmp_path, tokens, command):
+def test_without_a_checkout_commands_use_the_package(tmp_path, tokens, command):
     assert command_of(tokens, str(tmp_path)) == command
     assert command_of(tokens, "") == command
 
 
 @pytest.mark.parametrize("tokens", [[], ["nowhere.yaml"]])
-def test_no_command(tokens):
+def test_unknown_commands_are_refused(tokens):
     with pytest.raises(ConfigError):
         command_of(tokens)
 
 
 class Server:
-    """A job server on a bad day: `away` requests fail each time, streams break after some characters."""
+    """A failing job server: `away` requests fail each time, and log streams break after `breaks` characters."""
 
     def __init__(self, log: str = "", breaks: tuple[int, ...] = (), away: int = 0, **info: Any) -> None:
         self.log, self.breaks, self.away, self.left = log, list(breaks), away, away
@@ -94,19 +94,19 @@ def connected(server: Server, monkeypatch, **options: Any) -> JobServer:
 
 
 def test_the_log_is_written_once_through_lost_connections(monkeypatch):
-    log = "".join(f"line {number}\n" for number in range(50))
-    said: list[str] = []
+    log = "".join(f"line {index}\n" for index in range(50))
+    messages: list[str] = []
     server = Server(log, breaks=(10, 100, 7, 399), away=2, status="FAILED", driver_exit_code=7)
     written: list[str] = []
-    assert connected(server, monkeypatch, say=said.append).follow("job", written.append) == 7
+    assert connected(server, monkeypatch, say=messages.append).follow("job", written.append) == 7
     assert "".join(written) == log
-    assert any("lost" in text for text in said)
+    assert any("lost" in text for text in messages)
 
 
 @pytest.mark.parametrize(("info", "code"), [
     ({"status": "SUCCEEDED"}, 0), ({"status": "STOPPED"}, 143), ({"status": "FAILED", "driver_exit_code": 2}, 2),
     ({"status": "FAILED"}, 1)])
-def test_exit_codes(info, code):
+def test_a_job_status_becomes_an_exit_code(info, code):
     assert exit_code(SimpleNamespace(**{"driver_exit_code": None, **info})) == code
 
 
@@ -124,19 +124,19 @@ def test_an_id_of_the_user_that_is_taken_is_an_error(monkeypatch):
         connected(server, monkeypatch).submit(Submission("x", "", id="mine"))
 
 
-def test_a_server_that_stays_away(monkeypatch):
+def test_a_server_that_stays_away_is_an_error(monkeypatch):
     server = Server(away=10**9)
     with pytest.raises(ClusterError, match="not answered for 0 s"):
         connected(server, monkeypatch, patience_seconds=0, say=print).info("job")
 
 
-def test_no_server(monkeypatch):
+def test_a_missing_server_is_an_error(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ClusterError, match="no job server answers"):
         JobServer("http://127.0.0.1:9")
 
 
-def test_parts_of_a_log():
+def test_overlapping_parts_of_a_log_are_shown_once():
     out: list[str] = []
     shown = _Shown(out.append)
     shown.part("abc", 0)
@@ -146,10 +146,10 @@ def test_parts_of_a_log():
     assert "".join(out) == "abcdefg"
 
 
-def test_what_is_sent_is_what_the_listing_shows_and_secrets_are_told(monkeypatch, tmp_path):
+def test_the_upload_matches_the_listing_and_reports_left_out_secrets(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text("pass")
     (tmp_path / ".env").write_text("KEY=secret")
-    said: list[str] = []
+    messages: list[str] = []
     packages: list[list[str]] = []
 
     def submit_job(**arguments: Any) -> str:
@@ -159,6 +159,6 @@ def test_what_is_sent_is_what_the_listing_shows_and_secrets_are_told(monkeypatch
 
     server = Server()
     server.submit_job = submit_job
-    connected(server, monkeypatch, say=said.append).submit(Submission("x", str(tmp_path)))
+    connected(server, monkeypatch, say=messages.append).submit(Submission("x", str(tmp_path)))
     assert packages == [["train.py"]]
-    assert said == ["left out 1 file that may hold secrets: .env (by its name); --include PATTERN uploads them"]
+    assert messages == ["left out 1 file that may hold secrets: .env (by its name); --include PATTERN uploads them"]

@@ -1,4 +1,4 @@
-"""A private run's folder and token are its own."""
+"""A private run has its own folder and token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.cluster.doctor import network
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.setenv(name, "")  # the end of the test then restores it
         monkeypatch.delenv(name)
     monkeypatch.setattr(private_run, "TMP", tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -36,7 +36,7 @@ def test_a_private_run_has_its_own_token_and_folder(run, monkeypatch):
     assert len(token.read_text()) == 64
     assert arguments["_temp_dir"] == str(token.parent / "ray")
     assert arguments.get("_node_ip_address", "127.").startswith("127.")
-    assert private_run.private_arguments() == arguments, "Ray reads the token once in a process"
+    assert private_run.private_arguments() == arguments, "Ray reads the token only once in a process"
 
 
 def test_rays_own_token_is_closed_when_ray_was_imported_before(run, monkeypatch):

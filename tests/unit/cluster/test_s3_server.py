@@ -33,7 +33,7 @@ def wait_until_gone(pid: int, seconds: float = 10) -> None:
     assert not alive(pid)
 
 
-def test_environment_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_set_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
     monkeypatch.setenv("AWS_PROFILE", "work")
     monkeypatch.setenv("NO_PROXY", "internal.example")
@@ -55,12 +55,12 @@ def test_a_dead_proxy_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with S3Server() as server:
-        place = storage.store(server.create_bucket("proxied"))
-        place.write("x", b"1")
-        assert place.read("x") == b"1"
+        remote = storage.store(server.create_bucket("proxied"))
+        remote.write("x", b"1")
+        assert remote.read("x") == b"1"
 
 
-def test_child_processes_talk_to_it() -> None:
+def test_child_processes_use_the_server() -> None:
     with S3Server() as server:
         uri = server.create_bucket("children")
         code = f"from tidewheel.storage import store; store({uri!r}).write('x', b'from a child')"
@@ -68,7 +68,7 @@ def test_child_processes_talk_to_it() -> None:
         assert storage.store(uri).read("x") == b"from a child"
 
 
-def test_several_servers_and_their_buckets() -> None:
+def test_several_servers_have_their_own_buckets() -> None:
     with S3Server() as first:
         uri = first.create_bucket("both")
         assert first.create_bucket("both") == uri  # a second time does no harm
@@ -105,7 +105,7 @@ def test_without_moto_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     assert "tidewheel[demo]" in caught.value.fix
 
 
-def test_a_server_that_dies_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_dies_at_once_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_server, "_SERVE", "raise SystemExit(1)")
     before = dict(os.environ)
     with pytest.raises(ClusterError, match="did not start"):

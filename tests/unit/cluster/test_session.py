@@ -1,4 +1,4 @@
-"""What a command says while Ray starts, and when it does not."""
+"""What a command prints while Ray starts, and when Ray does not start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.cluster.session import session
 from tidewheel.errors import ClusterError
 
 
-def test_it_says_what_it_does_before_ray_is_up(monkeypatch, capsys):
+def test_a_message_appears_before_ray_has_started(monkeypatch, capsys):
     def start(**_: Any) -> None:
         assert "starting Ray on this machine" in capsys.readouterr().err
         raise Exception("The current node timed out during startup. This could happen because ...")
@@ -24,7 +24,7 @@ def test_it_says_what_it_does_before_ray_is_up(monkeypatch, capsys):
     assert "very busy" in str(raised.value)
 
 
-def test_a_fault_of_another_kind_keeps_its_trace(monkeypatch):
+def test_other_errors_keep_their_traceback(monkeypatch):
     def start(**_: Any) -> None:
         raise RuntimeError("ours")
 

@@ -1,4 +1,4 @@
-"""The process that owns a local cluster's nodes: requests, tables and ends, without a cluster."""
+"""The supervisor of a local cluster's nodes: its requests, its table and its end, without a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ray  # noqa: F401  it brings psutil, which the supervisor uses
+import ray  # noqa: F401  provides psutil, which the supervisor imports
 
 from tidewheel.cluster import background
 from tidewheel.cluster.local import supervisor_environment
@@ -18,7 +18,7 @@ from tidewheel.cluster.supervisor import BackgroundSupervisor, Supervisor
 
 
 class Cluster:
-    """A supervisor whose head and one worker node are processes that sleep, and whose table is given."""
+    """A supervisor with a prepared table, whose head and one worker node are sleeping processes."""
 
     def __init__(self, folder: Path) -> None:
         self.supervisor = BackgroundSupervisor(str(folder))
@@ -102,9 +102,9 @@ def test_stop_ends_grandchildren_too_and_removes_the_folder(tmp_path: Path):
             f"killed = Supervisor({str(tmp_path / 'ray')!r}).stop()['killed']\n"
             "print(child.pid, grandchild, *killed)\n")
     (tmp_path / "ray").mkdir()
-    done = subprocess.run([sys.executable, "-c", code], env=supervisor_environment(), text=True, capture_output=True,
+    process = subprocess.run([sys.executable, "-c", code], env=supervisor_environment(), text=True, capture_output=True,
                           timeout=120, check=True)
-    child, grandchild, *killed = map(int, done.stdout.split())
+    child, grandchild, *killed = map(int, process.stdout.split())
     assert {child, grandchild} <= set(killed)
     assert not background._lives(grandchild)
     assert not (tmp_path / "ray").exists()
@@ -127,7 +127,7 @@ def test_the_process_answers_by_line_and_ends_with_its_pipe(tmp_path: Path):
     assert not folder.exists()
 
 
-def test_processes_of_an_ended_node_are_none():
+def test_an_ended_node_has_no_processes():
     node = SimpleNamespace(all_processes={"raylet": [SimpleNamespace(process=SimpleNamespace(pid=_unused_pid()))]})
     assert Supervisor("/nowhere")._tree(node) == []
 

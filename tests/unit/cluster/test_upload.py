@@ -1,4 +1,4 @@
-"""The listing before an upload is what is packed, and neither holds what is ignored or looks like a secret."""
+"""The listing before an upload matches the package, and both leave out ignored files and likely secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET_FILES = (
     ".pgpass", "terraform.tfstate", "terraform.tfstate.backup", "secrets.yaml", ".vault-token", "rclone.conf", ".netrc",
     ".aws/credentials", ".ssh/config", "id_rsa", "id_ed25519.old", ".gnupg/pubring.kbx", "deep/below/ID_RSA",
     "deep/.Env")
-# written in parts, so that no scan takes this file for what it tests
+# concatenated, so that no secret scanner reports this file
 KEYS = {"an AWS access key": "AKIA" + "Q" * 16, "a private key": "-----BEGIN OPENSSH PRIVATE " + "KEY-----",
         "a GitHub token": "ghp_" + "a1" * 18, "a Hugging Face token": "hf_" + "Ab" * 17,
         "a Slack token": "xoxb-" + "123456789012-abcdef"}
@@ -40,41 +40,41 @@ def write(folder, tree):
     return folder
 
 
-def test_the_listing_is_what_is_packed_and_what_ray_unpacks(folder, tmp_path_factory):
+def test_the_listing_matches_what_is_packed_and_what_ray_unpacks(folder, tmp_path_factory):
     from ray._private.runtime_env.packaging import unzip_package
 
     (folder / "jobs/train.py").chmod(0o755)
-    found = survey(str(folder))
-    place = tmp_path_factory.mktemp("package")
-    found.pack(place / "package.zip")
-    with zipfile.ZipFile(place / "package.zip") as package:
-        assert {entry.filename: entry.file_size for entry in package.infolist()} == found.files
-    assert set(found.files) == {"jobs/train.py", "notes.txt", ".gitignore", "sub/.gitignore", "sub/b.txt"}
-    unzip_package(str(place / "package.zip"), str(place / "there"), False, False)
-    for name in found.files:
-        assert (place / "there" / name).read_text() == TREE[name]
-    assert (place / "there/jobs/train.py").stat().st_mode & 0o111
-    found.pack(place / "again.zip")
-    assert (place / "again.zip").read_bytes() == (place / "package.zip").read_bytes()
+    listing = survey(str(folder))
+    output = tmp_path_factory.mktemp("package")
+    listing.pack(output / "package.zip")
+    with zipfile.ZipFile(output / "package.zip") as package:
+        assert {entry.filename: entry.file_size for entry in package.infolist()} == listing.files
+    assert set(listing.files) == {"jobs/train.py", "notes.txt", ".gitignore", "sub/.gitignore", "sub/b.txt"}
+    unzip_package(str(output / "package.zip"), str(output / "unpacked"), False, False)
+    for name in listing.files:
+        assert (output / "unpacked" / name).read_text() == TREE[name]
+    assert (output / "unpacked/jobs/train.py").stat().st_mode & 0o111
+    listing.pack(output / "again.zip")
+    assert (output / "again.zip").read_bytes() == (output / "package.zip").read_bytes()
 
 
 def test_files_that_usually_hold_secrets_are_left_out_and_named(tmp_path):
     write(tmp_path, {"train.py": "pass", **dict.fromkeys(SECRET_FILES, "content")})
-    found = survey(str(tmp_path))
-    assert set(found.files) == {"train.py"}
-    assert set(found.secrets) == set(SECRET_FILES)
-    assert found.left_out().startswith(f"left out {len(SECRET_FILES)} files that may hold secrets: ")
-    assert f"{len(SECRET_FILES) - upload.SHOWN} more; --include PATTERN uploads them" in found.left_out()
-    assert "\n" not in found.left_out()
+    listing = survey(str(tmp_path))
+    assert set(listing.files) == {"train.py"}
+    assert set(listing.secrets) == set(SECRET_FILES)
+    assert listing.left_out().startswith(f"left out {len(SECRET_FILES)} files that may hold secrets: ")
+    assert f"{len(SECRET_FILES) - upload.SHOWN} more; --include PATTERN uploads them" in listing.left_out()
+    assert "\n" not in listing.left_out()
 
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_file_with_a_key_in_it_is_left_out_and_says_why(tmp_path, kind):
     write(tmp_path, {"train.py": f"import os\nKEY = '{KEYS[kind]}'\n", "other.py": "pass"})
-    found = survey(str(tmp_path))
-    assert set(found.files) == {"other.py"}
-    assert found.left_out().startswith(f"left out 1 file that may hold secrets: train.py ({kind}); --include ")
-    assert KEYS[kind] not in found.left_out()
+    listing = survey(str(tmp_path))
+    assert set(listing.files) == {"other.py"}
+    assert listing.left_out().startswith(f"left out 1 file that may hold secrets: train.py ({kind}); --include ")
+    assert KEYS[kind] not in listing.left_out()
     assert set(survey(str(tmp_path), includes=["train.py"]).files) == {"other.py", "train.py"}
 
 
@@ -84,15 +84,15 @@ def test_data_is_not_searched_for_keys(tmp_path):
     assert set(survey(str(tmp_path)).files) == {"large.jsonl", "binary.bin"}
 
 
-def test_include_brings_back_what_it_names_and_nothing_else(folder):
+def test_include_adds_only_what_it_names(folder):
     assert set(survey(str(folder), includes=["keys/*.pem", "data/big.bin"]).files) == {
         *survey(str(folder)).files, "keys/server.pem", "data/big.bin"}
     assert not any(name.startswith((".git/", "jobs/__pycache__")) for name in survey(str(folder), includes=["*"]).files)
     assert "notes.txt" not in survey(str(folder), excludes=["*.txt"]).files
 
 
-def test_ignore_files_mean_what_they_mean_to_git(tmp_path):
-    """Nested files, negations, anchors and folders; git itself says what it would add."""
+def test_ignore_files_have_the_same_meaning_as_for_git(tmp_path):
+    """Nested files, negations, anchors and folders give the files that git itself would add."""
     write(tmp_path, {
         ".gitignore": "*.log\n!keep.log\n/top.txt\nbuild/\nruns/*\n!runs/best/\n**/cache/**\n\\#odd\n",
         "a.log": "", "keep.log": "", "top.txt": "", "sub/top.txt": "", "build/x.txt": "", "sub/build/keep.log": "",
@@ -117,28 +117,28 @@ def test_tidewheelignore_adds_to_gitignore_and_overrules_it(tmp_path):
     assert ".env" not in survey(str(tmp_path)).files  # only --include uploads what may hold a secret
 
 
-def test_a_link_to_a_folder_above_ends(tmp_path):
+def test_a_link_to_a_parent_folder_is_not_followed_for_ever(tmp_path):
     write(tmp_path, {"sub/a.txt": ""})
     (tmp_path / "sub/up").symlink_to(tmp_path)
     assert set(survey(str(tmp_path)).files) == {"sub/a.txt"}
 
 
 def test_rows_are_largest_first(folder):
-    found = survey(str(folder))
-    sizes = [row["KB"] for row in found.rows()]
+    listing = survey(str(folder))
+    sizes = [row["KB"] for row in listing.rows()]
     assert sizes == sorted(sizes, reverse=True)
-    assert sum(row["files"] for row in found.rows()) == len(found.files)
-    assert "MB from" in found.summary()
+    assert sum(row["files"] for row in listing.rows()) == len(listing.files)
+    assert "MB from" in listing.summary()
 
 
-def test_too_much_is_refused_and_says_what_is_large(folder, monkeypatch):
+def test_an_upload_that_is_too_large_is_refused_and_names_the_largest_files(folder, monkeypatch):
     (folder / "weights.bin").write_bytes(bytes(3000))
     monkeypatch.setattr(upload, "LIMIT_BYTES", 2000)
     with pytest.raises(ConfigError, match=r"weights\.bin.*\n.*\.tidewheelignore"):
         survey(str(folder))
 
 
-def test_no_such_folder(tmp_path):
+def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         survey(str(tmp_path / "nowhere"))
 
@@ -146,9 +146,9 @@ def test_no_such_folder(tmp_path):
 def test_the_runtime_environment_of_a_checkout_uses_its_code(tmp_path):
     assert "PYTHONPATH" not in Submission("x", str(tmp_path)).runtime_env()["env_vars"]
     (tmp_path / "platform/tidewheel").mkdir(parents=True)
-    found = Submission("x", str(tmp_path), environment={"A": "b"}).runtime_env()
-    assert found["env_vars"]["PYTHONPATH"] == "platform"
-    assert found["env_vars"]["A"] == "b"
-    assert int(found["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 30
+    environment = Submission("x", str(tmp_path), environment={"A": "b"}).runtime_env()
+    assert environment["env_vars"]["PYTHONPATH"] == "platform"
+    assert environment["env_vars"]["A"] == "b"
+    assert int(environment["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 30
     assert Submission("x", str(tmp_path)).runtime_env(tmp_path / "p.zip")["working_dir"] == str(tmp_path / "p.zip")
     assert "working_dir" not in Submission("x", "").runtime_env()

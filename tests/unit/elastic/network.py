@@ -1,4 +1,4 @@
-"""A TCP proxy in the place of a network that fails."""
+"""A TCP proxy that stands in for a failing network."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import threading
 from collections.abc import Iterator
 
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: closing sends a reset and drops what is under way."""
+"""SO_LINGER value with which closing sends a reset and drops data in flight."""
 
 
 class Network:
-    """Forwards connections to `target`.
+    """A proxy that forwards connections to `target`.
 
     Args:
-        target: where the coordinator listens.
+        target: host and port on which the coordinator listens.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -30,8 +30,11 @@ class Network:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def away(self) -> None:
-        """From now on nothing goes through. Clients find their connections timed out; the coordinator hears nothing,
-        as if packets were dropped; new connections are taken and not answered."""
+        """Let nothing through from now on.
+
+        The clients' connections time out. The coordinator receives nothing, as if packets were dropped. New
+        connections are accepted and not answered.
+        """
         self._up.clear()
         with self._lock:
             pairs, self._pairs = self._pairs, set()
@@ -40,11 +43,11 @@ class Network:
             _reset(client)
 
     def back(self) -> None:
-        """Everything works again."""
+        """Forward new connections again."""
         self._up.set()
 
     def reset(self) -> None:
-        """Reset all connections, on both sides, as a firewall that forgets them does."""
+        """Reset all connections on both sides, as a firewall does that has forgotten them."""
         with self._lock:
             pairs, self._pairs = self._pairs, set()
         for pair in pairs:
@@ -52,7 +55,7 @@ class Network:
                 _reset(side)
 
     def close(self) -> None:
-        """Nobody listens here any more."""
+        """Stop listening and reset all connections."""
         self._up.set()
         _reset(self._listener)
         self.reset()
@@ -91,7 +94,7 @@ class Network:
         with self._lock:
             known = pair in self._pairs
             self._pairs.discard(pair)
-        if known:  # one side has hung up: so the other one is told
+        if known:  # one side has closed its connection: close the other one too
             with contextlib.suppress(OSError):
                 sink.shutdown(socket.SHUT_RDWR)
             source.close()
@@ -101,15 +104,15 @@ def _reset(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RD)  # wakes who reads or accepts
+        connection.shutdown(socket.SHUT_RD)  # wakes threads that read or accept
     connection.close()
 
 
 @contextlib.contextmanager
 def network(target: tuple[str, int]) -> Iterator[Network]:
-    """A network in front of `target`, for as long as the block runs."""
-    made = Network(target)
+    """Yield a network in front of `target` while the block runs."""
+    proxy = Network(target)
     try:
-        yield made
+        yield proxy
     finally:
-        made.close()
+        proxy.close()

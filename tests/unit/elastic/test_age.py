@@ -1,4 +1,4 @@
-"""What a start reads of a run does not grow with the run."""
+"""A start reads no more of an old run than of a young one."""
 
 import pytest
 
@@ -28,4 +28,4 @@ def test_only_the_newest_records_of_a_run_of_an_older_version_are_read():
         assert len(run.objects) > 17_000
         past = Coordinator(run.uri).past()
         assert (past.step, past.generation) == (run.steps, run.generations - 1)
-        assert run.requests < 1_500  # a part for every five steps of the newest thousand, each event, the listings
+        assert run.requests < 1_500  # one part for every five of the newest 1,000 steps, the events, the listings

@@ -1,4 +1,4 @@
-"""Who is left out after an error, and when the error is the run's."""
+"""Which worker, device or node is excluded after an error, and which errors end the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FATAL = "ShardError: damaged"
 
 @pytest.fixture
 def world():
-    """Two workers, and one that stands by."""
+    """Return a world with two workers and one standby worker."""
     world = World((2,))
     world.start("a", "b", "c")
     world.run(5)
@@ -41,11 +41,11 @@ def test_a_fatal_error_of_one_worker_does_not_end_the_run(world):
     world.leave("a")
     assert world.members == ("a", "c")
     assert world.fenced == ["b"]
-    assert not world.told("raise")
+    assert not world.take_receivers("raise")
 
 
 def test_the_cause_is_the_first_error_that_is_not_an_echo(world):
-    """The peer of the first failer may be the first to speak."""
+    """A peer of the failed worker may report first."""
     world.leave("a", text="RuntimeError: connection reset by peer")
     world.leave("b", text="RuntimeError: CUDA error", kind="RuntimeError")
     assert [detail["error"] for detail in world.details("failure")] == ["RuntimeError: CUDA error"]
@@ -54,14 +54,14 @@ def test_the_cause_is_the_first_error_that_is_not_an_echo(world):
 
 def test_a_rank_accused_of_a_hang_is_left_out(world):
     report = Left(world.number, ExitReason.FAILED, "HangError: rank 1 is still at step 5", accused=(1,))
-    world.it.left("a", report, world.now)
+    world.membership.left("a", report, world.now)
     world.leave("b")
     assert world.fenced == ["b"]
     assert world.members == ("a", "c")
 
 
 def test_a_loss_that_came_first_is_the_cause(world):
-    """What a survivor raises then may be a consequence."""
+    """An error that a survivor raises afterwards may be a consequence of the loss."""
     world.lose("b")
     world.leave("a", text="RuntimeError: odd", kind="RuntimeError")
     assert world.members == ("a", "c")
@@ -69,7 +69,7 @@ def test_a_loss_that_came_first_is_the_cause(world):
 
 
 def test_a_loss_that_follows_an_error_is_not_the_cause(world):
-    """Its process could not let go, and ended."""
+    """The process could not leave its collective, and ended."""
     world.leave("b", text="RuntimeError: CUDA error", kind="RuntimeError")
     world.lose("b")
     world.leave("a")
@@ -77,17 +77,17 @@ def test_a_loss_that_follows_an_error_is_not_the_cause(world):
 
 
 def test_a_device_whose_probe_fails_gets_no_rank_again(world):
-    """The GPU stays bad. The run goes on with the others, and asks ever more seldom."""
+    """The GPU stays bad. The run continues with the other workers and probes less and less often."""
     world.fail("b")
     times = []
     for attempt in range(30):
         world.come(f"b{attempt}", node="node of b")
         world.wait(300, "a", "c", f"b{attempt}")
-        asked = world.told("probe")
+        asked = world.take_receivers("probe")
         if asked:
             assert asked == [f"b{attempt}"]
             times.append(world.now)
-            world.it.probed(f"b{attempt}", "RuntimeError: CUDA error", world.now)
+            world.membership.probed(f"b{attempt}", "RuntimeError: CUDA error", world.now)
         assert world.members == ("a", "c")
     assert len(world.details("failure")) == 1
     assert len(times) > 20
@@ -99,35 +99,35 @@ def test_a_new_process_on_a_blamed_node_must_pass_a_probe(world):
     world.run(6)
     world.come("b2", node="node of b")
     world.wait(0.2, "a", "c", "b2")
-    assert world.told("probe") == ["b2"]
+    assert world.take_receivers("probe") == ["b2"]
     world.lose("c")
     world.leave("a")
-    assert world.members == ()  # it has not answered yet
-    world.it.probed("b2", "", world.now)
+    assert world.members == ()  # the new process has not answered yet
+    world.membership.probed("b2", "", world.now)
     assert world.members == ("a", "b2")
     assert [detail["worker"] for detail in world.details("worker_readmitted")] == ["b2"]
 
 
 def test_no_worker_is_started_on_an_excluded_node(world):
     world.fail("b")
-    assert world.it.nodes_out(world.now) == set()
+    assert world.membership.nodes_out(world.now) == set()
     world.come("b2", node="node of b")
-    world.it.probed("b2", "not asked", world.now)  # is not heard
+    world.membership.probed("b2", "not asked", world.now)  # ignored: nobody asked for a probe
     world.wait(0.2, "a", "c", "b2")
-    world.it.probed("b2", "", world.now)
+    world.membership.probed("b2", "", world.now)
     world.lose("c")
     world.leave("a")
     world.come("d")
     world.fail("b2")
-    assert world.it.nodes_out(world.now) == {"node of b"}
-    assert world.it.nodes_out(world.now + 61) == set()
+    assert world.membership.nodes_out(world.now) == {"node of b"}
+    assert world.membership.nodes_out(world.now + 61) == set()
 
 
 def test_a_blamed_node_is_used_when_nothing_else_is_left(world):
     world.fail("b")
     world.come("b2", node="node of b")
     world.wait(0.2, "a", "c", "b2")
-    world.it.probed("b2", "", world.now)
+    world.membership.probed("b2", "", world.now)
     world.lose("c")
     world.leave("a")
     world.come("d", "b3")
@@ -135,9 +135,9 @@ def test_a_blamed_node_is_used_when_nothing_else_is_left(world):
     world.come("b4", node="node of b")
     world.lose("d", "b3")
     world.leave("a")
-    world.wait(10, "a", "b4")  # failures follow each other: there is a pause
-    assert world.told("probe")[-1] == "b4"
-    world.it.probed("b4", "", world.now)
+    world.wait(10, "a", "b4")  # after failures in a row there is a pause
+    assert world.take_receivers("probe")[-1] == "b4"
+    world.membership.probed("b4", "", world.now)
     assert world.members == ("a", "b4")
 
 
@@ -157,12 +157,12 @@ def test_repeated_failures_of_the_last_probes_end_the_run():
     world.lose("c")
     world.leave("a")
     for attempt in range(10):
-        if world.it.phase is Phase.FAILED:
+        if world.membership.phase is Phase.FAILED:
             break
         world.come(f"b{attempt}", node="node of b")
         world.wait(1, "a", f"b{attempt}")
-        world.it.probed(f"b{attempt}", "RuntimeError: CUDA error", world.now)
-    assert world.it.recovery is Recovery.NONE
+        world.membership.probed(f"b{attempt}", "RuntimeError: CUDA error", world.now)
+    assert world.membership.recovery is Recovery.NONE
     assert next(message.text for _, message in world.sent if isinstance(message, Raise)).endswith("CUDA error")
 
 
@@ -170,9 +170,9 @@ def test_repeated_failures_of_the_last_probes_end_the_run():
 def test_the_same_fatal_error_from_several_nodes_ends_the_run(world):
     world.leave("a", reason=ExitReason.FATAL, text="ShardError: damaged a")
     world.leave("b", reason=ExitReason.FATAL, text="ShardError: damaged b")
-    assert world.it.phase is Phase.FAILED
-    assert world.it.recovery is Recovery.NONE
-    assert world.told("raise") == ["a"]  # the first failer's own error is the one that the user is told
+    assert world.membership.phase is Phase.FAILED
+    assert world.membership.recovery is Recovery.NONE
+    assert world.take_receivers("raise") == ["a"]  # the user gets the first failed worker's own error
     [failure] = world.details("failure")
     assert (failure["ranks"], failure["restart"], failure["error"]) == ([0], False, "ShardError: damaged a")
 
@@ -182,8 +182,8 @@ def test_the_same_fatal_error_of_the_replacement_ends_the_run(world):
     world.leave("a")
     world.leave("c", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
-    assert world.it.recovery is Recovery.NONE
-    assert world.told("raise") == ["c"]
+    assert world.membership.recovery is Recovery.NONE
+    assert world.take_receivers("raise") == ["c"]
 
 
 def test_a_different_fatal_error_elsewhere_does_not_end_the_run(world):
@@ -202,12 +202,12 @@ def test_a_fatal_error_of_a_worker_that_is_needed_ends_the_run():
     world.run(1)
     world.leave("b", reason=ExitReason.FATAL, text=FATAL)
     world.leave("a")
-    assert world.it.recovery is Recovery.NONE
-    assert world.told("raise") == ["b"]
+    assert world.membership.recovery is Recovery.NONE
+    assert world.take_receivers("raise") == ["b"]
 
 
 def test_a_single_worker_is_restarted_up_to_the_limit():
-    """A step that always runs out of memory. What is told is its own error, not that recovery was given up."""
+    """A step always runs out of memory: the run reports that error, not that it gave up recovering."""
     world = World((1,))
     world.healthy = True
     world.start("a")
@@ -215,9 +215,9 @@ def test_a_single_worker_is_restarted_up_to_the_limit():
     ways = []
     for _ in range(4):
         world.fail("a", "OutOfMemoryError: CUDA out of memory")
-        ways.append(world.it.recovery)
+        ways.append(world.membership.recovery)
         world.wait(61, "a")
-        if world.it.phase is Phase.FAILED and world.it.recovery is not Recovery.NONE:
+        if world.membership.phase is Phase.FAILED and world.membership.recovery is not Recovery.NONE:
             world.start("a")
             world.wait(61, "a")
     assert ways == [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN, Recovery.NONE]
@@ -226,16 +226,16 @@ def test_a_single_worker_is_restarted_up_to_the_limit():
 
 
 def test_an_error_that_moves_from_node_to_node_without_progress_ends_the_run():
-    names = [f"w{number}" for number in range(12)]
+    names = [f"w{index}" for index in range(12)]
     world = World((2,))
     world.start(*names)
     world.run(5)
     failed = 0
-    while world.it.recovery is not Recovery.NONE:
+    while world.membership.recovery is not Recovery.NONE:
         world.fail(world.members[0])
         failed += 1
         world.wait(10, *names)
-    assert failed == 5  # the first is its node's fault; three more are the limit
+    assert failed == 5  # the first counts as its node's fault; three more are the limit
     assert len(world.fenced) == 4
 
 
@@ -246,7 +246,7 @@ def test_without_a_limit_restarts_never_end():
     world.run(5)
     for _ in range(20):
         world.fail("a")
-        assert world.it.recovery is not Recovery.NONE
+        assert world.membership.recovery is not Recovery.NONE
         world.start("a")
         world.wait(61, "a")
 
@@ -256,84 +256,85 @@ def test_a_failure_with_echoes_only_blames_no_worker(world):
     assert world.members == ("a", "b")
     assert not world.details("worker_left_out")
     world.leave("a", "b")
-    assert world.it.recovery is Recovery.KEPT
+    assert world.membership.recovery is Recovery.KEPT
 
 
 # -- errors outside a generation -------------------------------------------------------------------
 def test_a_worker_that_fails_before_it_joins_is_left_out():
-    """A package is missing on its node."""
+    """For example, a package is missing on its node."""
     world = World((1, 2))
-    world.it.expect({"a": "node of a", "b": "node of b"}, world.now, anew=True)
+    world.membership.expect({"a": "node of a", "b": "node of b"}, world.now, anew=True)
     world.come("a")
-    assert world.it.raised("b", "ModuleNotFoundError", "ModuleNotFoundError: no torch", world.now, fatal=True)
+    assert world.membership.raised("b", "ModuleNotFoundError", "ModuleNotFoundError: no torch", world.now, fatal=True)
     world.wait(0.2, "a")
     assert world.members == ("a",)
 
 
 def test_the_same_error_on_all_nodes_before_they_join_ends_the_run():
     world = World((1, 2))
-    world.it.expect({"a": "node of a", "b": "node of b"}, world.now, anew=True)
-    assert world.it.raised("b", "ModuleNotFoundError", "ModuleNotFoundError: no torch", world.now, fatal=True)
-    assert not world.it.raised("a", "ModuleNotFoundError", "ModuleNotFoundError: no torch", world.now, fatal=True)
+    world.membership.expect({"a": "node of a", "b": "node of b"}, world.now, anew=True)
+    assert world.membership.raised("b", "ModuleNotFoundError", "ModuleNotFoundError: no torch", world.now, fatal=True)
+    assert not world.membership.raised("a", "ModuleNotFoundError", "ModuleNotFoundError: no torch", world.now,
+                                       fatal=True)
 
 
-# -- judging alone ---------------------------------------------------------------------------------
+# -- judging without a membership ---------------------------------------------------------------------------------
 def fault(worker: str = "w", node: str = "n", device: str = "", kind: str = "RuntimeError", *, fatal: bool = False,
           furthest: int = 5) -> Fault:
     return Fault(worker, node, device, kind, f"{kind}: 7 is wrong", fatal, furthest)
 
 
-def anybody(fault: Fault, level: Level) -> bool:
+def anything(fault: Fault, level: Level) -> bool:
     return True
 
 
-def but_not_the_node(fault: Fault, level: Level) -> bool:
+def not_the_node(fault: Fault, level: Level) -> bool:
     return level is not Level.NODE
 
 
 def test_repeated_faults_exclude_the_process_then_the_device_then_the_node():
     blame = Blame(READMIT)
-    found = [blame.judge([fault(device="3")], anybody, at).out for at in (0.0, 1.0, 200.0)]
-    assert [one.level for one in found if one] == [Level.PROCESS, Level.DEVICE, Level.NODE]
+    exclusions = [blame.judge([fault(device="3")], anything, at).out for at in (0.0, 1.0, 200.0)]
+    assert [exclusion.level for exclusion in exclusions if exclusion] == [Level.PROCESS, Level.DEVICE, Level.NODE]
     assert blame.is_out("n", "5", 201.0)
     assert not blame.is_out("m", "3", 201.0)
 
 
 def test_repeated_faults_of_a_node_double_its_exclusion():
     blame = Blame(READMIT)
-    found = [blame.judge([fault()], anybody, float(at)).out for at in range(6)]
-    assert [one.seconds for one in found if one] == [0, 60, 120, 240, 240, 240]
+    exclusions = [blame.judge([fault()], anything, float(at)).out for at in range(6)]
+    assert [exclusion.seconds for exclusion in exclusions if exclusion] == [0, 60, 120, 240, 240, 240]
 
 
 def test_faults_of_two_devices_do_not_exclude_their_node():
     blame = Blame(READMIT)
-    found = [blame.judge([fault(f"w{device}", device=device)], anybody, 0.0).out for device in "35"]
-    assert [one.level for one in found if one] == [Level.PROCESS, Level.PROCESS]
+    exclusions = [blame.judge([fault(f"w{device}", device=device)], anything, 0.0).out for device in "35"]
+    assert [exclusion.level for exclusion in exclusions if exclusion] == [Level.PROCESS, Level.PROCESS]
 
 
 def test_two_workers_that_fail_together_exclude_their_node():
-    """Its cache disk is full."""
-    found = Blame(READMIT).judge([fault("w1", fatal=True), fault("w2", fatal=True)], anybody, 0.0)
-    assert found.out is not None
-    assert (found.out.level, found.final) == (Level.NODE, False)
+    """For example, the node's cache disk is full."""
+    judgement = Blame(READMIT).judge([fault("w1", fatal=True), fault("w2", fatal=True)], anything, 0.0)
+    assert judgement.out is not None
+    assert (judgement.out.level, judgement.final) == (Level.NODE, False)
 
 
 def test_two_workers_that_fail_together_on_the_only_node_blame_the_run():
-    found = Blame(READMIT).judge([fault("w1", fatal=True), fault("w2", fatal=True)], but_not_the_node, 0.0)
-    assert (found.out, found.final) == (None, True)
+    judgement = Blame(READMIT).judge([fault("w1", fatal=True), fault("w2", fatal=True)], not_the_node, 0.0)
+    assert (judgement.out, judgement.final) == (None, True)
 
 
 def test_a_second_process_with_the_same_error_on_the_only_node_blames_the_run():
     blame = Blame(READMIT)
-    assert blame.judge([fault("w1", fatal=True)], but_not_the_node, 0.0).out is not None
-    assert blame.judge([fault("w2", fatal=True)], but_not_the_node, 1.0).final
+    assert blame.judge([fault("w1", fatal=True)], not_the_node, 0.0).out is not None
+    assert blame.judge([fault("w2", fatal=True)], not_the_node, 1.0).final
 
 
 def test_faults_are_forgotten_after_a_while():
     blame = Blame(READMIT)
-    blame.judge([fault()], anybody, 0.0)
+    blame.judge([fault()], anything, 0.0)
     assert blame.suspects("n", "", 2 * READMIT.most - 1)
     assert not blame.suspects("n", "", 2 * READMIT.most + 1)
-    later = blame.judge([fault()], anybody, 2 * READMIT.most + 1)
+    later = blame.judge([fault()], anything, 2 * READMIT.most + 1)
     assert later.out is not None
     assert later.out.level is Level.PROCESS

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch
 
 
 class Control:
-    """Collects the events of a worker."""
+    """A collector of a worker's events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -28,8 +28,8 @@ class Control:
         self.events.append((kind, detail))
 
 
-@pytest.mark.parametrize("how", ["broken off", "failed", "over"])
-def test_an_upload_ends_with_its_generation(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", ["broken off", "failed", "over"])
+def test_an_upload_ends_with_its_generation(outcome: str, tmp_path: Path) -> None:
     store = HangingStore(tmp_path)
     run = SimpleNamespace(config=config(tmp_path), checkpoints=store)
     group = GenerationGroup()
@@ -39,13 +39,13 @@ def test_an_upload_ends_with_its_generation(how: str, tmp_path: Path) -> None:
         with worker._checkpoints(run, Join(0, 0, 1), control, group) as checkpoints:  # type: ignore[arg-type]
             checkpoints.save(1, state, {})
             assert store.entered.wait(60)
-            if how == "broken off":
+            if outcome == "broken off":
                 group.break_off()
-            if how == "failed":
+            if outcome == "failed":
                 raise RuntimeError("a peer is gone")
     except RuntimeError:
-        assert how == "failed"
-    checkpoints.wait()  # returns though the folder still hangs
+        assert outcome == "failed"
+    checkpoints.wait()  # returns although the folder still hangs
     [(kind, detail)] = control.events
     assert kind == "save_failed"
     assert "its workers have parted" in detail["reason"]

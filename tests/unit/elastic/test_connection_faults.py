@@ -1,4 +1,4 @@
-"""The channel between coordinator and workers: a bad message costs itself, and unauthenticated peers cost little."""
+"""The connection between coordinator and workers skips bad messages and limits unauthenticated peers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.timeout(120)
 
 TOKEN = "secret"
 SECONDS = 60.0
-"""Longer than anything here takes on any machine."""
+"""Longer than any step of these tests takes, even on a busy machine."""
 
 
 class Handler:
-    """Remembers what it is told, and fails when it is told to."""
+    """A handler that records its calls and raises in those named in `fails`."""
 
     def __init__(self) -> None:
-        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.problems: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.opened_names: list[str] = []
         self.closed_names: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -38,7 +38,7 @@ class Handler:
         self.fails: set[str] = set()
 
     def opened(self, hello: Hello) -> None:
-        assert not hello.token, "handlers need no token"
+        assert not hello.token, "the server must not pass the token to its handler"
         self.opened_names.append(hello.name)
         self._fail("opened")
 
@@ -46,7 +46,7 @@ class Handler:
         assert isinstance(message, Probed)
         if message.problem == "fail":
             raise OSError(28, "No space left on device")
-        self.heard.put(message.problem)
+        self.problems.put(message.problem)
 
     def closed(self, name: str) -> None:
         self.closed_names.append(name)
@@ -63,12 +63,13 @@ class Handler:
         self._fail("event")
         self.events.append((kind, detail))
 
-    def _fail(self, where: str) -> None:
-        if where in self.fails:
-            raise RuntimeError(f"{where} fails")
+    def _fail(self, call: str) -> None:
+        if call in self.fails:
+            raise RuntimeError(f"{call} fails")
 
-    def told(self, where: str) -> list[dict[str, Any]]:
-        return [detail for kind, detail in self.events if kind == "control_error" and detail["where"] == where]
+    def errors(self, call: str) -> list[dict[str, Any]]:
+        """Return the details of the control errors that the server reported for a call."""
+        return [detail for kind, detail in self.events if kind == "control_error" and detail["where"] == call]
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def server(handler: Handler) -> Iterator[Server]:
 
 
 def worker(server: Server, name: str = "a") -> socket.socket:
-    """A connection that has shown the token."""
+    """Connect to a server, send the hello with the token, and return the connection."""
     connection = socket.create_connection(server.address, timeout=SECONDS)
     say(connection, "hello", name=name, node="n", token=TOKEN)
     return connection
@@ -125,33 +126,33 @@ def test_a_bad_message_is_reported_and_skipped(server: Server, handler: Handler,
         for _ in range(3):
             connection.sendall(bad)
         say(connection, "probed", problem="good")
-        assert handler.heard.get(timeout=SECONDS) == "good"
+        assert handler.problems.get(timeout=SECONDS) == "good"
         assert handler.closed_names == []
-    assert len(handler.events) == 1  # three of a kind are told once
+    assert len(handler.events) == 1  # the server reports three equal errors once
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_tick_that_fails_is_followed_by_the_next(server: Server, handler: Handler, recorded: bool) -> None:
     handler.fails = {"tick"} if recorded else {"tick", "event"}
-    seen = handler.ticks
-    until(lambda: handler.ticks > seen + 5)
-    assert len(handler.told("tick")) == recorded
+    ticks_before = handler.ticks
+    until(lambda: handler.ticks > ticks_before + 5)
+    assert len(handler.errors("tick")) == recorded
     with worker(server) as connection:
         say(connection, "probed", problem="good")
-        assert handler.heard.get(timeout=SECONDS) == "good"
+        assert handler.problems.get(timeout=SECONDS) == "good"
 
 
 def test_a_worker_that_cannot_be_admitted_is_disconnected(server: Server, handler: Handler) -> None:
     handler.fails = {"opened", "closed"}
     with worker(server) as connection:
-        while connection.recv(100):  # the welcome, and then the end
+        while connection.recv(100):  # the welcome, then the end of the stream
             pass
-    until(lambda: bool(handler.told("hello") and handler.told("closed")))
+    until(lambda: bool(handler.errors("hello") and handler.errors("closed")))
     assert handler.closed_names == ["a"]
     handler.fails = set()
     with worker(server) as connection:
         say(connection, "probed", problem="good")
-        assert handler.heard.get(timeout=SECONDS) == "good"
+        assert handler.problems.get(timeout=SECONDS) == "good"
 
 
 @pytest.mark.parametrize("hello", [
@@ -177,7 +178,7 @@ def test_a_peer_without_the_token_is_disconnected(server: Server, handler: Handl
         try:
             assert connection.recv(1) == b""
         except ConnectionResetError:
-            pass  # closed with something of ours unread
+            pass  # the server closed the connection before it read everything
     assert handler.opened_names == []
     assert handler.events == []
 
@@ -201,10 +202,10 @@ def test_many_unauthenticated_peers_keep_no_worker_out(handler: Handler, server:
     crowd = [socket.create_connection(server.address, timeout=SECONDS) for _ in range(60)]
     with worker(server, "late") as late:
         say(late, "probed", problem="late")
-        assert handler.heard.get(timeout=SECONDS) == "late"
+        assert handler.problems.get(timeout=SECONDS) == "late"
     say(first, "probed", problem="first")
-    assert handler.heard.get(timeout=SECONDS) == "first"
-    assert crowd[0].recv(1) == b""  # the oldest made way
+    assert handler.problems.get(timeout=SECONDS) == "first"
+    assert crowd[0].recv(1) == b""  # the server closed the oldest
     until(lambda: len(server._unauthenticated) <= 20)
     for connection in (first, *crowd):
         connection.close()
@@ -212,15 +213,15 @@ def test_many_unauthenticated_peers_keep_no_worker_out(handler: Handler, server:
 
 def test_a_worker_keeps_reading_after_an_error() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    heard: list[Any] = []
+    received: list[Any] = []
     closed = threading.Event()
 
-    def hear(message: CoordinatorMessage) -> None:
-        heard.append(message.type)
+    def receive(message: CoordinatorMessage) -> None:
+        received.append(message.type)
         if message.type == "probe":
             raise KeyError("a handler's error")
 
-    client = Client(listener.getsockname(), Hello("a", "n", TOKEN), hear, closed.set)
+    client = Client(listener.getsockname(), Hello("a", "n", TOKEN), receive, closed.set)
     connection, _ = listener.accept()
     with connection:
         connection.sendall(b'no json\n{"no": "order"}\n')
@@ -228,7 +229,7 @@ def test_a_worker_keeps_reading_after_an_error() -> None:
         say(connection, "beat", generation=0, step=0)
         say(connection, "probe")
         say(connection, "stop", generation=3)
-        until(lambda: heard == ["probe", "stop"])
+        until(lambda: received == ["probe", "stop"])
         assert not closed.is_set()
     assert closed.wait(SECONDS)
     client.close()

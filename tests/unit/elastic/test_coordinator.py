@@ -20,7 +20,7 @@ from tidewheel.train.history import RunHistory
 
 
 def coordinator_of(folder, *arguments):
-    """The coordinator of a driver that has taken the run over."""
+    """Return the coordinator of a driver that has acquired the run."""
     return Coordinator(str(folder), *arguments, epoch=acquire(store(folder)).epoch)
 
 
@@ -44,15 +44,15 @@ def test_a_new_driver_continues_the_numbers_of_the_run(tmp_path, quiet):
     endpoint = second.endpoint()
     assert not endpoint.runs
     second.expect({"a": "n"}, True)
-    heard = SimpleQueue()
-    client = Client(endpoint.address, Hello("a", "n", endpoint.token), heard.put, print)
-    order = heard.get(timeout=10)
+    received = SimpleQueue()
+    client = Client(endpoint.address, Hello("a", "n", endpoint.token), received.put, print)
+    order = received.get(timeout=10)
     assert replace(order, past=None) == Join(1_000_000, 0, 1)
     assert replace(order.past, time=0.0) == RunHistory(step=8, failures=1, generation=1_000_000)
     assert second.snapshot().generation == 1_000_000
     client.send(StepDone(1_000_000, 9, 10, {"loss": 1.0}))
     client.send(Left(1_000_000, ExitReason.FINISHED))
-    assert heard.get(timeout=10) == Over()
+    assert received.get(timeout=10) == Over()
     assert second.snapshot().progress == {"step": 9, "steps": 10, "loss": 1.0}
     client.close()
     second.end()
@@ -74,15 +74,15 @@ def test_an_unauthenticated_worker_is_refused(tmp_path, quiet):
 
 
 def test_a_connected_worker_that_ray_reports_dead_is_cut_off(tmp_path, quiet):
-    """Its raylet was killed, it was not: it is cut off, and ends itself."""
+    """Its raylet was killed and the worker was not: the coordinator cuts it off, and it ends itself."""
     coordinator = coordinator_of(tmp_path)
     coordinator.start("127.0.0.1")
     endpoint = coordinator.endpoint()
     closed = Event()
-    heard = SimpleQueue()
+    received = SimpleQueue()
     coordinator.expect({"a": "n"}, True)
-    Client(endpoint.address, Hello("a", "n", endpoint.token), heard.put, closed.set)
-    assert heard.get(timeout=10).type == "join"
+    Client(endpoint.address, Hello("a", "n", endpoint.token), received.put, closed.set)
+    assert received.get(timeout=10).type == "join"
     assert coordinator.dead(["a", "unknown"], "its actor died") == ["a"]
     assert closed.wait(10)
     assert coordinator.fenced() == {"a"}
@@ -90,23 +90,25 @@ def test_a_connected_worker_that_ray_reports_dead_is_cut_off(tmp_path, quiet):
 
 
 class Workers:
-    """Workers as the coordinator knows them: a socket each and signs of life."""
+    """Workers as the coordinator sees them: each has a connection and sends beats."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.endpoint = coordinator.endpoint()
-        self.clients, self.heard, self.ended = {}, {}, {}
+        self.clients, self.received, self.ended = {}, {}, {}
         self.generation, self.frozen = {}, set()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def come(self, *names: str) -> None:
         for name in names:
-            self.heard[name], self.ended[name] = SimpleQueue(), Event()
+            self.received[name] = SimpleQueue()
+            self.ended[name] = Event()
             hello = Hello(name, f"node of {name}", self.endpoint.token)
-            self.clients[name] = Client(self.endpoint.address, hello, self.heard[name].put, self.ended[name].set)
+            self.clients[name] = Client(self.endpoint.address, hello, self.received[name].put, self.ended[name].set)
 
-    def hears(self, name: str, what: str) -> None:
-        order = self.heard[name].get(timeout=60)
-        assert order.type == what
+    def receive(self, name: str, message_type: str) -> None:
+        """Wait for a worker's next message, and assert its type."""
+        order = self.received[name].get(timeout=60)
+        assert order.type == message_type
         self.generation[name] = order.generation
 
     def _beat(self) -> None:
@@ -119,7 +121,7 @@ class Workers:
 
 @pytest.fixture
 def full(tmp_path, quiet, monkeypatch):
-    """A run of up to three workers, and a function that takes the room for its events and gives it back."""
+    """Yield the coordinator of a run of up to three workers, and a function that fills and empties the run's disk."""
     monkeypatch.setattr("tidewheel.elastic.process_group.serve_store", lambda host: SimpleNamespace(port=1))
     elastic = ElasticConfig(min_workers=1, max_workers=3, join_wait_seconds=0.1, resize_interval_seconds=0.1)
     coordinator = coordinator_of(tmp_path, elastic, (1, 2, 3))
@@ -148,7 +150,7 @@ def test_events_that_cannot_be_written_cost_no_worker(tmp_path, full):
     workers = Workers(coordinator)
     workers.come(*"abc")
     for name in "abc":
-        workers.hears(name, "join")
+        workers.receive(name, "join")
     fill(True)
     for step in range(3):
         workers.clients["a"].send(WorkerEvent("save", {"step": step}, 1.0))
@@ -168,11 +170,11 @@ def test_frozen_workers_are_found_after_events_could_not_be_written(tmp_path, fu
     workers = Workers(coordinator)
     workers.come(*"ab")
     for name in "ab":
-        workers.hears(name, "join")
+        workers.receive(name, "join")
     fill(True)
     coordinator.expect({"c": "n"})
     workers.come("c")
-    workers.hears("a", "stop")  # asked to make way, which is an event of its own
+    workers.receive("a", "stop")  # a request to preempt, which records an event too
     fill(False)
     workers.frozen.add("b")
     assert workers.ended["b"].wait(60)

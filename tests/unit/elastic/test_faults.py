@@ -1,4 +1,4 @@
-"""Whose an error is, as the worker that raised it sees it."""
+"""How a worker classifies an error that it raised: its own, or the echo of a lost peer."""
 
 import pytest
 import torch.distributed as dist
@@ -22,8 +22,8 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
     PEER, dist.DistBackendError("NCCL communicator was aborted on rank 3"), dist.DistNetworkError("timed out"),
     RuntimeError("the generation has ended"), raised(CheckpointError("cannot be read"), PEER)])
 def test_errors_about_a_lost_peer_are_echoes(error):
-    found = report(error, broken=False, stepped=True)
-    assert (found.reason, found.error_kind) == (ExitReason.FAILED, "")
+    left = report(error, broken=False, stepped=True)
+    assert (left.reason, left.error_kind) == (ExitReason.FAILED, "")
 
 
 @pytest.mark.parametrize(("error", "reason"), [
@@ -33,32 +33,32 @@ def test_errors_about_a_lost_peer_are_echoes(error):
     (ValueError("wrong"), ExitReason.FATAL),
     (ConfigError("wrong"), ExitReason.FATAL)])
 def test_other_errors_are_the_workers_own(error, reason):
-    found = report(error, broken=False, stepped=True)
-    assert (found.reason, found.error_kind) == (reason, type(error).__name__)
-    assert found.text.startswith(type(error).__name__)
+    left = report(error, broken=False, stepped=True)
+    assert (left.reason, left.error_kind) == (reason, type(error).__name__)
+    assert left.text.startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize("error", [ValueError("no process"), RuntimeError("odd"), CheckpointError("cannot be read"),
                                    StorageAwayError("broken off: the generation has ended")])
 def test_errors_after_connections_were_broken_are_echoes(error):
-    found = report(error, broken=True, stepped=True)
-    assert (found.reason, found.error_kind) == (ExitReason.FAILED, "")
+    left = report(error, broken=True, stepped=True)
+    assert (left.reason, left.error_kind) == (ExitReason.FAILED, "")
 
 
-def test_an_error_of_ours_is_no_echo_though_another_rank_was_faster():
-    """The guards end a run on all ranks in the same step: the first to say so breaks the connections of the others."""
-    found = report(ConfigError("loss is not a number at step 3"), broken=True, stepped=True)
-    assert (found.reason, found.error_kind) == (ExitReason.FATAL, "ConfigError")
+def test_an_error_of_the_package_is_no_echo_though_another_rank_was_faster():
+    """The guards end a run on all ranks in the same step; the first rank to raise breaks the others' connections."""
+    left = report(ConfigError("loss is not a number at step 3"), broken=True, stepped=True)
+    assert (left.reason, left.error_kind) == (ExitReason.FATAL, "ConfigError")
 
 
 def test_unavailable_storage_is_fatal_only_before_the_first_step():
     away = StorageAwayError("does not answer")
     assert report(away, broken=False, stepped=False).reason is ExitReason.FATAL
-    found = report(away, broken=False, stepped=True)
-    assert (found.reason, found.error_kind) == (ExitReason.FAILED, "StorageAwayError")
+    left = report(away, broken=False, stepped=True)
+    assert (left.reason, left.error_kind) == (ExitReason.FAILED, "StorageAwayError")
 
 
 def test_a_hang_accuses_the_ranks_that_are_behind():
     error = "rank 3 is still at step 7 (data); rank 5 does not answer; 6 ranks have waited 5 s at step 8 (step)"
-    found = report(HangError(error, (3, 5)), broken=False, stepped=True)
-    assert (found.reason, found.error_kind, found.accused) == (ExitReason.FAILED, "", (3, 5))
+    left = report(HangError(error, (3, 5)), broken=False, stepped=True)
+    assert (left.reason, left.error_kind, left.accused) == (ExitReason.FAILED, "", (3, 5))

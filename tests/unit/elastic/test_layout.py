@@ -5,18 +5,18 @@ from tidewheel.elastic.layout import largest_fit, legal_sizes, slots
 
 
 @given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 600))
-def test_every_legal_size_gives_equal_shares(virtual, least, most):
-    sizes = legal_sizes(virtual, least, most)
+def test_every_legal_size_gives_equal_shares(virtual, minimum, maximum):
+    sizes = legal_sizes(virtual, minimum, maximum)
     assert sizes == tuple(sorted(set(sizes)))
-    assert set(sizes) == {size for size in range(1, virtual + 1) if virtual % size == 0 and least <= size <= most}
+    assert set(sizes) == {size for size in range(1, virtual + 1) if virtual % size == 0 and minimum <= size <= maximum}
 
 
 @given(st.integers(1, 64), st.integers(0, 80))
-def test_the_largest_size_that_fits_is_chosen(virtual, places):
+def test_the_largest_size_that_fits_is_chosen(virtual, available):
     sizes = legal_sizes(virtual)
-    fit = largest_fit(sizes, places)
-    assert fit <= places
-    assert all(size <= fit or size > places for size in sizes)
+    fit = largest_fit(sizes, available)
+    assert fit <= available
+    assert all(size <= fit or size > available for size in sizes)
 
 
 def test_sizes_without_an_upper_bound_and_without_a_fit():

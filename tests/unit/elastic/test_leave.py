@@ -1,4 +1,4 @@
-"""A signal while workers train: the save is asked for first, the block ends then. See test_stopping for the rest."""
+"""A signal while workers train first requests a save, then ends the block. See test_stopping for other cases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tidewheel.elastic.leave import leaving
 from tidewheel.stopping import Stopped
 
 
-@pytest.mark.parametrize(("step", "told"), [(12, "stopped, saved at step 12"), (None, "stopped, nothing new to save")])
-def test_the_workers_save_before_the_run_ends(step, told, monkeypatch):
+@pytest.mark.parametrize(("step", "message"), [
+    (12, "stopped, saved at step 12"), (None, "stopped, nothing new to save")])
+def test_the_workers_save_before_the_run_ends(step, message, monkeypatch):
     asked = []
     monkeypatch.setattr(leave, "save_now", lambda uri, seconds: asked.append(uri) or step)
 
@@ -23,6 +24,6 @@ def test_the_workers_save_before_the_run_ends(step, told, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(20)
 
-    with pytest.raises(Stopped, match=told):
+    with pytest.raises(Stopped, match=message):
         block()
     assert asked == ["runs/a"]

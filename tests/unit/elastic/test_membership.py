@@ -1,4 +1,4 @@
-"""The state machine of generations, with a clock that the tests turn."""
+"""The state machine of generations, with a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tidewheel.elastic.messages import ExitReason, Left, Stop
 def world():
     world = World()
     world.start("a", "b", "c", "d")
-    assert world.told("join") == ["a", "b", "c", "d"]
+    assert world.take_receivers("join") == ["a", "b", "c", "d"]
     world.run(1)
     return world
 
 
 def test_the_first_generation_waits_for_those_that_start():
     world = World()
-    world.it.expect(["a", "b", "c"], world.now, anew=True)
+    world.membership.expect(["a", "b", "c"], world.now, anew=True)
     world.come("a", "b")
     assert world.members == ()
     world.wait(61, "a", "b")
@@ -30,22 +30,22 @@ def test_the_first_generation_waits_for_those_that_start():
 
 def test_a_full_size_does_not_wait():
     world = World((1, 2))
-    world.it.expect(["a", "b", "c"], world.now, anew=True)
+    world.membership.expect(["a", "b", "c"], world.now, anew=True)
     world.come("c", "a")
     assert world.members == ("a", "c")
 
 
 def test_survivors_continue_without_a_lost_member(world):
     world.lose("b")
-    assert world.told("abort") == ["a", "c", "d"]
+    assert world.take_receivers("abort") == ["a", "c", "d"]
     world.leave("a", "c")
-    assert world.it.phase is Phase.ENDING
+    assert world.membership.phase is Phase.ENDING
     world.leave("d")
     assert world.members == ("a", "c")  # three do not divide
     assert world.number == 1
     [(_, failure)] = [event for event in world.events if event[0] == "failure"]
     assert failure["ranks"] == [1]
-    assert failure["error"] == "b died"  # the cause, not what its peers say of it
+    assert failure["error"] == "b died"  # the cause, not the errors of its peers
     world.run(2)
     assert world.kinds()[-1] == "recovered"
 
@@ -66,8 +66,8 @@ def test_losses_while_members_leave_are_one_failure(world):
 
 
 def test_nodes_that_are_lost_one_after_the_other_never_end_the_run():
-    """Before the next generation has done a step further: it is nobody's fault, and the pauses between are short."""
-    names = [f"w{number}" for number in range(16)]
+    """The losses come before the next generation's first new step. No worker is blamed, and the pauses stay short."""
+    names = [f"w{index}" for index in range(16)]
     world = World(tuple(range(1, 17)))
     world.start(*names)
     world.run(1000)
@@ -75,7 +75,7 @@ def test_nodes_that_are_lost_one_after_the_other_never_end_the_run():
         world.lose(victim)
         world.leave(*world.members)
         world.wait(61, *names)
-        assert world.it.phase is Phase.RUNNING
+        assert world.membership.phase is Phase.RUNNING
     assert world.members == tuple(names[10:])
     assert {detail["recovery"] for detail in world.details("failure")} == {"in_place"}
 
@@ -97,21 +97,21 @@ def test_a_member_that_does_not_leave_is_cut_off(world):
     world.lose("b")
     world.leave("a", "c")
     world.wait(4, "a", "c", "d")
-    assert world.it.phase is Phase.ENDING
+    assert world.membership.phase is Phase.ENDING
     world.wait(2, "a", "c", "d")
     assert world.fenced == ["d"]
     assert world.members == ("a", "c")
 
 
 def test_a_member_that_uses_its_cpu_has_more_time_to_leave(world):
-    """On a busy machine a healthy survivor needs more than the limit."""
+    """On a busy machine a healthy survivor may need longer than the limit."""
     world.lose("b")
     world.leave("a", "c")
     world.wait(12, "a", "c", "d", at_work="d")
     assert not world.fenced
     world.leave("d")
     assert world.members == ("a", "c")  # three do not divide
-    assert "d" in world.it.workers
+    assert "d" in world.membership.workers
 
 
 def test_a_member_that_leaves_too_slowly_is_cut_off(world):
@@ -139,13 +139,13 @@ def test_a_silent_member_is_cut_off(world):
     assert not world.fenced
     world.wait(1, "a", "b", "d")
     assert world.fenced == ["c"]
-    assert world.told("abort") == ["a", "b", "d"]
+    assert world.take_receivers("abort") == ["a", "b", "d"]
 
 
 def test_a_silent_member_is_kept_while_the_generation_progresses(world):
     for step in range(2, 12):
         world.wait(1, "a", "b", "d")
-        world.it.beat("a", world.number, step, world.now)
+        world.membership.beat("a", world.number, step, world.now)
     assert not world.fenced
 
 
@@ -162,20 +162,20 @@ def test_a_single_worker_may_be_silent_for_longer():
 def test_time_in_which_the_coordinator_was_stopped_does_not_count(world):
     world.wait(1, "a", "b", "c", "d")
     world.now += 30
-    world.it.tick(world.now)
+    world.membership.tick(world.now)
     assert not world.fenced
 
 
 def test_time_in_which_all_were_silent_does_not_count_against_the_last_to_return(world):
-    """The coordinator's network was away: the connections are made again one after the other."""
+    """The coordinator's network was away, and the workers reconnect one after the other."""
     world.wait(1, "a", "b", "c", "d")
     world.now += 0.2
-    world.it.beat("b", world.number, 0, world.now)  # beats do not come at the same instant
+    world.membership.beat("b", world.number, 0, world.now)  # beats do not come at the same instant
     world.wait(12)
     assert world.fenced == []
     world.wait(2, "c")
     world.wait(3, "a", "c", "d")
-    assert world.fenced == ["b"], "who does not come back is found as ever"
+    assert world.fenced == ["b"], "a worker that does not return is still detected"
 
 
 def test_silent_workers_are_cut_off_once_they_stop_reconnecting(world):
@@ -189,11 +189,11 @@ def test_a_new_worker_joins_at_a_step_boundary():
     world = World((1, 2))
     world.start("a")
     world.run(3)
-    world.it.expect(["b"], world.now)
+    world.membership.expect(["b"], world.now)
     world.come("b")
     assert world.members == ("a",)
     world.wait(1.5, "a", "b")
-    assert world.told("stop") == ["a"]
+    assert world.take_receivers("stop") == ["a"]
     world.leave("a", reason=ExitReason.PREEMPTED)
     assert world.members == ("a", "b")
     [(_, resize)] = [event for event in world.events if event[0] == "resize"]
@@ -202,17 +202,17 @@ def test_a_new_worker_joins_at_a_step_boundary():
 
 
 def test_a_drained_member_leaves_at_a_step_boundary(world):
-    world.it.drain(["node of a"])
+    world.membership.drain(["node of a"])
     world.wait(0.2, *"abcd")
-    assert world.told("stop") == ["a", "b", "c", "d"]
+    assert world.take_receivers("stop") == ["a", "b", "c", "d"]
     world.leave(*"abcd", reason=ExitReason.PREEMPTED)
     assert world.members == ("b", "c")
-    world.lose("a")  # its node goes: nobody is disturbed
-    assert world.it.phase is Phase.RUNNING
+    world.lose("a")  # its node goes away, which disturbs no other worker
+    assert world.membership.phase is Phase.RUNNING
 
 
 def test_a_loss_during_a_planned_change_is_a_failure(world):
-    world.it.drain(["node of a"])
+    world.membership.drain(["node of a"])
     world.wait(0.2, *"abcd")
     world.leave("a", "b", reason=ExitReason.PREEMPTED)
     world.lose("c")
@@ -224,10 +224,10 @@ def test_a_loss_during_a_planned_change_is_a_failure(world):
 def test_the_run_is_over_when_all_members_have_finished(world):
     world.come("spare")
     world.leave("a", "b", "c", reason=ExitReason.FINISHED)
-    assert world.it.phase is Phase.RUNNING
+    assert world.membership.phase is Phase.RUNNING
     world.leave("d", reason=ExitReason.FINISHED)
-    assert world.it.phase is Phase.OVER
-    assert sorted(world.told("over")) == ["a", "b", "c", "d", "spare"]
+    assert world.membership.phase is Phase.OVER
+    assert sorted(world.take_receivers("over")) == ["a", "b", "c", "d", "spare"]
 
 
 def test_training_continues_if_rank_0_is_lost_before_it_wrote_the_result(world):
@@ -239,30 +239,30 @@ def test_training_continues_if_rank_0_is_lost_before_it_wrote_the_result(world):
 def test_messages_about_an_older_generation_change_nothing(world):
     world.lose("b")
     world.leave("a", "c", "d")
-    world.it.left("a", Left(0, ExitReason.FAILED, "late"), world.now)
-    world.it.beat("a", 0, 99, world.now)
-    assert world.it.phase is Phase.RUNNING
-    assert world.it.generation.step == 0
+    world.membership.left("a", Left(0, ExitReason.FAILED, "late"), world.now)
+    world.membership.beat("a", 0, 99, world.now)
+    assert world.membership.phase is Phase.RUNNING
+    assert world.membership.generation.step == 0
 
 
 def test_a_run_is_stopped_with_everything_saved(world):
-    assert world.it.stop_run() == (True, None)
+    assert world.membership.stop_run() == (True, None)
     world.wait(0.2, *"abcd")
     assert [message.save for _, message in world.sent if isinstance(message, Stop)] == [True] * 4
     world.leave(*"abcd", reason=ExitReason.PREEMPTED, saved_step=17)
-    assert world.it.phase is Phase.STOPPED
-    assert world.it.stop_run() == (True, 17)
-    assert world.members == tuple("abcd")  # no other is formed
+    assert world.membership.phase is Phase.STOPPED
+    assert world.membership.stop_run() == (True, 17)
+    assert world.members == tuple("abcd")  # no further generation is formed
 
 
 def test_a_run_that_has_not_begun_is_stopped_at_once():
     world = World()
-    world.it.expect(["a"], world.now, anew=True)
-    assert world.it.stop_run() == (False, None)
+    world.membership.expect(["a"], world.now, anew=True)
+    assert world.membership.stop_run() == (False, None)
 
 
 def test_a_run_stops_despite_a_loss_meanwhile(world):
-    world.it.stop_run()
+    world.membership.stop_run()
     world.wait(0.2, *"abcd")
     world.lose("b")
     world.leave("a", "c", "d")
@@ -270,30 +270,30 @@ def test_a_run_stops_despite_a_loss_meanwhile(world):
     world.run(2)
     world.wait(0.2, "a", "c")
     world.leave("a", "c", reason=ExitReason.PREEMPTED, saved_step=3)
-    assert world.it.stop_run() == (True, 3)
+    assert world.membership.stop_run() == (True, 3)
 
 
 def test_workers_of_an_avoided_node_leave_at_a_step_boundary(world):
-    """As in a drain; but its workers are there when nobody else is."""
-    slow, others = world.it.worker_at(1)
+    """As in a drain, except that its workers are used again when no others are left."""
+    slow, others = world.membership.worker_at(1)
     assert (slow.name, others) == (world.members[1], len(world.members) - 1)
-    assert world.it.worker_at(99) is None
+    assert world.membership.worker_at(99) is None
     world.run(1)
-    world.it.avoid(slow.node)
+    world.membership.avoid(slow.node)
     world.wait(2, *world.members)
-    assert set(world.told("stop")) == set(world.members)
+    assert set(world.take_receivers("stop")) == set(world.members)
     before = world.members
     world.leave(*before, reason=ExitReason.PREEMPTED)
     assert slow.name not in world.members
     assert world.members
-    world.it.hello(slow.name, slow.node, world.now)
-    assert world.it.workers[slow.name].leaving
+    world.membership.hello(slow.name, slow.node, world.now)
+    assert world.membership.workers[slow.name].leaving
     world.run(2)
-    world.lose(*[name for name in before if name not in (slow.name, *world.members)])  # who stands by
+    world.lose(*[name for name in before if name not in (slow.name, *world.members)])  # the standby workers
     world.lose(*world.members)
     world.wait(1, slow.name)
     assert world.members == (slow.name,)
-    assert not world.it.avoided
+    assert not world.membership.avoided
 
 
 def test_too_few_workers_for_too_long_lead_to_a_restart():
@@ -303,16 +303,16 @@ def test_too_few_workers_for_too_long_lead_to_a_restart():
     world.lose("b")
     world.leave("a")
     world.wait(119, "a")
-    assert not world.told("raise")
+    assert not world.take_receivers("raise")
     world.wait(2, "a")
-    assert world.told("raise") == ["a"]
+    assert world.take_receivers("raise") == ["a"]
 
 
 @pytest.mark.parametrize(("before_the_loss", "grows"), [(2.0, False), (60.0, True)])
 def test_growing_must_pay_before_the_next_loss_is_expected(before_the_loss, grows):
-    """One worker was lost; the two that come back would cost a pause of 40 seconds."""
+    """One worker was lost; letting two workers join would cost a pause of 40 seconds."""
     world = World()
-    world.it._resizer.pause_seconds = 40
+    world.membership._resizer.pause_seconds = 40
     world.start("a", "b", "c", "d")
     world.run(1)
     world.wait(before_the_loss, "a", "b", "c", "d")
@@ -321,32 +321,32 @@ def test_growing_must_pay_before_the_next_loss_is_expected(before_the_loss, grow
     assert len(world.members) == 2
     world.run(2)
     world.come("e")
-    world.told("stop")
-    world.wait(30, *world.it.workers)
-    assert bool(world.told("stop")) is grows
+    world.take_receivers("stop")
+    world.wait(30, *world.membership.workers)
+    assert bool(world.take_receivers("stop")) is grows
 
 
 def test_rank_0_is_on_a_node_that_stays_if_there_is_one():
     world = World()
-    world.it.expect(["a", "b", "c", "d"], world.now, anew=True)
+    world.membership.expect(["a", "b", "c", "d"], world.now, anew=True)
     world.come("a", "b", spot=True)
     world.come("c")
     world.come("d", spot=True)
-    assert world.members == ("c", "a", "b", "d")  # the others as they came
+    assert world.members == ("c", "a", "b", "d")  # the others in the order in which they joined
     world.run(1)
     world.lose("c")
     world.leave("a", "b", "d")
-    assert world.members == ("a", "b")  # none is left that stays
+    assert world.members == ("a", "b")  # only spot workers are left
 
 
 def test_a_new_worker_on_a_node_that_stays_takes_rank_0():
     world = World((1, 2))
-    world.it.expect(["a", "b"], world.now, anew=True)
+    world.membership.expect(["a", "b"], world.now, anew=True)
     world.come("a", "b", spot=True)
     world.run(1)
     world.come("d", spot=True)
     world.come("c")
-    assert world.members == ("a", "b")  # nothing is interrupted for it
+    assert world.members == ("a", "b")  # the generation is not interrupted for this
     world.lose("b")
     world.leave("a")
     assert world.members == ("c", "a")
@@ -357,7 +357,7 @@ def test_a_new_worker_on_a_node_that_stays_takes_rank_0():
 
 def test_a_worker_on_a_node_that_stays_is_preferred_to_a_spot_worker():
     world = World((2,))
-    world.it.expect(["a", "b"], world.now, anew=True)
+    world.membership.expect(["a", "b"], world.now, anew=True)
     world.come("a", "b", spot=True)
     world.run(1)
     world.come("c")

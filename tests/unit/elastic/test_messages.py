@@ -1,4 +1,4 @@
-"""Messages between coordinator and workers: what is encoded is decoded again, and nothing else is accepted."""
+"""Messages between coordinator and workers survive encoding and decoding, and no other message is accepted."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_coordinator_refuses_messages_of_coordinators(message):
 
 
 def damaged(message: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Bodies that are each wrong in one way."""
+    """Return message bodies, each with one fault, and what the fault is."""
     body = json.loads(encode(FromWorker(message)))["body"]
     bodies = [("one field more", {**body, "more": 1}), ("unknown type", {**body, "type": "nothing"}),
               ("no type", {name: value for name, value in body.items() if name != "type"})]
@@ -131,9 +131,9 @@ def damaged(message: Any) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("message", [*WORKER, *COORDINATOR], ids=lambda message: message.type)
 def test_a_damaged_message_is_refused(message):
     decode = decode_from_worker if message in WORKER else decode_from_coordinator
-    for what, body in damaged(message):
+    for damage, body in damaged(message):
         with pytest.raises(MessageError):
-            print(what, decode(json.dumps({"body": body}).encode()))
+            print(damage, decode(json.dumps({"body": body}).encode()))
 
 
 @pytest.mark.parametrize("line", [
@@ -185,7 +185,7 @@ def test_undecodable_text_does_not_make_a_message_invalid():
     assert decode_from_worker(encode(FromWorker(sent))).body == Left(0, ExitReason.FAILED, "cannot read caf?.txt")
 
 
-def test_values_that_json_does_not_know_are_sent_as_text():
+def test_values_that_json_has_no_type_for_are_sent_as_text():
     sent = WorkerEvent("save", {"reason": ExitReason.FAILED, "error": ValueError("wrong")}, 0.0)
     body = decode_from_worker(encode(FromWorker(sent))).body
     assert body.detail == {"reason": "failed", "error": "wrong"}

@@ -22,9 +22,9 @@ def test_without_a_change_nothing_is_decided(resizer):
 
 def test_joins_are_coalesced_and_only_legal_sizes_are_asked_for(resizer):
     assert resizer.decide(at(CALM, 0, slots=3)).move is Move.NOTHING
-    assert resizer.decide(at(CALM, 20, slots=3)).move is Move.NOTHING  # 3 does not divide: no larger legal size
-    assert resizer.decide(at(CALM, 21, slots=4)).move is Move.NOTHING  # just came
-    assert resizer.decide(at(CALM, 25, slots=5)).move is Move.NOTHING  # one more: wait anew
+    assert resizer.decide(at(CALM, 20, slots=3)).move is Move.NOTHING  # 3 is no legal size
+    assert resizer.decide(at(CALM, 21, slots=4)).move is Move.NOTHING  # the fourth slot has just come
+    assert resizer.decide(at(CALM, 25, slots=5)).move is Move.NOTHING  # a fifth one: the wait starts again
     decision = resizer.decide(at(CALM, 30.5, slots=5))
     assert (decision.move, decision.size, decision.reason) == (Move.ASK, 4, "join")
 
@@ -60,7 +60,7 @@ def test_a_change_is_called_off_when_the_new_workers_are_gone_or_the_members_are
 
 
 def test_growth_must_pay_for_its_pause():
-    assert pays(2, 4, pause_seconds=2, horizon_seconds=5)  # 4 x 3 s of work against 2 x 5
+    assert pays(2, 4, pause_seconds=2, horizon_seconds=5)  # 4 x 3 s of work exceed 2 x 5 s
     assert not pays(2, 4, pause_seconds=2, horizon_seconds=4)
     assert not pays(4, 5, pause_seconds=2, horizon_seconds=9)
     assert pays(4, 5, pause_seconds=2, horizon_seconds=11)
@@ -79,13 +79,13 @@ def test_growth_waits_while_workers_are_lost_every_few_seconds(resizer):
         resizer.shrunk()
     late = at(CALM, 30, slots=4)
     assert all(resizer.decide(at(late, second)).move is Move.NOTHING for second in (0, 6))  # every 3 s, pause 2 s
-    assert resizer.decide(at(late, 60)).move is Move.ASK  # it has become calmer
+    assert resizer.decide(at(late, 60)).move is Move.ASK  # losses have become rarer
 
 
 def test_each_way_to_recover_is_tried_in_turn():
     budget = FailureBudget(max_without_progress=3)
-    found = [budget.charge(step) for step in (10, 10, 10, 10, 20)]
-    assert found == [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN, Recovery.NONE, Recovery.IN_PLACE]
+    recoveries = [budget.charge(step) for step in (10, 10, 10, 10, 20)]
+    assert recoveries == [Recovery.IN_PLACE, Recovery.KEPT, Recovery.PLAIN, Recovery.NONE, Recovery.IN_PLACE]
 
 
 def test_the_first_way_can_be_chosen():

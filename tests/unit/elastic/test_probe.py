@@ -1,4 +1,4 @@
-"""The self-test finds what is wrong with a process."""
+"""The probe detects a faulty device, memory, cache and store of a process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The process group of a generation: it opens, it is broken off without the other ranks, and the next one opens."""
+"""The process group of a generation opens, breaks off without its other ranks, and lets the next group open."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_only_connections_of_the_block_are_shut_down(listener: socket.socket):
     before, before_peer = connect(listener)
     with connections.recorded():
         own, own_peer = connect(listener)
-        with connections.recorded():  # a group made inside of another's making
+        with connections.recorded():  # a group opened while another one opens
             inner, inner_peer = connect(listener)
     after, after_peer = connect(listener)
     connections.shut_down()
@@ -41,11 +41,11 @@ def test_only_connections_of_the_block_are_shut_down(listener: socket.socket):
     for client, peer in ((before, before_peer), (after, after_peer)):
         client.sendall(b"x")
         assert peer.recv(1) == b"x"
-    for one in (before, before_peer, own, own_peer, inner, inner_peer, after, after_peer):
-        one.close()
+    for end in (before, before_peer, own, own_peer, inner, inner_peer, after, after_peer):
+        end.close()
 
 
-def test_a_descriptor_that_now_is_another_connections_is_spared(listener: socket.socket):
+def test_a_descriptor_that_another_connection_uses_now_is_spared(listener: socket.socket):
     connections = Connections()
     with connections.recorded():
         own, own_peer = connect(listener)
@@ -82,7 +82,7 @@ def test_one_rank_alone_needs_no_group():
     group.close()
 
 
-def test_what_else_waits_is_broken_off_too_also_when_it_is_told_late():
+def test_other_waits_are_broken_off_too_even_those_registered_late():
     group = GenerationGroup()
     calls: list[str] = []
     group.also_break(lambda: calls.append("before"))
@@ -93,7 +93,7 @@ def test_what_else_waits_is_broken_off_too_also_when_it_is_told_late():
 
 
 def member(rank: int, port: int, leave: Any, answers: Any) -> None:
-    """Rank of two: the second one leaves a collective out, the first one breaks it off; then both sum again."""
+    """Run one of two ranks: rank 1 skips a collective, rank 0 breaks it off, then both reduce again."""
     torch.set_num_threads(1)
     group = GenerationGroup()
     group.open(("127.0.0.1", port), 1, rank, 2, cuda=False)
@@ -105,7 +105,7 @@ def member(rank: int, port: int, leave: Any, answers: Any) -> None:
         broken = threading.Timer(0.2, group.break_off)
         broken.start()
         with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(4))  # the other rank never comes
+            dist.all_reduce(torch.ones(4))  # the other rank never joins
         broken.join()
         leave.set()
     group.close()
@@ -117,7 +117,7 @@ def member(rank: int, port: int, leave: Any, answers: Any) -> None:
     answers.put((rank, total.tolist(), again.tolist(), dist.is_initialized()))
 
 
-def test_a_collective_that_a_rank_leaves_out_is_broken_off_and_the_next_generation_works():
+def test_a_collective_that_a_rank_skips_is_broken_off_and_the_next_generation_works():
     store = serve_store("127.0.0.1")
     context = mp.get_context("spawn")
     leave = context.Event()
@@ -125,8 +125,8 @@ def test_a_collective_that_a_rank_leaves_out_is_broken_off_and_the_next_generati
     ranks = [context.Process(target=member, args=(rank, store.port, leave, answers), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
-    found = sorted(answers.get(timeout=120) for _ in ranks)
+    results = sorted(answers.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(60)
-    assert found == [(rank, [3.0] * 4, [3.0] * 4, False) for rank in range(2)]
+    assert results == [(rank, [3.0] * 4, [3.0] * 4, False) for rank in range(2)]
     assert [process.exitcode for process in ranks] == [0, 0]

@@ -1,4 +1,4 @@
-"""Logs of the coordinator, agents and evaluator: they are in the run's logs/, and never stop the control plane."""
+"""Logs of the coordinator, agents and evaluator go to the run's logs/ and never stop the control plane."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LogTarget:
     node = tmp_path / "node"
     node.mkdir()
     monkeypatch.setattr(node_log.tempfile, "tempdir", str(node))
-    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
-    HERE.begin(0, 0)  # as in a new process
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # the real one asks Ray
+    HERE.begin(0, 0)  # the state of a new process
     return LogTarget(str(tmp_path / "run"), "demo", LogsConfig())
 
 
@@ -42,21 +42,21 @@ def lines(target: LogTarget, **selection: int) -> list[LogLine]:
 
 def coordinator(target: LogTarget) -> Coordinator:
     epoch = acquire(storage.store(target.uri)).epoch
-    made = Coordinator(target.uri, epoch=epoch, log=target, node="node 1")
-    made.start("127.0.0.1")
-    return made
+    started = Coordinator(target.uri, epoch=epoch, log=target, node="node 1")
+    started.start("127.0.0.1")
+    return started
 
 
-def train_one_step(made: Coordinator) -> None:
-    """A worker joins, does a step and finishes."""
-    heard: SimpleQueue[object] = SimpleQueue()
-    endpoint = made.endpoint()
-    made.expect({"a": "n"}, True)
-    client = Client(endpoint.address, Hello("a", "n", endpoint.token), heard.put, print)
-    join = heard.get(timeout=60)
+def train_one_step(running: Coordinator) -> None:
+    """Let a worker join, do one step and finish."""
+    received: SimpleQueue[object] = SimpleQueue()
+    endpoint = running.endpoint()
+    running.expect({"a": "n"}, True)
+    client = Client(endpoint.address, Hello("a", "n", endpoint.token), received.put, print)
+    join = received.get(timeout=60)
     client.send(StepDone(join.generation, 3, 3, {}))
     client.send(Left(join.generation, ExitReason.FINISHED))
-    assert heard.get(timeout=60).type == "over"
+    assert received.get(timeout=60).type == "over"
     client.close()
 
 
@@ -77,7 +77,7 @@ def test_lines_and_output_have_the_role_in_place_of_a_rank(target: LogTarget, ro
     assert key.startswith(f"logs/control/{role}-")
 
 
-def test_the_command_shows_them_beside_the_workers(target: LogTarget, capsys: pytest.CaptureFixture[str]):
+def test_the_command_shows_their_lines_beside_the_workers_lines(target: LogTarget, capsys: pytest.CaptureFixture[str]):
     store = storage.store(target.uri)
     with worker_log.logging_process(LogsConfig(), store, run="demo", node="a", capture=False):
         logger.info("from a worker")
@@ -94,22 +94,22 @@ def test_the_command_shows_them_beside_the_workers(target: LogTarget, capsys: py
     assert "there are lines of ranks 0 and generations 0" in capsys.readouterr().err
 
 
-def test_the_coordinator_says_what_happens(target: LogTarget):
-    made = coordinator(target)
-    train_one_step(made)
-    made.end()
-    said = lines(target)
-    generation = made.snapshot().generation
-    texts = [line.text for line in said]
+def test_the_coordinator_logs_what_happens(target: LogTarget):
+    running = coordinator(target)
+    train_one_step(running)
+    running.end()
+    log_lines = lines(target)
+    generation = running.snapshot().generation
+    texts = [line.text for line in log_lines]
     assert "worker a on node n is connected" in texts
-    begins = said[texts.index(f"generation {generation} begins with 1 workers")]
+    begins = log_lines[texts.index(f"generation {generation} begins with 1 workers")]
     assert (begins.role, begins.generation, begins.step) == ("coordinator", generation, 0)
     assert any(text.startswith("event driver_start ") for text in texts)
     assert texts[-1] == "the coordinator ends: the run is over"
-    assert said[-1].step == 3
+    assert log_lines[-1].step == 3
 
 
-def test_the_evaluator_says_what_it_does(target: LogTarget):
+def test_the_evaluator_logs_what_it_does(target: LogTarget):
     evaluator = EvaluationActor(target.uri, 10, "cpu", target, "node 1")
     evaluator.end()
     [line] = lines(target)
@@ -124,23 +124,23 @@ def test_a_log_that_cannot_begin_does_not_stop_the_coordinator(target: LogTarget
         raise error
 
     monkeypatch.setattr(worker_log, "logging_process", broken)
-    made = coordinator(target)
-    train_one_step(made)
-    made.end()
+    running = coordinator(target)
+    train_one_step(running)
+    running.end()
     assert "the log of this coordinator is not kept" in caplog.text
     assert lines(target) == []
 
 
-def test_a_store_that_takes_no_log_does_not_stop_the_coordinator(target: LogTarget, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_refuses_logs_does_not_stop_the_coordinator(target: LogTarget, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(worker_log, "CLOSE_SECONDS", 0.2)
     Path(target.uri).mkdir()
-    (Path(target.uri) / "logs").write_text("a file in place of the folder")
-    made = coordinator(target)
-    train_one_step(made)
+    (Path(target.uri) / "logs").write_text("a file where the folder should be")
+    running = coordinator(target)
+    train_one_step(running)
     began = time.monotonic()
-    made.end()
+    running.end()
     assert time.monotonic() - began < 30
-    assert made.snapshot().progress["step"] == 3
+    assert running.snapshot().progress["step"] == 3
 
 
 def test_a_log_that_cannot_end_is_reported(target: LogTarget, caplog: pytest.LogCaptureFixture):

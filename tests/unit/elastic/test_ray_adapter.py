@@ -1,4 +1,4 @@
-"""The adapter to Ray Train judges failures; no cluster is started here."""
+"""How the adapter to Ray Train judges failures, without a cluster."""
 
 import pickle
 
@@ -13,7 +13,7 @@ from tidewheel.errors import ClusterError, ShardError
 
 
 def raised(error: Exception) -> UserExceptionWithTraceback:
-    """As Ray Train hands on what a training function raised."""
+    """Return an error of the training function as Ray Train passes it on."""
     return pickle.loads(pickle.dumps(UserExceptionWithTraceback(error, "trace")))
 
 
@@ -40,7 +40,7 @@ def test_an_error_that_a_restart_cannot_fix_is_not_retried():
 def test_the_cause_is_taken_out_of_rays_wrappers_only():
     cause = ShardError("damaged")
     assert unwrapped(ControllerError(raised(cause))).what == cause.what
-    holder = RuntimeError(OSError("the user's own way to say it"))
+    holder = RuntimeError(OSError("raised inside the user's own error"))
     assert unwrapped(holder) is holder
 
 

@@ -1,7 +1,7 @@
-"""The list of Ray's private names is complete and true, and the installed Ray has them.
+"""The list of Ray's private names is complete and correct, and the installed Ray has them.
 
-The source of the modules that touch Ray's inside is read, so that a name that is used and not listed fails here, and so
-does one that is listed and not used.
+These tests read the source of the modules that use Ray's private names. A name that is used and not listed fails, and
+so does a name that is listed and not used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_EVERY_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__init__"
 PUBLIC = {"fit"}
 """Documented methods of Ray Train's trainer."""
 BEFORE = 55
-"""Names in the list when the group of workers still was a subclass of Ray Train's."""
+"""Number of names in the list when the worker group was still a subclass of Ray Train's."""
 
 
 def test_the_installed_ray_fits():
@@ -57,7 +57,7 @@ def test_names_and_parameters_that_are_gone_are_listed(monkeypatch):
     assert "no_such_module.Thing is gone" in str(caught.value)
 
 
-def test_the_list_is_at_most_half_of_what_it_was():
+def test_the_list_is_at_most_half_as_long_as_before():
     assert len(CONTRACT) <= BEFORE // 2
     assert len({(name.module, name.attribute) for name in CONTRACT}) == len(CONTRACT)
 
@@ -92,18 +92,18 @@ def test_every_override_and_every_inherited_call_is_listed():
             bases = [base for base in own.__mro__[1:] if base.__module__.startswith("ray.train.v2")]
             for base in bases:
                 overridden = {member for member in vars(own) if member in vars(base)} - OF_EVERY_CLASS
-                called = {name for name in inherited_calls(own) if any(name in vars(one) for one in bases)}
+                called = {name for name in inherited_calls(own) if any(name in vars(owner) for owner in bases)}
                 for member in (overridden | called) - PUBLIC:
-                    assert any(f"{one.__name__}.{member}" in listed for one in bases), f"{own.__name__}.{member}"
+                    assert any(f"{owner.__name__}.{member}" in listed for owner in bases), f"{own.__name__}.{member}"
 
 
-def test_no_private_attribute_of_rays_objects_is_touched_beside_the_listed_ones():
+def test_no_unlisted_private_attribute_of_rays_objects_is_used():
     listed = {name.attribute.rpartition(".")[2] for name in CONTRACT}
     for module in (ray_adapter, ray_workers):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 ours = isinstance(node.value, ast.Name) and node.value.id == "self"
-                assert ours or node.attr in listed, f"{module.__name__}:{node.lineno} touches {node.attr}"
+                assert ours or node.attr in listed, f"{module.__name__}:{node.lineno} uses {node.attr}"
 
 
 def test_the_group_has_every_method_that_the_controller_calls():
@@ -120,7 +120,7 @@ def test_the_group_has_every_method_that_the_controller_calls():
 
 
 def test_settings_of_ray_train_in_the_environment_exist():
-    """They are Ray Train's documented interface; a renamed one would be ignored without a word."""
+    """They are Ray Train's documented interface; Ray ignores an unknown variable without a warning."""
     constants = vars(importlib.import_module("ray.train.v2._internal.constants")).values()
     known = {value for value in constants if isinstance(value, str)}
     assert {*ray_adapter.TRAIN_ENVIRONMENT, ray_workers.SILENT_SECONDS_VARIABLE} <= known
@@ -132,7 +132,7 @@ def test_the_newest_known_release_is_the_one_that_the_package_installs():
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """Private modules of Ray that are imported, with the name taken from each."""
+    """Yield the private modules of Ray that a module imports, with the name imported from each."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and PRIVATE.match(node.module + "."):
             for alias in node.names:
@@ -145,7 +145,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
 
 
 def is_module(package: str, name: str) -> bool:
-    """Whether `name` is a module inside `package`."""
+    """Return whether `name` is a module inside `package`."""
     try:
         importlib.import_module(f"{package}.{name}")
     except ImportError:
@@ -154,7 +154,7 @@ def is_module(package: str, name: str) -> bool:
 
 
 def identifiers(tree: ast.AST) -> Iterator[str]:
-    """Every name that is read, called or defined."""
+    """Yield every name that is read, called or defined."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id
@@ -165,7 +165,7 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 
 def inherited_calls(own: type) -> set[str]:
-    """Names of the methods that a class calls on itself or on its base class."""
+    """Return the names of the methods that a class calls on itself or on its base class."""
     tree = ast.parse(inspect.getsource(own))
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     methods = [function for function in called if isinstance(function, ast.Attribute)]
@@ -173,5 +173,5 @@ def inherited_calls(own: type) -> set[str]:
 
 
 def is_group(node: ast.expr) -> bool:
-    """Whether an expression of the controller's source is its group of workers."""
+    """Return whether an expression in the controller's source is its worker group."""
     return ast.unparse(node) in ("self._worker_group", "self.get_worker_group()")

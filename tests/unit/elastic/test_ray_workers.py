@@ -1,4 +1,4 @@
-"""The group of workers: who leaves it, who joins it, where processes start. Ray and the coordinator are stand-ins."""
+"""The worker group: which workers leave and join it, and where processes start. Ray and the coordinator are fakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUNNING = WorkerStatus(running=True)
 
 
 class Answer:
-    """Reference to the answer of a call: ready with a value or an error, or not ready."""
+    """Reference to a call's answer: ready with a value or an error, or not ready."""
 
     def __init__(self, value: Any = None, *, ready: bool = True) -> None:
         self.value = value
@@ -76,14 +76,14 @@ class Actor:
 
 
 class FakeRay:
-    """`ray.get`, `wait`, `kill` and `remote`, with a clock that only waiting moves."""
+    """`ray.get`, `wait`, `kill` and `remote`, with a clock that advances only while a call waits."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.actors: list[Actor] = []
         self.killed: list[str] = []
         self.slow: set[str] = set()
-        """Nodes on which no process comes up."""
+        """Nodes on which no process starts."""
 
     def monotonic(self) -> float:
         return self.now
@@ -93,7 +93,7 @@ class FakeRay:
 
     def get(self, reference: Any, timeout: float | None = None) -> Any:
         if isinstance(reference, list):
-            return [self.get(one) for one in reference]
+            return [self.get(item) for item in reference]
         if not reference.ready:
             raise GetTimeoutError("not ready")
         if isinstance(reference.value, BaseException):
@@ -101,10 +101,10 @@ class FakeRay:
         return reference.value
 
     def wait(self, references: list[Answer], num_returns: int = 1, timeout: float | None = None) -> Any:
-        done = [reference for reference in references if reference.ready]
-        if len(done) < num_returns:
+        finished = [reference for reference in references if reference.ready]
+        if len(finished) < num_returns:
             self.now += timeout or 0.0
-        return done, [reference for reference in references if not reference.ready]
+        return finished, [reference for reference in references if not reference.ready]
 
     def kill(self, actor: Actor) -> None:
         self.killed.append(actor.name)
@@ -117,7 +117,7 @@ class FakeRay:
 
 
 class Coordinator:
-    """What the coordinator answers, and what it was told."""
+    """A coordinator with prepared answers that records the calls it receives."""
 
     def __init__(self) -> None:
         self.gone: set[str] = set()
@@ -130,7 +130,7 @@ class Coordinator:
         self.fenced = Method(lambda: set(self.gone))
         self.avoided = Method(lambda: set(self.bad_nodes))
         self.lost = Method(lambda: Answer(self.owner) if self.owner is None else _value(self.owner))
-        self.dead = Method(lambda names, why: names)
+        self.dead = Method(lambda names, reason: names)
         self.say = Method(self.said.append)
         self.expect = Method(lambda names, anew: self.expected.append((names, anew)))
         self.raised = Method(self._raised)
@@ -147,7 +147,7 @@ def _value(error: Exception) -> Answer:
 
 
 class World:
-    """Nodes, Ray, the coordinator and the pool of a run with one to three workers of one CPU each."""
+    """The nodes, Ray, the coordinator and the pool of a run with one to three workers of one CPU each."""
 
     def __init__(self, patch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 2, 3), standby: int = 0) -> None:
         self.ray = FakeRay()
@@ -189,7 +189,7 @@ def test_a_group_begins_with_the_largest_legal_number_that_fits(world: World):
     assert list(group.poll_status(0.1).worker_statuses.values()) == [RUNNING] * 3
 
 
-def test_spot_nodes_are_filled_last_so_that_rank_0_is_on_one_that_stays(world: World):
+def test_spot_nodes_are_filled_last_so_that_rank_0_is_on_an_on_demand_node(world: World):
     world.add("spot", labels={"ray.io/market-type": "spot"})
     world.add("stays")
     assert world.names(world.start()) == ["stays", "spot"]
@@ -208,7 +208,7 @@ def test_a_group_does_not_wait_for_a_slow_process_when_a_legal_number_is_up(worl
     assert world.coordinator.expected[-1] == ({slow.name: "b"}, False)
 
 
-def test_without_room_the_start_waits_and_gives_up_in_the_end(world: World):
+def test_without_room_the_start_waits_and_then_gives_up(world: World):
     with pytest.raises(ClusterError, match=r"1 worker\(s\) found no room on nodes for 60 s"):
         world.start()
     assert world.coordinator.said == ["waiting for nodes"]
@@ -231,7 +231,7 @@ def test_a_run_that_another_driver_owns_does_not_start(world: World):
 
 
 def _returned(error: Exception) -> Answer:
-    """An error that a call returns instead of raising it."""
+    """Return the answer of a call that returns an error instead of raising it."""
     class Returned(Answer):
         ready = True
 
@@ -258,7 +258,7 @@ def test_lost_and_fenced_workers_leave_and_the_others_stay(world: World):
     statuses = group.poll_status(0.1).worker_statuses
     assert statuses == {0: RUNNING}
     assert world.names(group) == ["c"]
-    assert world.ray.killed == [second.name], "the process of the lost one has ended already"
+    assert world.ray.killed == [second.name], "the lost worker's process has already ended"
     assert third.begun == [2]
 
 
@@ -317,7 +317,7 @@ def test_a_process_starts_on_a_node_that_joins_but_not_again_soon_after_one_that
     assert world.names(group) == ["a", "b"]
 
 
-def test_a_worker_that_dies_while_it_begins_is_not_let_in(world: World):
+def test_a_worker_that_dies_while_it_starts_does_not_join(world: World):
     world.add("a", "b")
     world.ray.slow = {"b"}
     group = world.start()
@@ -346,7 +346,7 @@ def test_a_restart_uses_the_processes_that_answer_and_have_ended_their_function(
     assert idle.name in world.ray.killed
 
 
-def test_a_group_whose_workers_cannot_begin_leaves_no_process(world: World, monkeypatch):
+def test_a_group_whose_workers_cannot_start_leaves_no_process(world: World, monkeypatch):
     world.add("a")
     monkeypatch.setattr(Actor, "_begin", lambda *_: RayActorError())
     with pytest.raises(RayActorError):
@@ -364,7 +364,7 @@ def test_resources_and_settings_of_ray_train_are_passed_on(monkeypatch: pytest.M
     assert os.environ["RAY_ADDRESS"] == "elsewhere"
 
 
-def test_a_poll_under_way_is_not_repeated():
+def test_a_poll_that_is_pending_is_not_repeated():
     answers = iter([Answer(), Answer()])
     worker = Worker(SimpleNamespace(poll_status=Method(lambda: next(answers))), "name", "node")
     assert worker.poll() is worker.poll()

@@ -1,4 +1,4 @@
-"""How many workers a run may have on the cluster there is: said before any of them starts."""
+"""The numbers of workers that a run may have on the present cluster, decided before any of them starts."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from tidewheel.train.config import TrainConfig
 
 @pytest.fixture(autouse=True)
 def _two_nodes_of_two_cpus(monkeypatch: pytest.MonkeyPatch):
-    there = [Node("a", "127.0.0.1", 1, {"CPU": 2.0, "accelerator": 1.0}, labels={GROUP_LABEL: "gpu"}),
+    alive = [Node("a", "127.0.0.1", 1, {"CPU": 2.0, "accelerator": 1.0}, labels={GROUP_LABEL: "gpu"}),
              Node("b", "127.0.0.2", 1, {"CPU": 2.0})]
-    monkeypatch.setattr(nodes, "usable", lambda selector: [node for node in there if matches(selector, node.labels)])
+    monkeypatch.setattr(nodes, "usable", lambda selector: [node for node in alive if matches(selector, node.labels)])
     monkeypatch.setattr(trainer, "can_grow", lambda wait_seconds: False)
 
 
-def sizes(most: int, elastic: dict[str, Any] | None = None, **parallel: int) -> tuple[int, ...]:
+def sizes(max_workers: int, elastic: dict[str, Any] | None = None, **parallel: int) -> tuple[int, ...]:
     return trainer._sizes(TrainConfig.model_validate({
         "model": {"num_layers": 8, "num_heads": 8}, "parallel": parallel,
-        "elastic": {"max_workers": most, **(elastic or {})},
+        "elastic": {"max_workers": max_workers, **(elastic or {})},
         "batch": {"virtual_ranks": 12, "micro_sequences": 1, "global_sequences": 96}}))
 
 

@@ -1,4 +1,4 @@
-"""What a worker does between two generations, in this process."""
+"""How a worker frees memory and ends between two generations, run in this process."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from tidewheel.train.run import Run
 FAILURES = 3
 
 
-def wrapped(error: BaseException, how: str) -> BaseException:
-    """`error` inside another one."""
+def wrapped(error: BaseException, wrapping: str) -> BaseException:
+    """Return an error that wraps `error` in the given way."""
     try:
-        if how == "cause":
+        if wrapping == "cause":
             raise HangError("rank 1 does not answer") from error
-        if how == "context":
+        if wrapping == "context":
             try:
                 raise error
             except BaseException:
                 raise HangError("rank 1 does not answer")  # noqa: B904
-        if how == "hidden":
+        if wrapping == "hidden":
             try:
                 raise error
             except BaseException:
                 raise HangError("rank 1 does not answer") from None
-        if how == "group":
+        if wrapping == "group":
             raise BaseExceptionGroup("several", [error])
         raise CheckpointException("ranks failed", {0: (error, [])})  # type: ignore[dict-item]
     except BaseException as outer:
@@ -55,20 +55,20 @@ def wrapped(error: BaseException, how: str) -> BaseException:
 def failing() -> tuple[BaseException, weakref.ref[torch.nn.Module]]:
     def step() -> None:
         model = torch.nn.Linear(1, 1)
-        kept.append(weakref.ref(model))
+        models.append(weakref.ref(model))
         raise RuntimeError("timed out")
 
-    kept: list[weakref.ref[torch.nn.Module]] = []
+    models: list[weakref.ref[torch.nn.Module]] = []
     try:
         step()
     except RuntimeError as error:
-        return error, kept[0]
+        return error, models[0]
 
 
-@pytest.mark.parametrize("how", ["cause", "context", "hidden", "group", "failures"])
-def test_clearing_an_error_frees_the_model_in_all_that_it_wraps(how: str) -> None:
+@pytest.mark.parametrize("wrapping", ["cause", "context", "hidden", "group", "failures"])
+def test_clearing_an_error_frees_the_model_in_all_that_it_wraps(wrapping: str) -> None:
     inner, model = failing()
-    error = wrapped(wrapped(inner, how), "cause")
+    error = wrapped(wrapped(inner, wrapping), "cause")
     assert inner in list(related(error))
     assert model() is not None
     clear_frames(error)
@@ -85,7 +85,7 @@ def test_a_cycle_of_causes_is_followed_once() -> None:
 @pytest.mark.parametrize("hang", [False, True])
 def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: bool) -> None:
-    """With `hang` the guard says why, in an error of its own whose cause is the collective's."""
+    """With `hang` the guard explains the error in one of its own, whose cause is the collective's error."""
     write_shards(tmp_path / "shards")
     settings = config(tmp_path, "run", "data.validation=''", "evaluation.every_steps=0", "checkpoint.every_steps=1",
                       "elastic.max_workers=1")
@@ -105,8 +105,8 @@ def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
             raise RuntimeError("Timed out waiting for a peer")
         return train_step(*arguments, **named)
 
-    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
-    monkeypatch.setattr(warm, "warm_up", lambda *_, **__: None)  # it freezes what is there for the collector
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # the real one asks Ray
+    monkeypatch.setattr(warm, "warm_up", lambda *_, **__: None)  # would hide live objects from the garbage collector
     monkeypatch.setattr(parallel, "build", watched_build)
     monkeypatch.setattr(loop, "train_step", failing_step)
     if hang:
@@ -125,22 +125,22 @@ def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
 
 
 class Ended(BaseException):
-    """The process would have ended here."""
+    """An error in place of the end of the process."""
 
 
 def test_a_process_that_computes_for_another_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of it a new one is started: another generation in it would compute the same."""
+    """A new process replaces it: another generation in the same process would compute the same wrong values."""
     def stale(*_: Any) -> Any:
         raise StaleProcessError("rank 0 gets the rows of rank 1")
 
     def ended(code: int) -> None:
         raise Ended(code)
 
-    left: list[Any] = []
+    reports: list[Any] = []
     monkeypatch.setattr(loop, "train", stale)
     monkeypatch.setattr(member_module.os, "_exit", ended)
-    member = SimpleNamespace(begin=lambda *_: None, left=lambda *said: left.append(said), send=lambda _: None)
+    member = SimpleNamespace(begin=lambda *_: None, left=lambda *report: reports.append(report), send=lambda _: None)
     with pytest.raises(Ended, match=str(member_module.EXIT_CODE)):
         worker._generation(Run.open(config(tmp_path)), member, Join(4, 0, 1), "node")
-    [(report,)] = left
+    [(report,)] = reports
     assert (report.reason, report.text) == (ExitReason.FAILED, "StaleProcessError: rank 0 gets the rows of rank 1")

@@ -1,4 +1,4 @@
-"""A membership with its ears and mouth, and a clock that the tests turn."""
+"""A membership that records what it sends, and a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ READMIT = Backoff(60, 240)
 
 
 class World:
-    """A membership, what it says, and a clock."""
+    """A membership, the messages and events that it sends, and a clock."""
 
     def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), **budget: Any) -> None:
         self.now, self.sent, self.fenced, self.events = 100.0, [], [], []
-        self.asked, self.healthy = [], False  # probes are passed at once
+        self.asked = []
+        self.healthy = False  # True: workers pass every probe at once
         resizer = Resizer(sizes, join_wait_seconds=1, interval_seconds=2, answer_seconds=30)
-        self.it = Membership(sizes, resizer, FailureBudget(**budget), self, limits=LIMITS,
-                             blame=Blame(READMIT))
+        self.membership = Membership(sizes, resizer, FailureBudget(**budget), self, limits=LIMITS,
+                                     blame=Blame(READMIT))
 
     def send(self, worker: str, message: CoordinatorMessage) -> None:
         self.sent.append((worker, message))
@@ -39,59 +40,63 @@ class World:
         pass
 
     def start(self, *names: str) -> None:
-        self.it.expect(names, self.now, anew=True)
+        self.membership.expect(names, self.now, anew=True)
         self.come(*names)
 
     def come(self, *names: str, spot: bool = False, node: str = "", device: str = "") -> None:
         for name in names:
-            self.it.hello(name, node or f"node of {name}", self.now, spot=spot, device=device)
+            self.membership.hello(name, node or f"node of {name}", self.now, spot=spot, device=device)
 
     def run(self, step: int) -> None:
         for name in self.members:
-            self.it.beat(name, self.number, step, self.now)
+            self.membership.beat(name, self.number, step, self.now)
 
     def leave(self, *names: str, reason: ExitReason = ExitReason.FAILED, text: str = "connection closed",
               kind: str = "", saved_step: int | None = None) -> None:
         for name in names:
-            self.it.left(name, Left(self.number, reason, text, kind, saved_step=saved_step), self.now)
+            self.membership.left(name, Left(self.number, reason, text, kind, saved_step=saved_step), self.now)
 
     def fail(self, name: str, text: str = "RuntimeError: CUDA error: uncorrectable ECC error") -> None:
-        """It raises an error by itself; the other members hear of it, and leave."""
+        """Let one member raise an error; the other members leave because of it."""
         members = self.members
         self.leave(name, text=text, kind=text.partition(":")[0])
-        self.leave(*[other for other in members if other != name])
+        self.leave(*[member for member in members if member != name])
 
     def lose(self, *names: str) -> None:
         for name in names:
-            self.it.lost(name, f"{name} died", self.now)
+            self.membership.lost(name, f"{name} died", self.now)
 
     def wait(self, seconds: float, *alive: str, at_work: str = "") -> None:
-        """Time passes; those named give signs of life. `at_work` has heard that its generation ends, and computes."""
+        """Let time pass while the workers in `alive` send beats.
+
+        The worker `at_work` has received the message that its generation ends, and still computes.
+        """
         until = self.now + seconds
         while self.now < until:
             self.now += 0.1
             for name in alive:
-                self.it.beat(name, self.number, 0, self.now, work=self.now if name == at_work else 0.0,
+                self.membership.beat(name, self.number, 0, self.now, work=self.now if name == at_work else 0.0,
                              aborts=self.number if name == at_work else -1)
-            self.it.tick(self.now)
+            self.membership.tick(self.now)
             while self.asked:
-                self.it.probed(self.asked.pop(), "", self.now)
+                self.membership.probed(self.asked.pop(), "", self.now)
 
     @property
     def number(self) -> int:
-        return self.it.generation.number if self.it.generation else -1
+        return self.membership.generation.number if self.membership.generation else -1
 
     @property
     def members(self) -> tuple[str, ...]:
-        return self.it.generation.members if self.it.generation else ()
+        return self.membership.generation.members if self.membership.generation else ()
 
-    def told(self, what: str) -> list[str]:
-        workers = [worker for worker, message in self.sent if message.type == what]
-        self.sent = [(worker, message) for worker, message in self.sent if message.type != what]
+    def take_receivers(self, message_type: str) -> list[str]:
+        """Return the workers that were sent messages of a type, and forget those messages."""
+        workers = [worker for worker, message in self.sent if message.type == message_type]
+        self.sent = [(worker, message) for worker, message in self.sent if message.type != message_type]
         return workers
 
     def details(self, kind: str) -> list[dict[str, Any]]:
-        return [detail for one, detail in self.events if one == kind]
+        return [detail for recorded, detail in self.events if recorded == kind]
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]
