@@ -1,10 +1,10 @@
-"""The logs of a run that has trained for weeks, in an object store that answers after a while and counts.
+"""The logs of a run that has trained for weeks, in an object store with latency that counts its requests.
 
     with AgedRun(days=30) as run:
         read_history(store(run.uri))
-    run.requests  # how many that took
+    run.requests  # number of requests that this took
 
-Objects are made when they are first read: a month of logs is 1.5 GB.
+Objects are generated when they are first read, since a month of logs is 1.5 GB.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tidewheel.jsonlog import FLUSH_SECONDS, SEGMENT_BYTES
 DAY = 86_400
 STEP_SECONDS = 1.0
 GENERATION_SECONDS = 3 * 3600.0
-"""A failure every three hours, as Llama 3 met on 16,384 GPUs."""
+"""A failure every three hours, the rate of Llama 3 on 16,384 GPUs."""
 REDONE = 50
-"""Steps that each generation does again."""
+"""Steps that each generation repeats."""
 BEGAN = 1_780_000_000.0
 PAGE = 1_000
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1",
@@ -48,9 +48,9 @@ def metrics_line(step: int, generation: int) -> bytes:
                   "host_resident_bytes": 10**10, "time": BEGAN + step})
 
 
-def event_line(number: int, generation: int, *, seconds: float) -> bytes:
-    kind = "failure" if number == 0 else "save"
-    return _line({"time": BEGAN + seconds, "kind": kind, "detail": {"generation": generation, "step": number}})
+def event_line(index: int, generation: int, *, seconds: float) -> bytes:
+    kind = "failure" if index == 0 else "save"
+    return _line({"time": BEGAN + seconds, "kind": kind, "detail": {"generation": generation, "step": index}})
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -58,13 +58,13 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 class AgedRun:
-    """The store, while the block runs; the environment points at it.
+    """A store that runs during a `with` block, in which the environment points at it.
 
     Args:
-        days: that the run has trained.
-        latency: seconds until each answer.
-        parts: in the layout of older versions, a part for every flush.
-        state: with its `state.json`.
+        days: days that the run has trained.
+        latency: seconds before each answer.
+        parts: use the layout of older versions, with one part for every flush.
+        state: include `state.json`.
     """
 
     uri = "s3://aged/runs/x"
@@ -115,49 +115,49 @@ class AgedRun:
         return b"".join(line(step, generation) for step in range(first, last))
 
     def _spans(self) -> list[tuple[int, int, int]]:
-        """(generation, first step, step behind the last) of each generation."""
-        each = self.steps / self.generations
-        edges = [round(each * number) for number in range(self.generations + 1)]
-        return [(number, max(1, begin + 1 - REDONE), end + 1) for number, (begin, end) in enumerate(pairwise(edges))]
+        """Return (generation, first step, step after the last) of each generation."""
+        steps = self.steps / self.generations
+        edges = [round(steps * index) for index in range(self.generations + 1)]
+        return [(index, max(1, begin + 1 - REDONE), end + 1) for index, (begin, end) in enumerate(pairwise(edges))]
 
     def _segments(self, log: str, line: Callable[[int, int], bytes]) -> None:
-        """As `JsonLog` writes them."""
+        """Add a log's objects as `JsonLog` writes them."""
         size = len(line(self.steps, self.generations))
         steps = -(-SEGMENT_BYTES // size)
         for generation, first, last in self._spans():
-            for number, begin in enumerate(range(first, last, steps)):
+            for index, begin in enumerate(range(first, last, steps)):
                 end = min(last, begin + steps)
-                name = f"runs/x/{log}/g{generation:012d}-000000-{generation:08x}-{number:06d}.jsonl"
+                name = f"runs/x/{log}/g{generation:012d}-000000-{generation:08x}-{index:06d}.jsonl"
                 self.objects[name] = ((end - begin) * size, cache(partial(self._lines, line, generation, begin, end)))
 
     def _parts(self, log: str, line: Callable[[int, int], bytes]) -> None:
-        """As older versions wrote them."""
+        """Add a log's objects as older versions wrote them."""
         steps = round(FLUSH_SECONDS / STEP_SECONDS)
         size = len(line(self.steps, self.generations))
         for generation, first, last in self._spans():
-            for number, begin in enumerate(range(first, last, steps)):
+            for index, begin in enumerate(range(first, last, steps)):
                 end = min(last, begin + steps)
                 at = round((BEGAN + begin * STEP_SECONDS) * 1e9) + generation
-                name = f"runs/x/{log}/{at:020d}-{generation:08x}-{number:06d}.jsonl"
+                name = f"runs/x/{log}/{at:020d}-{generation:08x}-{index:06d}.jsonl"
                 self.objects[name] = ((end - begin) * size, partial(self._lines, line, generation, begin, end))
 
     def _events(self, parts: bool) -> None:
-        """A failure and then a save every minute, of each generation."""
+        """Add each generation's events: a failure, then a save every minute."""
         for generation, first, last in self._spans():
-            lines = [event_line(number, generation, seconds=first + 60.0 * number)
-                     for number in range(1 + int((last - first) * STEP_SECONDS / 60))]
+            lines = [event_line(index, generation, seconds=first + 60.0 * index)
+                     for index in range(1 + int((last - first) * STEP_SECONDS / 60))]
             if generation == 0:
                 del lines[0]
             if not parts:
                 self._put(f"events.jsonl/g{0:012d}-000000-{0:08x}-{generation:06d}.jsonl", b"".join(lines))
                 continue
-            for number, line in enumerate(lines):
-                at = round((BEGAN + first + 60.0 * number) * 1e9)
-                self._put(f"events.jsonl/{at:020d}-{0:08x}-{number:06d}.jsonl", line)
+            for index, line in enumerate(lines):
+                at = round((BEGAN + first + 60.0 * index) * 1e9)
+                self._put(f"events.jsonl/{at:020d}-{0:08x}-{index:06d}.jsonl", line)
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """GET, HEAD and ListObjectsV2 of the S3 protocol."""
+    """Handler of GET, HEAD and ListObjectsV2 of the S3 protocol."""
 
     protocol_version = "HTTP/1.1"
     run: AgedRun
@@ -213,10 +213,10 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 def start(uri: str, step: int) -> tuple[int, int, int]:
-    """What a new driver and rank 0 of its first generation read of a run's past before they train from `step`.
+    """Read what a new driver and rank 0 of its first generation read of a run's past before they train from `step`.
 
     Returns:
-        The furthest step, the failures, and the number of the new generation's predecessor as they know them.
+        The furthest step, the number of failures, and the number of the previous generation.
     """
     from tidewheel.elastic.coordinator import Coordinator
     from tidewheel.storage import store

@@ -1,9 +1,9 @@
-"""The contract and elastic tests on each release of Ray that is known to work: `make compat`.
+"""Run the contract and elastic tests on each release of Ray that is known to work: `make compat`.
 
     python -m tests.compat [RELEASE ...]
 
-Each release has an environment of its own below .compat/, with its own Ray; every other package is the one of the
-environment that runs this command. Prints a line for each release; exit code 1 if a test fails on one of them.
+Each release has its own environment below .compat/ with its own Ray. All other packages come from the environment that
+runs this command. The command prints a line for each release and exits with code 1 if a test fails on one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TESTS = ("tests/unit/elastic", "tests/cluster/test_elastic.py")
 
 
 def environment(release: str) -> Path:
-    """Make the environment of a release, unless it is there; return its Python."""
+    """Create the environment of a release if it does not exist, and return the path of its Python."""
     folder = FOLDER / f"ray-{release}"
     python = folder / "bin/python"
     if (folder / "complete").exists():
@@ -36,13 +36,13 @@ def environment(release: str) -> Path:
     if metadata.version("ray") != release:
         subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "--python", python, "install",
                         "--no-deps", f"ray=={release}"], check=True)
-    (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # behind its own packages
+    (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # searched after its own packages
     (folder / "complete").touch()
     return python
 
 
 def run(release: str, options: list[str]) -> int:
-    """Run the tests on a release; return pytest's exit code."""
+    """Run the tests on a release and return pytest's exit code."""
     python = environment(release)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "platform"), str(ROOT)])}
     probe = subprocess.run([str(python), "-c", "import ray; print(ray.__version__)"], env=variables, text=True,
@@ -54,7 +54,7 @@ def run(release: str, options: list[str]) -> int:
 
 
 def main() -> int:
-    """See the module."""
+    """Run the tests on the releases of the command line and print the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="*", default=KNOWN_RELEASES, help="releases of Ray; default: all known ones")
     parser.add_argument("--pytest", nargs=1, default=[], help="one more option for pytest")

@@ -4,10 +4,10 @@ The language of a fence decides how tests use the block:
 
 | fence | |
 |---|---|
-| ```sh | run by bash; `# exit code 2` after a command: its exit code; `# the tests add: --limit 9`: options for tests |
+| ```sh | run by bash; `# exit code 2` after a command states its code; `# the tests add: --limit 9` adds options |
 | ```python, ```yaml | written to the file that the first line names (`# mine.yaml`); Python without a name is run |
 | ```diff | applied to the checkout |
-| ```console | not run; the paragraph before says why, and it only calls programs in `OUTSIDE` |
+| ```console | not run; the paragraph before says why, and the block only calls programs in `OUTSIDE` |
 | ```text | output of a command: neither run nor compared |
 """
 
@@ -42,16 +42,16 @@ class Block:
 
     @property
     def file(self) -> str:
-        """Return the name of the file that the block writes; "" if it writes none."""
-        found = _FILE.match(self.text) if self.language in ("python", "yaml") else None
-        return found.group(1) if found else ""
+        """Return the name of the file that the block writes, or "" if it writes none."""
+        match = _FILE.match(self.text) if self.language in ("python", "yaml") else None
+        return match.group(1) if match else ""
 
 
 def blocks(page: Path) -> list[Block]:
     """Return the fenced blocks of a page."""
     text = page.read_text()
-    return [Block(found.group(1), found.group(2), text.count("\n", 0, found.start()) + 1,
-                  text[: found.start()].rstrip().rpartition("\n\n")[2]) for found in _FENCE.finditer(text)]
+    return [Block(fence.group(1), fence.group(2), text.count("\n", 0, fence.start()) + 1,
+                  text[: fence.start()].rstrip().rpartition("\n\n")[2]) for fence in _FENCE.finditer(text)]
 
 
 def commands(text: str) -> list[str]:
@@ -90,9 +90,9 @@ def _fed(command: str, text: str) -> str:
 
 
 def _expecting(line: str) -> str:
-    """Return a command line that fails on any exit code but the one its comment names."""
-    found = _EXIT_CODE.match(line)
-    if not found:
+    """Return a command line that fails on any exit code except the one that its comment states."""
+    match = _EXIT_CODE.match(line)
+    if not match:
         return line
-    return (f"code=0; {found['command']} || code=$?; "
-            f"test \"$code\" -eq {found['code']} || {{ echo \"exit code $code, not {found['code']}\"; exit 1; }}")
+    return (f"code=0; {match['command']} || code=$?; "
+            f"test \"$code\" -eq {match['code']} || {{ echo \"exit code $code, not {match['code']}\"; exit 1; }}")

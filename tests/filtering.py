@@ -1,4 +1,4 @@
-"""Filters applied to texts alone."""
+"""Apply single filters to texts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tidewheel.data.textpass import Measured
 
 
 def everything() -> Measures:
-    """Return all that a pass over a text can find, as the built-in filters ask for it."""
+    """Return all measures that the built-in filters request of a pass over a text."""
     return Measures.of_all(FILTERS.build(name).measures() for name in ("gopher_quality", "gopher_repetition", "fineweb",
                                                                        "c4"))
 
 
 def judged(texts: Any, filter: Filter, measured: Measured | None = None) -> tuple[Any, ...]:
-    """Return (reasons, statistics), with the texts of a filter that edits; metas and quality of one that writes them.
+    """Return a filter's reasons and statistics; add the texts of a filter that edits, metas and quality if it writes.
 
     Args:
         texts: strings, a column, or a table of documents.
-        measured: what a pass over the texts found, where it was made already.
+        measured: results of a pass over the texts, if there are any.
     """
     batch = Batch(texts, measured) if isinstance(texts, pa.Table) else Batch(Batch.of(texts).table, measured)
     verdicts = filter.apply(batch)

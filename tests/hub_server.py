@@ -1,4 +1,4 @@
-"""The part of the Hugging Face hub's HTTP protocol that reading a data set takes, on loopback.
+"""A loopback server for the part of the Hugging Face hub's HTTP protocol that reading a data set needs.
 
     with HubServer() as server:
         commit = server.commit("owner/name", {"data/train.jsonl": b"..."})
@@ -22,14 +22,14 @@ _FILE = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.*)$")
 
 
 class HubServer:
-    """Data sets, each with commits and the branch main; `requests` are the paths that were asked for."""
+    """A server of data sets, each with commits and the branch main; `requests` lists the requested paths."""
 
     def __init__(self) -> None:
         self.commits: dict[tuple[str, str], dict[str, bytes]] = {}
         self.branches: dict[tuple[str, str], str] = {}
         self.requests: list[str] = []
         self.refusal: tuple[int, str] | None = None
-        """Status and X-Error-Code of every answer, instead of what is asked for."""
+        """Status and X-Error-Code of every answer; None serves the data sets."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -42,19 +42,19 @@ class HubServer:
         self._server.server_close()
 
     def commit(self, name: str, files: dict[str, bytes]) -> str:
-        """Put a commit with these files on main."""
+        """Add a commit with these files to main and return its hash."""
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
         self.commits[name, commit] = dict(files)
         self.branches[name, "main"] = commit
         return commit
 
     def answer(self, path: str) -> tuple[int, str, Any]:
-        """(status, X-Error-Code, JSON value or bytes)."""
+        """Return the status, the X-Error-Code and the JSON value or bytes of an answer."""
         if self.refusal:
             return *self.refusal, b""
         for pattern, give in ((_INFO, self._info), (_TREE, self._tree), (_FILE, self._file)):
-            if found := pattern.match(path):
-                name, revision, *rest = (unquote(part or "") for part in found.groups())
+            if match := pattern.match(path):
+                name, revision, *rest = (unquote(part or "") for part in match.groups())
                 if (name, "main") not in self.branches:
                     return 404, "RepoNotFound", b""
                 commit = self.branches.get((name, revision or "main"), revision)

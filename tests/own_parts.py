@@ -1,4 +1,4 @@
-"""Parts as a user writes them, in a folder outside the package."""
+"""Parts as users write them, in a folder outside the package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Momentum(tw.Optimizer):
 
 
 class Stairs(tw.Schedule):
-    """Halve the learning rate every few steps; with a file "hold" beside this one, wait at step 6 until it is gone."""
+    """Halve the learning rate every few steps; at step 6 wait while a file "hold" exists beside this one."""
     every: int = 3
 
     def factor(self, done, total, start):
@@ -86,7 +86,7 @@ class Gelu(tw.Model):
 
 
 class Diary(tw.Callback):
-    """Say what it is told, on each rank."""
+    """Print each step on every rank."""
     EVERY_RANK = True
 
     def on_step_end(self, worker, step):
@@ -112,7 +112,7 @@ def write_parts(folder: Path) -> str:
 
 
 def overrides(module: str) -> tuple[str, ...]:
-    """Settings of a run that is made of these parts and reproducible."""
+    """Return the settings of a reproducible run that uses these parts."""
     return (f"optimizer.kind={module}:Momentum", "optimizer.learning_rate=0.05", "optimizer.clip_norm=1.0",
             f"schedule={{kind: '{module}:Stairs', warmup_steps: 0}}",
             f"objective={{kind: '{module}:Smooth', smoothing: 0.2}}", f"model.kind={module}:Gelu", "reproducible=true")
@@ -125,7 +125,7 @@ import tidewheel as tw
 
 
 class Opens(tw.Filter):
-    """Drop documents that open with a letter, and cut off what is behind a mark."""
+    """Drop documents that start with a letter, and cut texts at a mark."""
     EDITS = "cut_behind_mark"
     letter: str = "q"
     mark: str = "|"
@@ -135,7 +135,7 @@ class Opens(tw.Filter):
 
     def apply(self, batch):
         first = pc.utf8_slice_codeunits(batch.texts, 0, 1).to_pylist()
-        return tw.Verdicts(["opens" if each == self.letter else "" for each in first],
+        return tw.Verdicts(["opens" if letter == self.letter else "" for letter in first],
                            {"own_characters": pc.utf8_length(batch.texts).to_numpy()},
                            [text.partition(self.mark)[0] for text in batch.texts.to_pylist()])
 
@@ -153,5 +153,5 @@ def write_filters(folder: Path, name: str = "own_filters") -> str:
 
 
 def without_sevens(document: Mapping[str, str]) -> bool:
-    """A filter in a module of its own, as `tw.Pipeline.filter` takes one."""
+    """Return whether to keep a document, or the reason to drop it, as a filter for `tw.Pipeline.filter`."""
     return len(document["text"].split()) % 7 != 0

@@ -1,4 +1,4 @@
-"""Stages without Ray, in this process: the same functions over the same tasks, in an order of the caller's choice."""
+"""Run stages without Ray in this process: the same functions over the same tasks, in an order given by a seed."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from tidewheel.data.stages import execute
 
 
 class Blocks:
-    """What `execute` uses of a `ray.data.Dataset`."""
+    """A stand-in for the methods of `ray.data.Dataset` that `execute` uses."""
 
     def __init__(self, blocks: Iterable[pa.Table], seed: int, functions: list[Callable[[pa.Table], Any]]) -> None:
         self.blocks = list(blocks)
         self.seed = seed
         self.functions = functions
-        """All functions that were mapped, in order."""
+        """All mapped functions, in order."""
 
     def map_batches(self, work: Callable[[pa.Table], Any], **_: Any) -> Blocks:
         self.functions.append(work)
-        done: list[pa.Table] = []
+        blocks: list[pa.Table] = []
         for block in self.blocks:
-            made = work(block)
-            done += [made] if isinstance(made, pa.Table) else list(made)
-        return Blocks(done, self.seed, self.functions)
+            output = work(block)
+            blocks += [output] if isinstance(output, pa.Table) else list(output)
+        return Blocks(blocks, self.seed, self.functions)
 
     def repartition(self, partitions: int, keys: Sequence[str]) -> Blocks:
-        """Rows with one key end up in one block, blocks hold several keys, rows come in any order."""
+        """Put all rows of a key into one block and several keys into a block, with rows in random order."""
         generator = random.Random(self.seed)
         rows = pa.concat_tables(self.blocks)
         order = list(range(len(rows)))
         generator.shuffle(order)
         rows = rows.take(pa.array(order, pa.int64()))
         count = max(1, partitions // 2)
-        numbers = pa.array([hash((value, self.seed)) % count for value in rows[keys[0]].to_pylist()], pa.int64())
-        return Blocks([rows.filter(pa.compute.equal(numbers, number)) for number in range(count)],
+        indices = pa.array([hash((value, self.seed)) % count for value in rows[keys[0]].to_pylist()], pa.int64())
+        return Blocks([rows.filter(pa.compute.equal(indices, index)) for index in range(count)],
                       self.seed, self.functions)
 
 
 def without_ray(seed: int = 0) -> Any:
-    """A context in which `map_units` and `shuffle_units` do their work here."""
+    """Return a context in which `map_units` and `shuffle_units` work in this process."""
     def results(tasks: Sequence[execute.Task], chain: Callable[[Any], Blocks],
                 partitions: int = 1) -> Iterator[Published]:
         tasks = list(tasks)
@@ -57,8 +57,8 @@ def without_ray(seed: int = 0) -> Any:
         for block in blocks:
             for unit in execute.units_of(block):
                 yield unit
-                # Ray pickles them in another thread whenever it submits a task
+                # Ray pickles the functions in another thread whenever it submits a task
                 assert [cloudpickle.dumps(function) for function in functions] == planned, \
-                    "a stage changed what its functions refer to while they were in use"
+                    "a stage changed values that its functions refer to while they were in use"
 
     return patch.object(execute, "_results", results)

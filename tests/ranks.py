@@ -1,7 +1,6 @@
-"""Run a function on several gloo ranks, each a process of its own.
+"""Run a function on several gloo ranks, each in its own process.
 
-A fork server that has imported torch and the training loop once starts them: seconds less per rank than starting Python
-anew.
+A fork server imports torch and the training loop once and starts the ranks, which saves seconds per rank.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.chec
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call `function(*arguments)`, a module-level function, on every rank; the first failure is raised here."""
+    """Call `function(*arguments)`, a module-level function, on every rank and raise the first failure."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world_size, f"file://{folder}/rendezvous", function, arguments), nprocs=world_size,
                            start_method="forkserver")

@@ -1,8 +1,8 @@
-"""Modules of the package that no test imports, largest first.
+"""List the modules of the package that no test imports, largest first.
 
     python -m tests.untested
 
-A module that is listed may still be tested through others; one with a test of its own is imported by it.
+A listed module may still be tested through others; a module with its own test is imported by that test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Return every module that a file may import, and every module that it names in a text, as commands do."""
+    """Return every module that a file may import or names in a string, as commands do."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -45,7 +45,7 @@ def untested() -> list[tuple[int, str]]:
 
 
 def main() -> None:
-    """See the module."""
+    """Print the untested modules."""
     for lines, name in untested():
         print(f"{lines:5} {name}")
 

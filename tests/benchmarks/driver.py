@@ -1,8 +1,8 @@
-"""One run of a pipeline in a process of its own, with what it costs; benchmarks and tests of whole pipelines share it.
+"""Run a pipeline in its own process and measure its cost, for benchmarks and tests of whole pipelines.
 
     python -m tests.benchmarks.driver RECIPE INPUT OUTPUT MARKER [--cpus N [--folder F] | --address HOST:PORT | --plain]
 
-prints one line of JSON. `--plain` runs the same stages without Ray: the same functions, one after the other.
+prints one line of JSON. `--plain` runs the same functions one after the other, without Ray.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ RECIPE: dict[str, Any] = {
 
 
 def corpus(folder: Path, megabytes: float, copies: int = 1, files: int = 4) -> int:
-    """Documents of ../shared/corpus as JSONL, and `copies` - 1 times again with edits; returns their number.
+    """Write documents of ../shared/corpus as JSONL, and `copies` - 1 edited copies, and return their number.
 
-    In a copy every word is altered with a chance of 0.3, so that five words in a row rarely stay the same; in every
-    tenth document with a chance of 0.01, so that it is a near-duplicate.
+    A copy alters each word with a probability of 0.3, so that five words in a row rarely stay the same. In every tenth
+    document the probability is 0.01, which makes it a near-duplicate.
     """
     import gzip
 
@@ -62,92 +62,100 @@ def corpus(folder: Path, megabytes: float, copies: int = 1, files: int = 4) -> i
         records.append(json.loads(line))
         size += len(line)
     folder.mkdir(parents=True, exist_ok=True)
-    number = 0
+    written = 0
     for copy in range(copies):
         generator = random.Random(copy)
         sinks = [(folder / f"{copy:02d}-{part}.jsonl").open("w") for part in range(files)]
-        for place, record in enumerate(records):
-            text, chance = record["text"], (0.0 if copy == 0 else 0.01 if place % 10 == 0 else 0.3)
+        for index, record in enumerate(records):
+            text, chance = record["text"], (0.0 if copy == 0 else 0.01 if index % 10 == 0 else 0.3)
             if chance:
                 text = re.sub(r"[a-z]{3,}", functools.partial(_altered, generator, chance), text)
-            sinks[place % files].write(json.dumps({**record, "id": f"{record['id']}-{copy}", "text": text}) + "\n")
-            number += 1
+            sinks[index % files].write(json.dumps({**record, "id": f"{record['id']}-{copy}", "text": text}) + "\n")
+            written += 1
         for sink in sinks:
             sink.close()
-    return number
+    return written
 
 
-def _altered(generator: random.Random, chance: float, found: re.Match[str]) -> str:
-    word = found.group()
+def _altered(generator: random.Random, chance: float, match: re.Match[str]) -> str:
+    word = match.group()
     return "".join(generator.sample(word, len(word))) if generator.random() < chance else word
 
 
 def set_hashes(output: str) -> dict[str, str]:
-    """Hash of every file of both shard sets, manifests included."""
-    place = store(output)
-    return {entry.key: place.hash(entry.key) for name in ("shards", "validation") for entry in place.list(name)}
+    """Return the hash of every file of both shard sets, including the manifests."""
+    output_store = store(output)
+    return {entry.key: output_store.hash(entry.key)
+            for name in ("shards", "validation") for entry in output_store.list(name)}
 
 
 @dataclass
 class Cost:
-    """What a run took."""
+    """The cost of a run: time, CPU time and memory."""
 
     seconds: float
     cpu_seconds: float
-    """Of all processes of the session: driver, workers, Ray's own; without Ray's start."""
+    """CPU seconds of all processes of the session (driver, workers and Ray's own), without Ray's start."""
     stages: list[dict[str, Any]]
     partition_bytes: int
     """UTF-8 bytes of the texts of the largest partition."""
     cpu_by_role: dict[str, float]
-    """CPU seconds by `role_of`, of living processes; those of ended ones are "ended"."""
+    """CPU seconds of living processes by `role_of`; those of ended processes are "ended"."""
     peaks: dict[str, float] = field(default_factory=dict)
-    """Private resident memory in MB at its highest, of the largest process of each role."""
+    """Highest private resident memory in MB of the largest process of each role."""
 
 
 class Driver:
-    """The driver's process; everything it starts is in its session.
+    """The driver's process, whose session holds all processes that it starts.
 
     Args:
-        arguments: of this module, behind the output: --cpus, --address, --plain, --code.
+        recipe: recipe of the pipeline.
+        input: folder of the documents.
+        output: folder of the output.
+        arguments: further arguments of this module: --cpus, --address, --plain, --code.
     """
 
     def __init__(self, recipe: dict[str, Any], input: str, output: str, *arguments: str) -> None:
         handle, name = tempfile.mkstemp(prefix="tw-marker-")
         os.close(handle)
         self.marker, self.peaks = Path(name), dict[str, float]()
-        self.folder = tempfile.mkdtemp(prefix="twb-", dir="/tmp")  # of its Ray; short: socket paths are limited
+        self.folder = tempfile.mkdtemp(prefix="twb-", dir="/tmp")  # Ray's folder; short, since socket paths are limited
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.benchmarks.driver", json.dumps(recipe), input, output, name,
              "--folder", self.folder, *arguments],
             start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self._said: tuple[str, str] = ("", "")
+        self._output: tuple[str, str] = ("", "")
         self._reader = threading.Thread(target=self._listen, daemon=True)
         self._reader.start()
 
     def _listen(self) -> None:
-        self._said = self.process.communicate()
+        self._output = self.process.communicate()
 
-    def told(self) -> list[str]:
-        """Progress so far, "stage done/total" each."""
+    def lines(self) -> list[str]:
+        """Return the progress so far, as lines "stage done/total"."""
         return self.marker.read_text().split("\n")[:-1]
 
     def progress(self) -> str:
-        """The last of them."""
-        return (self.told() or [""])[-1]
+        """Return the last line of the progress, or "" if there is none."""
+        return (self.lines() or [""])[-1]
 
-    def begun(self) -> None:
-        """Wait for the first progress, or the end."""
+    def wait_for_progress(self) -> None:
+        """Wait for the first progress or the end of the run."""
         while not self.progress() and not self.wait(0.05):
             pass
 
     def wait(self, seconds: float) -> bool:
-        """True when the process has ended within so many seconds."""
+        """Wait up to `seconds` for the end of the process, and return whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.poll() is not None
 
     def watch(self) -> Cost:
-        """Wait for the end, with an eye on memory; RuntimeError when the run failed."""
+        """Wait for the end, record the memory of the processes, and return the cost.
+
+        Raises:
+            RuntimeError: the run failed.
+        """
         while not self.wait(0.3):
             for pid in session_members(self.process.pid):
                 role, size = _memory(pid)
@@ -155,18 +163,18 @@ class Driver:
         self._reader.join()
         self.close()
         if self.process.returncode:
-            raise RuntimeError(f"the run failed:\n{self._said[1][-2000:]}")
-        values = json.loads(self._said[0].splitlines()[-1])
+            raise RuntimeError(f"the run failed:\n{self._output[1][-2000:]}")
+        values = json.loads(self._output[0].splitlines()[-1])
         return Cost(**values, peaks=self.peaks)
 
     def kill(self) -> None:
-        """SIGKILL to the driver and what is left of its session: its Ray, when it has one of its own."""
+        """Send SIGKILL to all processes of the driver's session, which include its private Ray."""
         deadline = time.monotonic() + 30
         while (alive := session_members(self.process.pid)) and time.monotonic() < deadline:
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.process.poll()  # buries it
+            self.process.poll()  # reaps the process
             time.sleep(0.05)
         self.process.wait()
         self.close()
@@ -178,20 +186,20 @@ class Driver:
 
 
 def session_members(session: int) -> list[int]:
-    """Processes of a session that are not dead."""
-    found = []
+    """Return the living processes of a session."""
+    members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(sid) == session and state not in "ZX":
-                    found.append(int(entry.name))
-    return found
+                    members.append(int(entry.name))
+    return members
 
 
 def role_of(pid: int) -> str:
-    """driver, worker (Ray's own actors too), raylet, gcs, agents (and whatever else Ray starts); "" of a process that
-    has ended."""
+    """Return the role of a process: driver, worker (including Ray's actors), raylet, gcs, or agents for Ray's other
+    processes; "" if the process has ended."""
     try:
         name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -204,56 +212,56 @@ def role_of(pid: int) -> str:
 
 
 def _memory(pid: int) -> tuple[str, float]:
-    """(role, private resident MB) of a process."""
+    """Return a process's role and its private resident memory in MB."""
     role = role_of(pid)
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return role, 0.0
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    return role, int(found.group(1)) / 1e3 if found else 0.0
+    match = re.search(r"RssAnon:\s+(\d+) kB", status)
+    return role, int(match.group(1)) / 1e3 if match else 0.0
 
 
 def session_cpu_seconds() -> Counter[str]:
-    """CPU time by role of all living processes of our session; "ended" are the dead that were waited for."""
-    found: Counter[str] = Counter()
+    """Return the CPU seconds of this session's living processes by role, and of reaped processes as "ended"."""
+    seconds: Counter[str] = Counter()
     for pid in session_members(os.getsid(0)):
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            found[role_of(pid) or "agents"] += sum(map(int, fields[11:13])) / TICKS  # type: ignore[assignment]
-            found["ended"] += sum(map(int, fields[13:15])) / TICKS  # type: ignore[assignment]
-    return found
+            seconds[role_of(pid) or "agents"] += sum(map(int, fields[11:13])) / TICKS  # type: ignore[assignment]
+            seconds["ended"] += sum(map(int, fields[13:15])) / TICKS  # type: ignore[assignment]
+    return seconds
 
 
 def largest_partition(output: str) -> int:
-    """UTF-8 bytes of the texts of the largest partition that was published."""
-    place = store(output)
-    return max(place.read_json(entry.key)["summary"]["bytes"] for entry in place.list("stages/partition/units")
-               if entry.key.endswith(".json"))
+    """Return the UTF-8 bytes of the texts in the largest published partition."""
+    units = store(output).child("stages", "partition", "units")
+    return max(units.read_json(entry.key)["summary"]["bytes"] for entry in units.list() if entry.key.endswith(".json"))
 
 
 class PlainDataset:
-    """As much of a Ray dataset as the stages use, in this process: what the plain functions cost without Ray."""
+    """The methods of a Ray dataset that the stages use, run in this process to measure the cost without Ray."""
 
     def __init__(self, blocks: Iterator[pa.Table]) -> None:
         self.blocks = blocks
 
     def map_batches(self, function: Callable[[pa.Table], Any], **_: Any) -> PlainDataset:
-        """Every block through `function`, which gives a table or several."""
+        """Pass every block through `function`, which returns or yields tables."""
         def outputs() -> Iterator[pa.Table]:
             for block in self.blocks:
-                made = function(block)
-                yield from [made] if isinstance(made, pa.Table) else made
+                output = function(block)
+                yield from [output] if isinstance(output, pa.Table) else output
 
         return PlainDataset(outputs())
 
     def repartition(self, blocks: int, keys: Sequence[str]) -> PlainDataset:
-        """All rows with one value of the key in one block."""
+        """Put all rows with one value of the key into one block."""
         def outputs() -> Iterator[pa.Table]:
             rows = pa.concat_tables(list(self.blocks)).combine_chunks()
-            places = pc.subtract(rows[keys[0]], pc.multiply(pc.divide(rows[keys[0]], blocks), blocks))
-            for number in range(blocks):
-                yield rows.filter(pc.equal(places, number))
+            key = rows[keys[0]]
+            indices = pc.subtract(key, pc.multiply(pc.divide(key, blocks), blocks))
+            for index in range(blocks):
+                yield rows.filter(pc.equal(indices, index))
 
         return PlainDataset(outputs())
 
@@ -267,17 +275,17 @@ def _plain_results(tasks: Sequence[Any], chain: Callable[[Any], Any], partitions
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command line and print the cost."""
     parser = argparse.ArgumentParser()
     for name in ("recipe", "input", "output", "marker"):
         parser.add_argument(name)
     parser.add_argument("--cpus", type=int)
     parser.add_argument("--address")
-    parser.add_argument("--folder", help="of a private Ray")
+    parser.add_argument("--folder", help="folder of a private Ray")
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--code", help="folder with modules of the user's own; only the driver knows it at first")
-    given = parser.parse_args()
-    sys.path += [given.code] if given.code else []
+    parser.add_argument("--code", help="folder with the user's own modules, which only the driver knows at first")
+    arguments = parser.parse_args()
+    sys.path += [arguments.code] if arguments.code else []
     from tidewheel.cluster.few_processes import few_processes
     from tidewheel.cluster.session import KEEP_WORKERS, QUIET
     from tidewheel.config import build
@@ -287,32 +295,32 @@ def main() -> None:
 
     os.environ.update(QUIET)
     warm_up.warm_up()
-    if given.plain:
+    if arguments.plain:
         execute._results = _plain_results
     else:
         import ray
 
-        if given.address:
-            ray.init(address=given.address, logging_level=logging.ERROR)
+        if arguments.address:
+            ray.init(address=arguments.address, logging_level=logging.ERROR)
         else:
             with few_processes():
-                ray.init(address="local", num_cpus=given.cpus or 2, include_dashboard=False,
-                         logging_level=logging.ERROR, _temp_dir=given.folder, _system_config=KEEP_WORKERS)
+                ray.init(address="local", num_cpus=arguments.cpus or 2, include_dashboard=False,
+                         logging_level=logging.ERROR, _temp_dir=arguments.folder, _system_config=KEEP_WORKERS)
 
-    def told(stage: str, done: int, total: int, note: str) -> None:
-        with open(given.marker, "a") as sink:
+    def on_progress(stage: str, done: int, total: int, note: str) -> None:
+        with open(arguments.marker, "a") as sink:
             sink.write(f"{stage} {done}/{total}\n")
 
     began, cpu = time.time(), session_cpu_seconds()
-    done = pipeline.run(build(PipelineConfig, json.loads(given.recipe)), input=given.input, output=given.output,
-                        on_progress=told)
+    recipe = build(PipelineConfig, json.loads(arguments.recipe))
+    result = pipeline.run(recipe, input=arguments.input, output=arguments.output, on_progress=on_progress)
     stages = [{name: stage[name] for name in ("name", "documents_in", "documents_out", "seconds")}
-              for stage in done.value["stages"]]
+              for stage in result.value["stages"]]
     seconds, spent = time.time() - began, session_cpu_seconds()
     spent.subtract(cpu)
     print(json.dumps({"seconds": seconds, "cpu_seconds": spent.total(), "cpu_by_role": spent, "stages": stages,
-                      "partition_bytes": largest_partition(given.output)}), flush=True)
-    if not given.plain:
+                      "partition_bytes": largest_partition(arguments.output)}), flush=True)
+    if not arguments.plain:
         ray.shutdown()
 
 

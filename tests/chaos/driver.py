@@ -1,13 +1,14 @@
-"""The driver of a run that is disturbed, as a program: `python -m tests.chaos.driver TRAIN.yaml ADDRESS`.
+"""The driver of a disturbed run, as a program: `python -m tests.chaos.driver TRAIN.yaml ADDRESS`.
 
-Prints its progress as JSON lines. Its workers do what `tidewheel train`'s do, and what the environment asks for beside:
+It prints its progress as JSON lines. Its workers train as those of `tidewheel train` do, with faults that environment
+variables request:
 
-CHAOS_STEP_SECONDS      each step takes so much longer, as if the model were larger
-CHAOS_HURRY             a path; once there is a file, it no longer does
-CHAOS_SLOW              a path; the file there, if any, is {"node": first 12 digits of its id, "factor": f}, and on that
-                        node a step's own work takes f times as long
-CHAOS_STORAGE_AWAY      a path; while there is a file, no object of the store can be read, written or listed
-CHAOS_STORAGE_SILENT    a path; while there is a file, such calls do not return; after 30 s they fail
+CHAOS_STEP_SECONDS      seconds added to each step, as if the model were larger
+CHAOS_HURRY             path of a file; once it exists, no seconds are added
+CHAOS_SLOW              path of a file with {"node": first 12 digits of a node's id, "factor": f}; while it exists, a
+                        step's own work takes f times as long on that node
+CHAOS_STORAGE_AWAY      path of a file; while it exists, reading, writing and listing objects fails
+CHAOS_STORAGE_SILENT    path of a file; while it exists, such calls hang, and fail after 30 s
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from typing import Any
 from tidewheel.errors import StorageAwayError, StorageError
 
 REQUEST_SECONDS = 30.0
-"""What a request to an object store may take with all its retries, see `tidewheel.retry`."""
+"""Longest time of a request to an object store with all its retries, see `tidewheel.retry`."""
 
 
 def worker(settings: dict[str, Any]) -> Any:
-    """`run_worker`, with faults."""
+    """Call `run_worker` with the faults of the environment."""
     import ray
 
     from tidewheel.elastic.worker import run_worker
@@ -43,7 +44,7 @@ def worker(settings: dict[str, Any]) -> Any:
 
 
 def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[..., Any]:
-    """`step` that takes `seconds` longer, and more CPU time where CHAOS_SLOW says so."""
+    """Return a step that takes `seconds` longer, and more CPU time on the node that CHAOS_SLOW names."""
     file, hurry = Path(os.environ.get("CHAOS_SLOW", "/nowhere")), Path(os.environ.get("CHAOS_HURRY", "/nowhere"))
 
     def train_step(*arguments: Any, **named: Any) -> Any:
@@ -61,10 +62,10 @@ def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[...,
 
 
 def storage_faults() -> None:
-    """Make this process's stores fail, or hang, while the file is there that the environment names."""
+    """Make this process's stores fail or hang while the files that the environment names exist."""
     from tidewheel.storage import LocalStore
 
-    away, silent = (os.environ.get(f"CHAOS_STORAGE_{how}", "/nowhere") for how in ("AWAY", "SILENT"))
+    away, silent = (os.environ.get(f"CHAOS_STORAGE_{fault}", "/nowhere") for fault in ("AWAY", "SILENT"))
     if hasattr(LocalStore, "chaos"):
         return
     LocalStore.chaos = True  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ def _unless_away(method: Callable[..., Any], away: Path, silent: Path) -> Callab
 
 
 def main() -> int:
-    """Train to the end."""
+    """Train to the end and return the exit code."""
     import ray
 
     from tidewheel.config import load

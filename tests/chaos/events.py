@@ -1,5 +1,8 @@
-"""What may happen to a run: real signals to real processes. Each event is a function of the world and a random source
-that says in a few words what it did; what it takes away comes back later, as machines do in a cloud."""
+"""Events that disturb a run, with real signals to real processes.
+
+Each event is a function of the world and a random generator that returns a short description. Nodes that an event
+removes are replaced later, as machines are in a cloud.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ from tidewheel.storage import store
 
 Event = Callable[[World, random.Random], str]
 REPLACED_SECONDS = 8.0
-"""A new machine is there so long after one was lost."""
+"""Time after which a new machine replaces a lost one."""
 AWAY_SECONDS = 10.0
 SILENT_SECONDS = 12.0
 NOTICE_SECONDS = 15.0
 
 
 def kill_worker(world: World, rng: random.Random) -> str:
-    pid = _some(world, rng)
+    pid = _random_worker(world, rng)
     return f"worker {pid}" if pid is not None and _signal(pid, signal.SIGKILL) else "no worker was there"
 
 
 def stop_worker(world: World, rng: random.Random) -> str:
-    """It stands still and closes no connection. Some are woken later, when the run goes on without them."""
-    pid = _some(world, rng)
+    """Stop a worker, which closes no connection. Some workers are continued later, when the run has replaced them."""
+    pid = _random_worker(world, rng)
     if pid is None or not _signal(pid, signal.SIGSTOP):
         return "no worker was there"
     if rng.random() < 0.5:
@@ -52,7 +55,7 @@ def kill_node_of_rank_0(world: World, rng: random.Random) -> str:
 
 
 def freeze_node(world: World, rng: random.Random) -> str:
-    """All processes of a node stand still; 20 s later it is gone, or is back and finds that the run went on."""
+    """Stop all processes of a node. After 20 s the node is lost, or it continues after the run has replaced it."""
     node = rng.choice(world.cluster.nodes)
     pids = world.cluster.processes(node)
     for pid in pids:
@@ -72,7 +75,7 @@ def drain(world: World, rng: random.Random) -> str:
 
 
 def join(world: World, rng: random.Random) -> str:
-    """A node more than there should be; the one that has been there longest is drained for it a little later."""
+    """Add a node, and drain the oldest one a little later."""
     _add(world)
     oldest = world.cluster.nodes[0]
 
@@ -101,14 +104,14 @@ def kill_during_recovery(world: World, rng: random.Random) -> str:
 
 
 def kill_during_save(world: World, rng: random.Random) -> str:
-    """While files of a checkpoint are written whose manifest is not there yet."""
+    """Kill a worker while a checkpoint has files and no manifest yet."""
     checkpoints = Path(world.config.run_uri, "checkpoints")
 
-    def under_way() -> bool:
+    def saving() -> bool:
         return any(not (folder / "manifest.json").exists() for folder in checkpoints.glob("step_*"))
 
-    caught = world.wait_for(under_way, 3 * SAVE_EVERY)
-    return f"{kill_worker(world, rng)}, {'while a save was under way' if caught else 'no save was seen'}"
+    caught = world.wait_for(saving, 3 * SAVE_EVERY)
+    return f"{kill_worker(world, rng)}, {'during a save' if caught else 'no save was seen'}"
 
 
 def kill_driver(world: World, rng: random.Random) -> str:
@@ -125,7 +128,7 @@ def storage_away(world: World, rng: random.Random) -> str:
 
 
 def storage_silent(world: World, rng: random.Random) -> str:
-    """The store takes every request and answers none."""
+    """Let the store accept every request and answer none."""
     flag = world.folder / "storage-silent"
     flag.touch()
     time.sleep(SILENT_SECONDS)
@@ -134,10 +137,10 @@ def storage_silent(world: World, rng: random.Random) -> str:
 
 
 def second_driver(world: World, rng: random.Random) -> str:
-    """Another driver of the same run, with another learning rate, while the first one trains: it must be refused."""
+    """Start another driver of the run with another learning rate while the first one trains; it must be refused."""
     at = world.step
     if not world.wait_for(lambda: world.step > at, 120) or world.over.is_set():
-        return "nobody trained: left alone"
+        return "no worker trained: not done"
     code, error = world.second_driver("optimizer.learning_rate=1e-2")
     if world.over.is_set():
         return "the run ended meanwhile"
@@ -147,15 +150,15 @@ def second_driver(world: World, rng: random.Random) -> str:
 
 
 def corrupt_newest(world: World, rng: random.Random) -> str:
-    """A byte of the newest checkpoint; then all workers die, so that storage is what is left."""
-    place = store(world.config.run_uri).child("checkpoints")
-    complete = [info for info in list_checkpoints(place) if info.complete]
+    """Flip a byte of the newest checkpoint, then kill all workers, so that the run must load from storage."""
+    checkpoints = store(world.config.run_uri).child("checkpoints")
+    complete = [info for info in list_checkpoints(checkpoints) if info.complete]
     if len(complete) < 2:
-        return "fewer than two checkpoints: left alone"
+        return "fewer than two checkpoints: not done"
     newest = complete[-1]
     key = rng.choice([key for key in newest.keys if key.endswith(".safetensors")])
     with contextlib.suppress(FileNotFoundError):
-        flip_byte(place, key, -rng.randrange(1, 2000))
+        flip_byte(checkpoints, key, -rng.randrange(1, 2000))
     for pid in world.trainers():
         _signal(pid, signal.SIGKILL)
     return f"{key}, then all workers were killed"
@@ -166,17 +169,17 @@ EVENTS: dict[str, Event] = {function.__name__: function for function in (
     kill_during_save, kill_driver, storage_away, storage_silent, second_driver, corrupt_newest)}
 
 
-# -- what they share ---------------------------------------------------------------------------------------------------
+# -- shared functions --------------------------------------------------------------------------------------------------
 
 
-def _some(world: World, rng: random.Random) -> int | None:
+def _random_worker(world: World, rng: random.Random) -> int | None:
     pids = sorted(world.trainers())
     return rng.choice(pids) if pids else None
 
 
-def _signal(pid: int, number: int) -> bool:
+def _signal(pid: int, signum: int) -> bool:
     try:
-        os.kill(pid, number)
+        os.kill(pid, signum)
     except ProcessLookupError:
         return False
     return True

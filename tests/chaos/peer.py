@@ -1,11 +1,11 @@
-"""Plain Ray Train, elastic, under the events that a run of ours had: `python -m tests.chaos.training --peer`.
+"""Plain elastic Ray Train under the events of a Tidewheel run: `python -m tests.chaos.training --peer`.
 
-The same model, batch, added step time and steps between saves, as its documentation would have it written: a
-`TorchTrainer` with `ScalingConfig(num_workers=(1, n))`, DDP, `ray.train.report` with a checkpoint of rank 0, and
-`FailureConfig(max_failures=-1)`, all other settings Ray's. What cannot be done to it is left out: its checkpoints have
-no hashes, so a damaged one is not put before it, and its store is a folder that does not go away.
+The model, batch, added step time and steps between saves are the same. The code follows Ray's documentation: a
+`TorchTrainer` with `ScalingConfig(num_workers=(1, n))`, DDP, `ray.train.report` with a checkpoint of rank 0,
+`FailureConfig(max_failures=-1)`, and defaults otherwise. Events that do not apply are left out: its checkpoints have no
+hashes, so none is damaged, and its store is a folder that never becomes unavailable.
 
-As a program, `python -m tests.chaos.peer TRAIN.yaml ADDRESS`, it is the driver.
+`python -m tests.chaos.peer TRAIN.yaml ADDRESS` is the driver.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 LEFT_OUT = frozenset({"corrupt_newest", "storage_away"})
-AS_IF = {"kill_during_save": "kill_worker", "kill_node_of_rank_0": "kill_node"}
-"""Events that need our files to choose their moment or victim."""
+REPLACEMENTS = {"kill_during_save": "kill_worker", "kill_node_of_rank_0": "kill_node"}
+"""Replacements for events that use Tidewheel's files to choose their moment or victim."""
 
 
 def train_loop(settings: dict[str, Any]) -> None:
-    """One worker."""
+    """Train as one worker."""
     import ray.train
     import ray.train.torch
     import torch
@@ -69,12 +69,12 @@ def train_loop(settings: dict[str, Any]) -> None:
                 log.write(json.dumps({"time": time.time(), "step": step, "world_size": size}) + "\n")
         if step % config.checkpoint.every_steps == 0:
             with tempfile.TemporaryDirectory() as folder:
-                kept = None
+                reported = None
                 if rank == 0:
                     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
                                Path(folder) / "state.pt")
-                    kept = ray.train.Checkpoint.from_directory(folder)
-                ray.train.report({"step": step}, checkpoint=kept)
+                    reported = ray.train.Checkpoint.from_directory(folder)
+                ray.train.report({"step": step}, checkpoint=reported)
 
 
 def main() -> int:
@@ -90,14 +90,15 @@ def main() -> int:
 
     config = load(TrainConfig, sys.argv[1])
     ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
-    place = Path(config.run_uri)
-    place.mkdir(parents=True, exist_ok=True)
+    folder = Path(config.run_uri)
+    folder.mkdir(parents=True, exist_ok=True)
     TorchTrainer(
         train_loop, train_loop_config={"config": config.canonical(), "vocabulary_size": VOCABULARY, "length": LENGTH,
-                                       "log": str(place / "metrics.jsonl")},
+                                       "log": str(folder / "metrics.jsonl")},
         scaling_config=ScalingConfig(num_workers=(config.elastic.min_workers, config.elastic.max_workers)),
-        run_config=RunConfig(name="peer", storage_path=str(place), failure_config=FailureConfig(max_failures=-1))).fit()
-    (place / "result.json").write_text("{}")
+        run_config=RunConfig(name="peer", storage_path=str(folder),
+                             failure_config=FailureConfig(max_failures=-1))).fit()
+    (folder / "result.json").write_text("{}")
     return 0
 
 

@@ -1,9 +1,8 @@
-"""SIGKILL at any moment, run again: the shard set is that of an undisturbed run, to the byte. Filters of the user's own
-are among what is killed; workers find them where the driver does.
+"""A pipeline that is SIGKILLed at any moment and run again writes the same bytes as an undisturbed run.
 
-Most runs do without Ray, the same functions in one process: they start in a moment, and what a kill may hurt, the
-units on storage, is the same. One kill, and the end, are of a Ray with all its processes. More kills:
-`python -m tests.benchmarks.chaos`.
+The pipeline has the user's own filters, which its workers load from the driver's folder. Most runs call the same
+functions in one process without Ray: they start quickly, and a kill can damage the same units in storage. One killed
+run and the last run use Ray with all its processes. `python -m tests.benchmarks.chaos` kills more often.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tidewheel.storage import store
 pytestmark = pytest.mark.chaos
 
 KILLS = 3
-ON_RAY = (1,)  # which of them
+ON_RAY = (1,)  # indices of the kills on Ray
 SEED = 20
 RECIPE = {
     "name": "chaos", "partitions": 3, "read": {"paths": ["*.jsonl"]},
@@ -43,24 +42,24 @@ def corpus(folder: Path) -> None:
     vocabulary = ["the", "of", "and", "to", *("".join(generator.choices("abcdeinorst", k=6)) for _ in range(500))]
     texts = [" ".join(generator.choices(vocabulary, k=generator.randint(60, 300))) for _ in range(300)]
     address = "write to d{}@host.org | of it"
-    texts = [f"{text} {address.format(place)}" if place % 3 == 0 else text for place, text in enumerate(texts)]
+    texts = [f"{text} {address.format(index)}" if index % 3 == 0 else text for index, text in enumerate(texts)]
     texts += texts[:40] + [f"{text} altered" for text in texts[40:80]]
     folder.mkdir()
-    for number in range(6):
-        records = [{"id": f"d{place}", "text": text} for place, text in enumerate(texts) if place % 6 == number]
+    for file in range(6):
+        records = [{"id": f"d{index}", "text": text} for index, text in enumerate(texts) if index % 6 == file]
         lines = [json.dumps(record) for record in records]
-        (folder / f"{number}.jsonl").write_text("\n".join(lines))
+        (folder / f"{file}.jsonl").write_text("\n".join(lines))
 
 
 @pytest.mark.timeout(600)
-def test_killed_three_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
+def test_a_pipeline_killed_three_times_writes_the_bytes_of_an_undisturbed_run(tmp_path):
     corpus(tmp_path / "in")
     write_filters(tmp_path / "code")
     input, output, code = str(tmp_path / "in"), tmp_path / "killed", ("--code", str(tmp_path / "code"))
     quiet = Driver(RECIPE, input, str(tmp_path / "quiet"), "--plain", *code)
     assert quiet.wait(120)
     assert quiet.process.returncode == 0
-    way = quiet.told()
+    progress = quiet.lines()
     quiet.close()
     summary = json.loads((tmp_path / "quiet" / "summary.json").read_text())
     dropped = {stage["name"]: sum(stage["dropped"].values()) for stage in summary["stages"]}
@@ -75,15 +74,14 @@ def test_killed_three_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
     assert verify(str(tmp_path / "quiet" / "shards")) == []
 
     generator = random.Random(SEED)
-    # each run goes on where the one before was killed, so the moments are taken in the order of the way; not the last
-    # ones, from which it is too near to the end
-    moments = sorted(generator.sample(range(1, len(way) - 4), KILLS))
-    for number, moment in enumerate(moments):
-        driver = Driver(RECIPE, input, str(output), *(["--cpus", "2"] if number in ON_RAY else ["--plain"]), *code)
-        while driver.process.poll() is None and max((way.index(line) for line in driver.told()), default=-1) < moment:
+    # each run continues where the one before was killed, so the moments are sorted; the last ones are too near the end
+    moments = sorted(generator.sample(range(1, len(progress) - 4), KILLS))
+    for kill, moment in enumerate(moments):
+        driver = Driver(RECIPE, input, str(output), *(["--cpus", "2"] if kill in ON_RAY else ["--plain"]), *code)
+        while driver.process.poll() is None and max(map(progress.index, driver.lines()), default=-1) < moment:
             time.sleep(0.002)
-        time.sleep(generator.random() * (0.3 if number in ON_RAY else 0.03))
-        assert driver.process.poll() is None, "it ended before it could be killed"
+        time.sleep(generator.random() * (0.3 if kill in ON_RAY else 0.03))
+        assert driver.process.poll() is None, "the run ended before it could be killed"
         driver.kill()
         assert not (output / "summary.json").exists()
     Driver(RECIPE, input, str(output), "--cpus", "2", *code).watch()
@@ -93,7 +91,7 @@ def test_killed_three_times_the_bytes_are_those_of_a_quiet_run(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_second_pipeline_on_one_output_is_told_who_writes(tmp_path):
+def test_a_second_pipeline_on_one_output_is_refused_and_names_the_writer(tmp_path):
     corpus(tmp_path / "in")
     output = tmp_path / "out"
     write_filters(tmp_path / "code")

@@ -1,18 +1,18 @@
-"""A run on a local cluster of several nodes to which something happens all the time.
+"""A training run on a local cluster of several nodes under random events.
 
     python -m tests.chaos.training --minutes 20 --seed 1 [--reproducible] [--peer]
 
-Every 20 to 60 s a random event of `tests/chaos/events.py`: real SIGKILLs, SIGSTOPs and drains of workers, nodes and the
-driver, a store that is away or silent, a second driver, a damaged checkpoint. Exit code 1 unless
+Every 20 to 60 s there is a random event of `tests/chaos/events.py`: real SIGKILLs, SIGSTOPs and drains of workers,
+nodes and the driver, an unavailable or silent store, a second driver, a damaged checkpoint. The exit code is 1 unless
 
-- the run finishes, and no driver ended but those that were killed;
-- the audit finds every sequence as planned, each exactly once;
-- the ledger's parts sum to the worker seconds, and its generations to the time that drivers were there, within 1 %;
-- the loss and parameters are those of the undisturbed single process: to the bit with --reproducible.
+- the run finishes, and only killed drivers ended early;
+- the audit finds every planned sequence exactly once;
+- the ledger's parts sum to the worker seconds, and its generations to the lifetime of the drivers, within 1 %;
+- loss and parameters equal those of an undisturbed single process, bit for bit with --reproducible.
 
-With --peer plain Ray Train, elastic, then has the same events at the same times (`tests/chaos/peer.py`), for as long.
+With --peer, plain elastic Ray Train (`tests/chaos/peer.py`) then runs as long, with the same events at the same times.
 
-The table shows for each event the longest time without a step before the next event, and the steps done again.
+The table shows for each event the longest time without a step before the next event, and the repeated steps.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from tidewheel.train.time_ledger import LedgerSummary, summarise
 
 LOSS_BOUND, PARAMETER_BOUND, WALL_BOUND = 2e-3, 2e-2, 0.01
 FIRST_STEP = 5
-"""Nothing happens before."""
+"""Step before which there are no events."""
 OTHER_WORK = 0.06
-"""Seconds a step of the model takes here beside what `--step-seconds` adds."""
+"""Seconds that a step of the model takes on its own, to which `--step-seconds` is added."""
 
 
 @dataclass(frozen=True)
-class Happened:
-    """One event."""
+class EventRecord:
+    """An event: its time, the run's step, its kind and its description."""
 
     time: float
     step: int
@@ -61,21 +61,21 @@ class Happened:
 
 @dataclass(frozen=True)
 class Chaos:
-    """What came of a disturbed run."""
+    """The outcome of a disturbed run."""
 
-    happened: tuple[Happened, ...]
+    happened: tuple[EventRecord, ...]
     seconds: float
     goodput: float
     parts: dict[str, float]
     problems: tuple[str, ...]
     peer_steps: int = 0
-    """Steps that count, of plain Ray Train in the same time; 0: not run."""
+    """Unrepeated steps of plain Ray Train in the same time; 0 if it did not run."""
 
 
 def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: float,
-            gap: tuple[float, float]) -> list[Happened]:
-    """Let events happen until the run is over or `seconds` have passed; each kind once before any comes again."""
-    happened: list[Happened] = []
+            gap: tuple[float, float]) -> list[EventRecord]:
+    """Cause events until the run is over or `seconds` have passed; no kind repeats before all have occurred."""
+    events: list[EventRecord] = []
     world.wait_for(lambda: world.step >= FIRST_STEP, 120)
     until, deck = time.monotonic() + seconds, list[str]()
     while not world.over.is_set() and time.monotonic() < until:
@@ -84,39 +84,39 @@ def disturb(world: World, rng: random.Random, kinds: list[str], *, seconds: floa
         kind = deck.pop()
         world.wait_for(lambda: bool(world.cluster.nodes), 60)
         at, step = time.time(), world.step
-        happened.append(Happened(at, step, kind, EVENTS[kind](world, rng)))
-        print(f"{at - world.drivers[0].began:7.1f} s  step {step:<6} {kind}: {happened[-1].detail}", flush=True)
+        events.append(EventRecord(at, step, kind, EVENTS[kind](world, rng)))
+        print(f"{at - world.drivers[0].began:7.1f} s  step {step:<6} {kind}: {events[-1].detail}", flush=True)
         world.over.wait(timeout=rng.uniform(*gap))
-    return happened
+    return events
 
 
-def examine(world: World, happened: list[Happened], seconds: float, reference: TrainConfig) -> Chaos:
-    """Compare the run with what was promised."""
+def examine(world: World, events: list[EventRecord], seconds: float, reference: TrainConfig) -> Chaos:
+    """Compare the run with its promises."""
     problems = []
     if not world.finished:
         problems.append(f"not finished: step {world.step} of {world.config.steps}")
     for driver in world.drivers:
         if driver.code != 0 and not driver.killed:
             problems.append(f"a driver ended by itself with code {driver.code}: {driver.error[-300:]}")
-    found = audit(world.config.run_uri)
-    if not found.ok or found.steps != world.config.steps:
-        problems.append(f"audit: {found.summary()}")
-    summary = summarise(jsonlog.read(world.place, "ledger.jsonl"), jsonlog.read(world.place, "events.jsonl"))
-    problems += ledger_problems(summary, lived(world))
+    audited = audit(world.config.run_uri)
+    if not audited.ok or audited.steps != world.config.steps:
+        problems.append(f"audit: {audited.summary()}")
+    summary = summarise(jsonlog.read(world.run_store, "ledger.jsonl"), jsonlog.read(world.run_store, "events.jsonl"))
+    problems += ledger_problems(summary, driver_seconds(world))
     problems += world.problems
     if world.finished:
         problems += differences(world.config, reference)
-    return Chaos(tuple(happened), seconds, summary.goodput, summary.parts, tuple(problems))
+    return Chaos(tuple(events), seconds, summary.goodput, summary.parts, tuple(problems))
 
 
-def lived(world: World) -> float:
-    """Seconds that drivers were there, by this process's clock: from their own start to their death or the finish.
+def driver_seconds(world: World) -> float:
+    """Return the drivers' lifetimes in seconds by this process's clock, from start to death or finish.
 
-    A driver that was killed before a worker of its own wrote anything is not counted, as the ledger cannot know it.
+    A driver that was killed before its workers wrote anything does not count, since the ledger cannot know it.
     """
     starts = [event["time"] for event in world.events("driver_start")]
     finishes = [event["time"] for event in world.events("finish")]
-    ledger = [float(record["start"]) for record in jsonlog.read(world.place, "ledger.jsonl")]
+    ledger = [float(record["start"]) for record in jsonlog.read(world.run_store, "ledger.jsonl")]
     total = 0.0
     for driver in world.drivers:
         if not any(driver.began <= at <= driver.ended for at in ledger):
@@ -128,17 +128,17 @@ def lived(world: World) -> float:
 
 
 def ledger_problems(summary: LedgerSummary, wall: float) -> list[str]:
-    """Whether every second is in one category, and none is missing."""
+    """Return how the ledger's seconds deviate from the worker seconds and from the lifetimes of the drivers."""
     problems = []
     if abs(sum(summary.parts.values()) - summary.worker_seconds) > 0.01:
         problems.append(f"ledger: parts {sum(summary.parts.values()):.2f} s, workers {summary.worker_seconds:.2f} s")
     if abs(summary.wall_seconds - wall) > WALL_BOUND * wall:
-        problems.append(f"ledger: {summary.wall_seconds:.1f} s, drivers were there for {wall:.1f} s")
+        problems.append(f"ledger: {summary.wall_seconds:.1f} s, drivers lived for {wall:.1f} s")
     return problems
 
 
 def differences(config: TrainConfig, reference: TrainConfig) -> list[str]:
-    """What the result has that the undisturbed one does not."""
+    """Return how the result differs from the undisturbed one."""
     if getattr(config, "reproducible", False):
         from tidewheel.checkpoint.digest import digest
 
@@ -146,28 +146,29 @@ def differences(config: TrainConfig, reference: TrainConfig) -> list[str]:
         print(f"SHA-256 of the state {ours}, undisturbed {theirs}")
         return [] if ours == theirs else [f"the state's digest is {ours}, undisturbed {theirs}"]
     ours, theirs = final_loss(config), final_loss(reference)
-    expected, found = weights(reference, reference), weights(config, reference)
-    far = max(float((tensor - expected[name]).abs().max()) for name, tensor in found.items())
-    print(f"loss {ours:.6f}, undisturbed {theirs:.6f}; parameters differ by at most {far:.1e}")
+    expected = weights(reference, reference)
+    trained = weights(config, reference)
+    deviation = max(float((tensor - expected[name]).abs().max()) for name, tensor in trained.items())
+    print(f"loss {ours:.6f}, undisturbed {theirs:.6f}; parameters differ by at most {deviation:.1e}")
     return [f"loss {ours}, undisturbed {theirs}"] * (abs(ours - theirs) > LOSS_BOUND) + [
-        f"a parameter is off by {far}"] * (far > PARAMETER_BOUND)
+        f"a parameter is off by {deviation}"] * (deviation > PARAMETER_BOUND)
 
 
-def beside_peer(folder: Path, happened: list[Happened], seconds: float, steps: int, *, nodes: int,
-                step_seconds: float, seed: int) -> int:
-    """Steps that count of plain Ray Train, in `seconds` from the first event on, which comes once it trains.
+def steps_of_peer(folder: Path, events: list[EventRecord], seconds: float, steps: int, *, nodes: int,
+                  step_seconds: float, seed: int) -> int:
+    """Run plain Ray Train under the same events and return its unrepeated steps in `seconds` from the first event on.
 
     Raises:
-        RuntimeError: it does not train.
+        RuntimeError: plain Ray Train does not start to train.
     """
     config = settings(folder, "peer", 10 * steps, workers=nodes)
     with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds, program="tests.chaos.peer") as world:
         if not world.wait_for(lambda: _peer_step(world) >= FIRST_STEP, 180):
             raise RuntimeError(f"plain Ray Train has not begun: {world.drivers[-1].error}")
         start, rng, before = time.time(), random.Random(seed), _peer_step(world)
-        for event in happened:
-            time.sleep(max(0.0, start + event.time - happened[0].time - time.time()))
-            kind = peer.AS_IF.get(event.kind, event.kind)
+        for event in events:
+            time.sleep(max(0.0, start + event.time - events[0].time - time.time()))
+            kind = peer.REPLACEMENTS.get(event.kind, event.kind)
             if kind not in peer.LEFT_OUT and world.cluster.nodes:
                 at, step = time.time() - start, _peer_step(world)
                 print(f"plain Ray Train {at:7.1f} s  step {step:<6} {kind}: {EVENTS[kind](world, rng)}", flush=True)
@@ -176,23 +177,23 @@ def beside_peer(folder: Path, happened: list[Happened], seconds: float, steps: i
 
 
 def _peer_step(world: World) -> int:
-    """The step it is at: those it does again count once."""
-    lines = jsonlog.read(world.place, "metrics.jsonl")
+    """Return the current step of plain Ray Train, in which repeated steps count once."""
+    lines = jsonlog.read(world.run_store, "metrics.jsonl")
     return int(lines[-1]["step"]) if lines else 0
 
 
 def final_loss(config: TrainConfig) -> float:
-    """Of the last step."""
+    """Return the loss of the last step."""
     return float(json.loads(Path(config.run_uri, "result.json").read_text())["loss"])
 
 
-def consequences(world: World, happened: list[Happened]) -> list[dict[str, Any]]:
-    """A line for each event: the longest time without a step until the next event, and the steps done again."""
-    lines = sorted((line for line in jsonlog.read(world.place, "metrics.jsonl") if "loss" in line),
+def consequences(world: World, events: list[EventRecord]) -> list[dict[str, Any]]:
+    """Return a row per event: the longest time without a step until the next event, and the repeated steps."""
+    lines = sorted((line for line in jsonlog.read(world.run_store, "metrics.jsonl") if "loss" in line),
                    key=lambda line: line["time"])
     table = []
-    for number, event in enumerate(happened):
-        until = happened[number + 1].time if number + 1 < len(happened) else float("inf")
+    for index, event in enumerate(events):
+        until = events[index + 1].time if index + 1 < len(events) else float("inf")
         pause, redone, furthest = 0.0, 0, 0
         for before, after in itertools.pairwise(lines):
             furthest = max(furthest, before["step"])
@@ -207,7 +208,7 @@ def consequences(world: World, happened: list[Happened]) -> list[dict[str, Any]]
 def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[str] | None = None,
         gap: tuple[float, float] = (20, 60), steps: int = 0, step_seconds: float = 0.1,
         reproducible: bool = False, with_peer: bool = False) -> Chaos:
-    """The disturbed run, its reference, and the table."""
+    """Run the disturbed run and its reference, print the table, and return the outcome."""
     prepare(folder)
     steps = steps or round(0.6 * seconds / (step_seconds + OTHER_WORK))
     overrides = ("reproducible=true",) if reproducible else ()
@@ -216,52 +217,53 @@ def run(folder: Path, *, seconds: float, seed: int, nodes: int = 4, kinds: list[
     torch.set_num_threads(1)
     fit_local(reference)
     with disturbed_run(folder, config, nodes=nodes, step_seconds=step_seconds) as world:
-        happened = disturb(world, random.Random(seed), kinds or list(EVENTS), seconds=seconds, gap=gap)
+        events = disturb(world, random.Random(seed), kinds or list(EVENTS), seconds=seconds, gap=gap)
         world.over.wait(timeout=max(120.0, 2 * seconds))
         took = time.time() - world.drivers[0].began
-    print_table(consequences(world, happened), title=f"seed {seed}: {len(happened)} events in {took:.0f} s")
-    found = examine(world, happened, took, reference)
-    whole = sum(found.parts.values())
-    print(f"goodput {100 * found.goodput:.1f} % of {whole:.0f} worker seconds: " + ", ".join(
-        f"{name.replace('_', ' ')} {100 * part / whole:.1f} %" for name, part in found.parts.items()))
+    print_table(consequences(world, events), title=f"seed {seed}: {len(events)} events in {took:.0f} s")
+    outcome = examine(world, events, took, reference)
+    whole = sum(outcome.parts.values())
+    print(f"goodput {100 * outcome.goodput:.1f} % of {whole:.0f} worker seconds: " + ", ".join(
+        f"{name.replace('_', ' ')} {100 * part / whole:.1f} %" for name, part in outcome.parts.items()))
     if with_peer:
-        window = world.drivers[0].began + took - happened[0].time
-        theirs = beside_peer(folder, happened, window, steps, nodes=nodes, step_seconds=step_seconds, seed=seed)
-        found = replace(found, peer_steps=theirs)
-        print(f"in {window:.0f} s from the first event on: {steps - happened[0].step} steps that count; plain Ray "
+        window = world.drivers[0].began + took - events[0].time
+        theirs = steps_of_peer(folder, events, window, steps, nodes=nodes, step_seconds=step_seconds, seed=seed)
+        outcome = replace(outcome, peer_steps=theirs)
+        print(f"in {window:.0f} s from the first event on: {steps - events[0].step} unrepeated steps; plain Ray "
               f"Train under the same events {theirs}")
-    print("\n".join(found.problems) or f"finished: {steps} steps, audit clean, ledger whole, result as undisturbed")
-    return found
+    print("\n".join(outcome.problems) or f"finished: {steps} steps, audit clean, ledger complete, undisturbed result")
+    return outcome
 
 
 def main() -> int:
-    """See the module."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nodes", type=int, default=4, help="of one CPU each; 1 to 4 workers train")
-    parser.add_argument("--events", default="", help="only these, comma between them: " + ", ".join(EVENTS))
+    parser.add_argument("--nodes", type=int, default=4, help="number of nodes with one CPU each, and the most workers")
+    parser.add_argument("--events", default="", help="kinds of events, separated by commas: " + ", ".join(EVENTS))
     parser.add_argument("--gap", type=float, nargs=2, default=(20.0, 60.0), metavar=("LEAST", "MOST"),
                         help="seconds between events")
-    parser.add_argument("--steps", type=int, default=0, help="of the run; by default it lasts about --minutes")
-    parser.add_argument("--step-seconds", type=float, default=0.1, help="added to each step")
+    parser.add_argument("--steps", type=int, default=0, help="steps of the run; by default they take about --minutes")
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="seconds added to each step")
     parser.add_argument("--reproducible", action="store_true")
-    parser.add_argument("--peer", action="store_true", help="then plain Ray Train, as long again")
-    parser.add_argument("--keep", default="", help="folder for the runs, which stays; report it with tidewheel report")
-    parser.add_argument("--json", default="", help="also write the outcome into this file")
-    given = parser.parse_args()
-    folder = Path(given.keep or tempfile.mkdtemp(prefix="tidewheel-chaos-")).absolute()
+    parser.add_argument("--peer", action="store_true", help="run plain Ray Train afterwards, for as long")
+    parser.add_argument("--keep", default="", help="folder in which to keep the runs, for `tidewheel report`")
+    parser.add_argument("--json", default="", help="file for the outcome")
+    arguments = parser.parse_args()
+    folder = Path(arguments.keep or tempfile.mkdtemp(prefix="tidewheel-chaos-")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        found = run(folder, seconds=60 * given.minutes, seed=given.seed, nodes=given.nodes, gap=tuple(given.gap),
-                    kinds=[kind for kind in given.events.split(",") if kind], steps=given.steps,
-                    step_seconds=given.step_seconds, reproducible=given.reproducible, with_peer=given.peer)
+        outcome = run(folder, seconds=60 * arguments.minutes, seed=arguments.seed, nodes=arguments.nodes,
+                      gap=tuple(arguments.gap), kinds=[kind for kind in arguments.events.split(",") if kind],
+                      steps=arguments.steps, step_seconds=arguments.step_seconds,
+                      reproducible=arguments.reproducible, with_peer=arguments.peer)
     finally:
-        if not given.keep:
+        if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    if given.json:
-        Path(given.json).write_text(json.dumps(asdict(found), indent=1))
-    return 1 if found.problems else 0
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(asdict(outcome), indent=1))
+    return 1 if outcome.problems else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A workflow whose driver is SIGKILLed again and again: the artifacts of an undisturbed run, nothing done twice.
+"""A workflow whose driver is SIGKILLed repeatedly has the artifacts of an undisturbed run and repeats no step.
 
     python -m tests.chaos.workflow --kills 5 --seed 0
 
-Tokenizer -> two pipelines -> two trainings -> two evaluations on a local cluster of three nodes. Prints a line for each
-life of the driver, then the verdict; exit code 1 if a hash differs or a published step was run again.
+It has a tokenizer, two pipelines, two trainings and two evaluations on a local cluster of three nodes. The command
+prints a line for each driver, then the outcome. The exit code is 1 if a hash differs or a published step ran again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2, "tie_embeddings": True}
 
 
 def flow() -> tw.Workflow:
-    """What is run: seven steps, of which the two trainings and the two pipelines do not depend on each other."""
+    """Return a workflow of seven steps, in which the two pipelines and the two trainings are independent."""
     tokenizer = tw.Tokenizer("bpe", "corpus/*.jsonl", vocabulary_size=512, sample_bytes=200_000)
 
     def pipeline(name: str, seed: int) -> tw.Pipeline:
@@ -39,16 +39,16 @@ def flow() -> tw.Workflow:
                 .pack(sequence_length=64, validation_fraction=0.1))
 
     corpora = [pipeline("web", 0), pipeline("books", 1)]
-    runs = [tw.Train({"run": {"id": f"run{number}"}, "model": MODEL, "steps": 60, "seed": number, "precision": "fp32",
+    runs = [tw.Train({"run": {"id": f"run{index}"}, "model": MODEL, "steps": 60, "seed": index, "precision": "fp32",
                       "reproducible": True, "batch": {"global_sequences": 4, "micro_sequences": 2, "virtual_ranks": 2},
                       "checkpoint": {"every_steps": 5}, "evaluation": {"sample_tokens": 0},
                       "elastic": {"min_workers": 1, "max_workers": 1}}, data=corpus)
-            for number, corpus in enumerate(corpora)]
-    return tw.Workflow("chaos", *runs, *(tw.Evaluate(f"score{number}", run) for number, run in enumerate(runs)))
+            for index, corpus in enumerate(corpora)]
+    return tw.Workflow("chaos", *runs, *(tw.Evaluate(f"score{index}", run) for index, run in enumerate(runs)))
 
 
 def drive(output: str, raw: str, address: str, kill_after: float | None) -> tuple[int, float]:
-    """One life of a driver; its exit code (-9: killed) and its seconds."""
+    """Run a driver, and kill it after `kill_after` seconds; return its exit code (-9 if killed) and its seconds."""
     began = time.monotonic()
     driver = subprocess.Popen([sys.executable, "-m", "tests.chaos.workflow", "--drive", output, raw, address],
                               stderr=subprocess.DEVNULL)
@@ -60,18 +60,18 @@ def drive(output: str, raw: str, address: str, kill_after: float | None) -> tupl
     return driver.returncode, time.monotonic() - began
 
 
-def found(output: str) -> dict[str, dict[str, Any]]:
-    """Records by step, and how often each was begun."""
+def step_records(output: str) -> dict[str, dict[str, Any]]:
+    """Return the record of each published step, with the numbers of its starts and ends."""
     records = {path.stem: json.loads(path.read_text()) for path in Path(output, "steps").glob("*.json")}
-    begun = {each: sum(line["text"] == "started" for line in jsonlog.read(store(output), f"logs/{each}.jsonl"))
-             for each in records}
-    done = {each: sum(line["text"] == "done" for line in jsonlog.read(store(output), f"logs/{each}.jsonl"))
-            for each in records}
-    return {record["name"]: {**record, "begun": begun[each], "done": done[each]} for each, record in records.items()}
+    result = {}
+    for stem, record in records.items():
+        texts = [line["text"] for line in jsonlog.read(store(output), f"logs/{stem}.jsonl")]
+        result[record["name"]] = {**record, "starts": texts.count("started"), "ends": texts.count("done")}
+    return result
 
 
 def main() -> int:
-    """See the module."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -93,23 +93,24 @@ def main() -> int:
         while True:
             limit = generator.uniform(0.1, 0.4) * seconds if kills < options.kills else None
             code, spent = drive(f"{folder}/chaos", raw, cluster.address, limit)
-            state = {name: record["kind"] for name, record in found(f"{folder}/chaos").items()}
+            state = {name: record["kind"] for name, record in step_records(f"{folder}/chaos").items()}
             print(f"driver {kills + 1}: exit {code} after {spent:.1f} s, published: {', '.join(sorted(state)) or '-'}",
                   flush=True)
             if code != -signal.SIGKILL:
                 break
             kills += 1
-    calm, chaos = found(f"{folder}/calm"), found(f"{folder}/chaos")
-    same = {name: chaos.get(name, {}).get("artifact", {}).get("hash") == record["artifact"]["hash"]
+    calm = step_records(f"{folder}/calm")
+    chaos = step_records(f"{folder}/chaos")
+    same_artifact = {name: chaos.get(name, {}).get("artifact", {}).get("hash") == record["artifact"]["hash"]
             and chaos[name]["key"] == record["key"] for name, record in calm.items()}
-    twice = [name for name, record in chaos.items() if record["done"] > 1]
-    begun = ", ".join(f"{name} {record['begun']}" for name, record in sorted(chaos.items()))
-    print(f"kills: {kills}; the same artifacts: {sum(same.values())} of {len(same)}; begun: {begun}; finished more "
-          f"than once: {', '.join(twice) or 'none'}")
+    twice = [name for name, record in chaos.items() if record["ends"] > 1]
+    starts = ", ".join(f"{name} {record['starts']}" for name, record in sorted(chaos.items()))
+    print(f"kills: {kills}; same artifacts: {sum(same_artifact.values())} of {len(same_artifact)}; starts: {starts}; "
+          f"finished more than once: {', '.join(twice) or 'none'}")
     losses = [[record["artifact"]["validation_loss"] for record in records.values() if record["kind"] == "train"]
               for records in (calm, chaos)]
     print(f"validation losses: undisturbed {losses[0]}, killed {losses[1]}")
-    return 0 if code == 0 and all(same.values()) and not twice else 1
+    return 0 if code == 0 and all(same_artifact.values()) and not twice else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A local cluster, a run on it whose driver is started again whenever it ends too early, and what is known of both."""
+"""A local cluster with a run whose driver is restarted whenever it ends too early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def settings(folder: Path, run_id: str, steps: int, *, workers: int, overrides: tuple[str, ...] = ()) -> TrainConfig:
-    """A small model over the shards in `folder`, for 1 to `workers` workers."""
+    """Return the configuration of a small model over the shards in `folder`, for 1 to `workers` workers."""
     return build(TrainConfig, {
         "run": {"uri": str(folder / "runs"), "id": run_id}, "data": {"uri": str(folder / "shards"), "seed": 3},
         "steps": steps, "model": {"dim": 64, "num_layers": 2, "num_heads": 4, "tie_embeddings": True},
@@ -40,26 +40,26 @@ def settings(folder: Path, run_id: str, steps: int, *, workers: int, overrides: 
 
 
 def prepare(folder: Path) -> None:
-    """The shards that all runs read."""
+    """Write the shards that all runs read, if they do not exist."""
     if not (folder / "shards").exists():
         write_shards(folder / "shards", shards=4, rows=160, length=LENGTH)
 
 
 @dataclass
 class Driver:
-    """One life of the driver: when it began and ended, and what it said."""
+    """A driver process: its start and end in seconds since the epoch, its exit code and the end of its stderr."""
 
     began: float
     ended: float = 0.0
     code: int | None = None
     killed: bool = False
-    """By us."""
+    """Whether the test killed it."""
     error: str = ""
 
 
 @dataclass
 class World:
-    """The cluster and the run; events act on it."""
+    """The cluster and the run, on which events act."""
 
     cluster: LocalCluster
     config: TrainConfig
@@ -71,24 +71,24 @@ class World:
     over: threading.Event = field(default_factory=threading.Event)
     closing: bool = False
     program: str = "tests.chaos.driver"
-    """What drives the run."""
+    """Module of the driver."""
     problems: list[str] = field(default_factory=list)
-    """What events found to be wrong."""
+    """Problems that events found."""
     _process: subprocess.Popen[str] | None = None
 
     @property
-    def place(self) -> Store:
-        """The run's folder."""
+    def run_store(self) -> Store:
+        """Store of the run's folder."""
         return store(self.config.run_uri)
 
     @property
     def finished(self) -> bool:
-        """The run has written its result."""
-        return self.place.exists("result.json")
+        """Whether the run has written its result."""
+        return self.run_store.exists("result.json")
 
     # -- the driver ----------------------------------------------------------------------------
     def supervise(self) -> None:
-        """Start the driver, again whenever it ends before the run does; sets `over`. Runs in a thread."""
+        """Start the driver, restart it until the run has finished, then set `over`. Runs in a thread."""
         file = self.folder / f"{self.config.run.id}.yaml"
         file.write_text(json.dumps(self.config.canonical()))  # JSON is YAML
         while not self.finished and not self.closing:
@@ -101,9 +101,11 @@ class World:
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 with contextlib.suppress(ValueError):
-                    said = json.loads(line)
-                    self.step, self.world_size = said.get("step", self.step), said.get("world_size", self.world_size)
-            driver.code, driver.ended = self._process.wait(), time.time()
+                    progress = json.loads(line)
+                    self.step = progress.get("step", self.step)
+                    self.world_size = progress.get("world_size", self.world_size)
+            driver.code = self._process.wait()
+            driver.ended = time.time()
             self._process.stdout.close()
             errors.seek(0)
             driver.error = errors.read()[-600:].strip()
@@ -112,13 +114,13 @@ class World:
         self.over.set()
 
     def kill_driver(self) -> None:
-        """SIGKILL; `supervise` starts the next one."""
+        """Send SIGKILL to the driver; `supervise` starts the next one."""
         if self._process is not None and self._process.poll() is None:
             self.drivers[-1].killed = True
             self._process.kill()
 
     def second_driver(self, *overrides: str, seconds: float = 90.0) -> tuple[int | None, str]:
-        """Start one more driver of the run; (exit code, what it said on stderr). One that trains is ended."""
+        """Start another driver of the run and return its exit code and stderr. Kill it after `seconds`."""
         file = self.folder / "second.yaml"
         values = build(TrainConfig, self.config.canonical(), overrides).canonical()
         file.write_text(json.dumps(values))
@@ -133,41 +135,41 @@ class World:
         return process.returncode, error.strip()
 
     def close(self) -> None:
-        """No further driver."""
+        """Kill the driver and start no further one."""
         self.closing = True
         self.kill_driver()
         self.over.wait(timeout=30)
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- the state -------------------------------------------------------------------------------
     def trainers(self) -> dict[int, NodeHandle]:
-        """Process ids of the training workers, and their nodes."""
+        """Return the process ids of the training workers and their nodes."""
         raylets = {node.pid: node for node in self.cluster.nodes}
-        found = {}
+        workers = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 if "RayTrainWorker" not in (entry / "cmdline").read_text():
                     continue
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if parent in raylets:
-                    found[int(entry.name)] = raylets[parent]
-        return found
+                    workers[int(entry.name)] = raylets[parent]
+        return workers
 
     def node_of_rank(self, rank: int) -> NodeHandle | None:
-        """Where the rank was when the ledger last heard of it."""
-        for record in reversed(jsonlog.read(self.place, "ledger.jsonl")):
+        """Return the node of a rank in the ledger's newest record of it."""
+        for record in reversed(jsonlog.read(self.run_store, "ledger.jsonl")):
             if record.get("rank") == rank:
                 return next((node for node in self.cluster.nodes if node.node_id.startswith(record["node"])), None)
         return None
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """Of the run, oldest first."""
-        return [event for event in jsonlog.read(self.place, "events.jsonl") if event["kind"] in kinds]
+        """Return the run's events of the given kinds, oldest first."""
+        return [event for event in jsonlog.read(self.run_store, "events.jsonl") if event["kind"] in kinds]
 
-    def wait_for(self, what: Any, seconds: float) -> bool:
-        """Whether `what()` came true in time, before the run was over."""
+    def wait_for(self, condition: Any, seconds: float) -> bool:
+        """Wait until `condition()` is true, and return False after `seconds` or the end of the run."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.over.is_set():
-            if what():
+            if condition():
                 return True
             time.sleep(0.05)
         return False
@@ -177,13 +179,13 @@ class World:
 def disturbed_run(folder: Path, config: TrainConfig, *, nodes: int, cpus_per_node: float = 1,
                   step_seconds: float = 0.0, program: str = "tests.chaos.driver",
                   **environment: str) -> Iterator[World]:
-    """A cluster with a run on it, under way; both end with the block."""
+    """Start a cluster with a run on it; both end with the block."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     added = {"CHAOS_STEP_SECONDS": str(step_seconds), "CHAOS_STORAGE_AWAY": str(folder / "storage-away"),
              "CHAOS_STORAGE_SILENT": str(folder / "storage-silent"),
              "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "platform"), str(REPOSITORY)]), **environment}
     before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)  # the cluster's processes have what is here when it starts
+    os.environ.update(added)  # the cluster's processes inherit the environment when it starts
     try:
         with LocalCluster(nodes=nodes, cpus_per_node=cpus_per_node) as cluster:
             world = World(cluster, config, folder, dict(os.environ), program=program)

@@ -1,4 +1,4 @@
-"""Manifests broken in one place each: what is changed, which field is named, what the fix says.
+"""Manifests that are each broken in one place, with the field and the fix that the lint must name.
 
 A row is (name, object, operations, path, words of the fix). The object is "Kind/name" in the set of `test_lint.whole`;
 operations are a JSON patch. "+" before an object's name adds it to the set instead.
@@ -34,9 +34,9 @@ SCHEMA: list[Row] = [
      "spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus", "quote it"),
     ("replicas as text", JOB, [put(f"{GROUP}/1/maxReplicas", "4")], f"{AT}.maxReplicas", "not quoted"),
     ("a container without a name", JOB, [drop(f"{POD}/containers/0/name")], f"{CONTAINER}.name", "add it"),
-    ("an upscaling mode that is none", JOB, [put(f"{SPEC}/autoscalerOptions/upscalingMode", "Agressive")],
+    ("an unknown upscaling mode", JOB, [put(f"{SPEC}/autoscalerOptions/upscalingMode", "Agressive")],
      "spec.rayClusterSpec.autoscalerOptions.upscalingMode", "did you mean Aggressive?"),
-    ("two groups of one name", JOB, [put(f"{GROUP}/2/groupName", "data")], 
+    ("two groups with one name", JOB, [put(f"{GROUP}/2/groupName", "data")], 
      "spec.rayClusterSpec.workerGroupSpecs[2].groupName", "once"),
     ("a core kind's field misspelt", "NetworkPolicy/head", [put("/spec/podselector", {})], "spec.podselector",
      "did you mean podSelector?"),
@@ -50,13 +50,14 @@ SCHEMA: list[Row] = [
 OPERATOR: list[Row] = [
     ("a name that is no DNS label", JOB, [put("/metadata/name", "Llama_8b")], "metadata.name", "lower-case"),
     ("a name too long", JOB, [put("/metadata/name", "a" * 48)], "metadata.name", "at most 47"),
-    ("more at least than at most", JOB, [put(f"{GROUP}/1/minReplicas", 9)], f"{AT}.minReplicas", "raise maxReplicas"),
+    ("minReplicas above maxReplicas", JOB, [put(f"{GROUP}/1/minReplicas", 9)], f"{AT}.minReplicas",
+     "raise maxReplicas"),
     ("replicas out of range", JOB, [put(f"{GROUP}/1/replicas", 7)], f"{AT}.replicas", "start with minReplicas"),
     ("resources twice", JOB, [put(f"{GROUP}/1/rayStartParams", {"num-gpus": "8"}),
                               put(f"{GROUP}/1/resources", {"GPU": "8"})], f"{AT}.rayStartParams.num-gpus", "keep one"),
     ("labels as a start parameter", JOB, [put(f"{GROUP}/1/rayStartParams", {"labels": "a=b"})],
      f"{AT}.rayStartParams.labels", "field labels"),
-    ("a label that is none", JOB, [put(f"{GROUP}/1/labels/ray.io~1market-type", "on demand")],
+    ("an invalid label", JOB, [put(f"{GROUP}/1/labels/ray.io~1market-type", "on demand")],
      f"{AT}.labels['ray.io/market-type']", "letters, digits"),
     ("pods that restart under autoscaler v2", JOB, [put(f"{POD}/restartPolicy", "Always")],
      f"{AT}.template.spec.restartPolicy", "Never"),
@@ -89,7 +90,7 @@ OPERATOR: list[Row] = [
     ("deletion rules beside shutdown", JOB, [put("/spec/deletionStrategy", {"deletionRules": [
         {"policy": "DeleteCluster", "condition": {"jobStatus": "SUCCEEDED", "ttlSeconds": 5}}]})],
      "spec.deletionStrategy.deletionRules", "keep one"),
-    ("a submission mode that is none", JOB, [put("/spec/submissionMode", "K8SJobMode")], "spec.submissionMode",
+    ("an unknown submission mode", JOB, [put("/spec/submissionMode", "K8SJobMode")], "spec.submissionMode",
      "K8sJobMode"),
     ("a submitter's pod in sidecar mode", JOB, [put("/spec/submissionMode", "SidecarMode")],
      "spec.submitterPodTemplate", "K8sJobMode"),
@@ -132,9 +133,9 @@ PODS: list[Row] = [
     ("an own /dev/shm", JOB, [put(f"{POD}/volumes/-", {"name": "shm", "emptyDir": {"medium": "Memory"}}),
                               put(f"{POD}/containers/0/volumeMounts/-", {"name": "shm", "mountPath": "/dev/shm"})],
      f"{CONTAINER}.volumeMounts[2].mountPath", "remove the mount"),
-    ("an image that moves", JOB, [put(f"{POD}/containers/0/image", "tidewheel:latest")], f"{CONTAINER}.image",
+    ("an image without a fixed tag", JOB, [put(f"{POD}/containers/0/image", "tidewheel:latest")], f"{CONTAINER}.image",
      "digest"),
-    ("a command of one's own", JOB, [put(f"{POD}/containers/0/command", ["bash", "-c", "ray start"])],
+    ("a custom command", JOB, [put(f"{POD}/containers/0/command", ["bash", "-c", "ray start"])],
      f"{CONTAINER}.command", "rayStartParams"),
     ("a hook before stopping", JOB, [put(f"{POD}/containers/0/lifecycle", {"preStop": {"exec": {"command": ["a"]}}})],
      f"{CONTAINER}.lifecycle.preStop", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"),
@@ -170,11 +171,11 @@ AROUND: list[Row] = [
      "spec.rayClusterSpec.headGroupSpec.template.metadata.labels", "port 53"),
     ("no way from the submitter to the head", "NetworkPolicy/submitter", [put("/spec/egress/0/ports/0/port", 8080)],
      "spec.submitterPodTemplate.metadata.labels", "8265"),
-    ("workers that no policy knows", JOB, [put(f"{GROUP}/1/template/metadata/labels/tidewheel.io~1role", "gpu")],
+    ("workers without a network policy", JOB, [put(f"{GROUP}/1/template/metadata/labels/tidewheel.io~1role", "gpu")],
      f"{AT}.template.metadata.labels", "between Ray's pods"),
     ("no way for metrics", "NetworkPolicy/metrics", [put("/spec/ingress/0/ports/0/port", 9090)],
      "spec.rayClusterSpec.headGroupSpec.template.metadata.labels", "8080"),
-    ("a role that may do all", "Role/tidewheel-launcher", [put("/rules/0/verbs", ["*"])], "rules[0].verbs", "name"),
+    ("a role with all rights", "Role/tidewheel-launcher", [put("/rules/0/verbs", ["*"])], "rules[0].verbs", "name"),
     ("a role that reads secrets", "Role/tidewheel-launcher", [put("/rules/2/resources", ["secrets"])],
      "rules[2].resources", "by reference"),
     ("rights in the whole cluster", "Role/tidewheel-launcher", [put("/kind", "ClusterRole")], "kind", "Role"),
@@ -194,13 +195,14 @@ AROUND: list[Row] = [
         put("/spec/selector/matchLabels/tidewheel.io~1role", "haed")], "spec.selector", "labels of the pods"),
     ("a budget that cannot be computed", "PodDisruptionBudget/tidewheel-head", [
         drop("/spec/minAvailable"), put("/spec/maxUnavailable", 0)], "spec.maxUnavailable", "minAvailable"),
-    ("a port that is not measured", "PodMonitor/tidewheel-workers", [put("/spec/podMetricsEndpoints/0/port", "metric")],
+    ("a port without metrics", "PodMonitor/tidewheel-workers", [put("/spec/podMetricsEndpoints/0/port", "metric")],
      "spec.podMetricsEndpoints[0].port", "metrics"),
-    ("a spread of other pods", JOB, [put(f"{POD}/topologySpreadConstraints/0/labelSelector/matchLabels", {"a": "b"})],
+    ("a topology spread of other pods", JOB, [
+        put(f"{POD}/topologySpreadConstraints/0/labelSelector/matchLabels", {"a": "b"})],
      f"{AT}.template.spec.topologySpreadConstraints[0].labelSelector", "this template"),
     ("a queue that is not there", JOB, [put("/metadata/labels/kueue.x-k8s.io~1queue-name", "tidewhell")],
      "metadata.labels['kueue.x-k8s.io/queue-name']", "correct the name"),
-    ("Kueue, and no shutdown", JOB, [put("/spec/shutdownAfterJobFinishes", False),
+    ("Kueue without shutdown", JOB, [put("/spec/shutdownAfterJobFinishes", False),
                                      drop("/spec/ttlSecondsAfterFinished")],
      "spec.shutdownAfterJobFinishes", "quota"),
     ("Kueue's own field", JOB, [put("/spec/suspend", True)], "spec.suspend", "remove it"),
@@ -214,7 +216,7 @@ AROUND: list[Row] = [
      "spec.template.spec.containers[0].env[0].value", "secretKeyRef"),
     ("a key in a configuration", JOB, [put("/spec/entrypoint", "python -m jobs.train AKIA" + "ABCDEFGHIJKLMNOP")],
      "spec.entrypoint", "Secret"),
-    ("a metric that nobody measures", "PrometheusRule/tidewheel", [
+    ("a metric that does not exist", "PrometheusRule/tidewheel", [
         put("/spec/groups/0/rules/1/expr", "delta(ray_tidewheel_steps[5m]) == 0")], "spec.groups[0].rules[1].expr",
      "did you mean ray_tidewheel_step?"),
     ("an alert without a fix", "PrometheusRule/tidewheel", [drop("/spec/groups/0/rules/1/annotations/fix")],
@@ -231,10 +233,10 @@ TRAINING: list[Row] = [
      "spec.rayClusterSpec.workerGroupSpecs[2].maxReplicas", "2 less, or another batch.virtual_ranks"),
     ("no GPUs", JOB, [drop(f"{GROUP}/2"), drop(f"{GROUP}/1")], "spec.rayClusterSpec.workerGroupSpecs",
      "elastic.gpus_per_worker"),
-    ("more GPUs than the CPUs are enough for", JOB, [put(f"{POD}/containers/0/resources/limits/cpu", "16"),
+    ("too few CPUs for the GPUs", JOB, [put(f"{POD}/containers/0/resources/limits/cpu", "16"),
                                                      put(f"{POD}/containers/0/resources/requests/cpu", "16")],
      f"{CONTAINER}.resources.limits.cpu", "32 CPUs"),
-    ("a cache where no volume is", JOB, [put(f"{POD}/containers/0/volumeMounts/0/mountPath", "/elsewhere")],
+    ("a cache outside of every volume", JOB, [put(f"{POD}/containers/0/volumeMounts/0/mountPath", "/elsewhere")],
      f"{CONTAINER}.volumeMounts", "below /cache"),
 ]
 ROWS = [row for row in SCHEMA + OPERATOR + PODS + AROUND + TRAINING if row[3]]

@@ -1,4 +1,4 @@
-"""cluster/: what can be verified without a container engine or a cloud."""
+"""The files in cluster/, as far as they can be verified without a container engine or a cloud."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ GROUPS = {"data", "gpu-on-demand", "gpu-spot"}
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, arguments) of the Dockerfile, continued lines joined."""
+    """Return the Dockerfile's (instruction, arguments), with continued lines joined."""
     text = "\n".join(line for line in (CLUSTER / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines if line.strip()]
 
 
 def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """{stage: (what it is from, its instructions)}."""
-    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    """Return {stage: (base image or stage, instructions)}."""
+    result: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     name = ""
     for instruction, arguments in instructions():
         if instruction == "FROM":
             source, _, name = arguments.partition(" AS ")
-            found[name] = (source, [])
+            result[name] = (source, [])
         elif name:
-            found[name][1].append((instruction, arguments))
-    return found
+            result[name][1].append((instruction, arguments))
+    return result
 
 
 def whole(stage: str) -> list[tuple[str, str]]:
-    """The instructions of a stage and of what it is from."""
+    """Return the instructions of a stage after those of the stages below it."""
     source, own = stages()[stage]
     return [*(whole(source) if source in stages() else []), *own]
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_images_are_pinned_run_as_nobody_special_and_exec(target: str) -> None:
-    made = whole(target)
-    assert [arguments for instruction, arguments in made if instruction == "USER"] == ["1000:1000"]
-    assert made[-1][0] == "USER"
-    assert ("ENTRYPOINT", '["/usr/local/bin/entrypoint"]') in made
-    assert ("COPY", f"--from=build-{target} /opt/venv /opt/venv") in made
+def test_images_are_pinned_and_run_as_an_ordinary_user_with_the_entry_point(target: str) -> None:
+    image = whole(target)
+    assert [arguments for instruction, arguments in image if instruction == "USER"] == ["1000:1000"]
+    assert image[-1][0] == "USER"
+    assert ("ENTRYPOINT", '["/usr/local/bin/entrypoint"]') in image
+    assert ("COPY", f"--from=build-{target} /opt/venv /opt/venv") in image
     base = dict(instructions())["ARG"]
     assert re.fullmatch(r"PYTHON_IMAGE=python:3\.\d+\.\d+-slim-\w+", base)
     pip = [arguments for instruction, arguments in whole(f"build-{target}") if "pip install" in arguments]
@@ -58,7 +58,7 @@ def test_images_are_pinned_run_as_nobody_special_and_exec(target: str) -> None:
     assert all("-c constraints.txt" in line for line in pip)
 
 
-def test_constraints_pin_what_the_images_take_from_them() -> None:
+def test_constraints_pin_the_packages_of_the_images() -> None:
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()
               if "==" in line and not line.startswith("#")}
     assert {"torch", "ray", "boto3", "pyarrow", "pydantic"} <= pinned
@@ -70,7 +70,7 @@ def test_the_dockerignore_admits_everything_that_is_copied() -> None:
         if instruction == "COPY" and "--from" not in arguments:
             *sources, _ = [part for part in arguments.split() if not part.startswith("--")]
             for source in sources:
-                pattern = "[" in source  # a file that may be absent, `tests/security/test_locks.py`
+                pattern = "[" in source  # a file that may be absent, see `tests/security/test_locks.py`
                 assert pattern or (ROOT / source).exists(), source
                 source = re.sub(r"\[(\w)]", r"\1", source)
                 assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
@@ -86,7 +86,7 @@ def test_the_entry_point_becomes_the_command() -> None:
         until = time.monotonic() + 30
         while (name := Path(f"/proc/{process.pid}/comm").read_text().strip()) != "sleep" and time.monotonic() < until:
             time.sleep(0.02)
-        assert name == "sleep", "the shell is still in between"
+        assert name == "sleep", "the shell has not become the command"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == -signal.SIGTERM
     finally:
@@ -95,7 +95,7 @@ def test_the_entry_point_becomes_the_command() -> None:
             process.wait()
 
 
-def test_the_runtime_environment_is_one_that_ray_takes() -> None:
+def test_ray_accepts_the_runtime_environment() -> None:
     from ray.runtime_env import RuntimeEnv
 
     values = yaml.safe_load((CLUSTER / "runtime_env.yaml").read_text())
@@ -124,7 +124,7 @@ def test_launcher_files_pass_rays_own_validation(name: str) -> None:
     assert sum(types[group]["max_workers"] for group in GROUPS) == config["max_workers"]
     text = (CLUSTER / f"{name}.yaml").read_text()
     assert not re.search(r"AKIA|aws_secret|private_key|password|\.pem\b", text, re.IGNORECASE)
-    assert "file_mounts" not in config, "nothing of this machine is copied"
+    assert "file_mounts" not in config, "no files of this machine are copied"
 
 
 def test_a_launcher_file_with_a_mistake_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The lint: clean on everything in k8s/, and a table of manifests broken in one place, each refused there."""
+"""The lint accepts everything in k8s/ and refuses each manifest of a table that is broken in one place."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ COMPONENTS = ("kueue", "redis", "token-auth", "volcano", "mtls")
 
 @functools.cache
 def config(name: str, *overrides: str) -> TrainConfig:
-    """A run's configuration as it goes into the cluster: with the caches that the rendering puts in."""
+    """Return a run's configuration as it reaches the cluster, with the cache folders that rendering adds."""
     loaded = load(TrainConfig, ROOT / "jobs/configs" / name, [*REMOTE, *overrides])
     return TrainConfig.model_validate(settings(loaded))
 
 
 @functools.cache
 def whole() -> tuple[list[Manifest], TrainConfig]:
-    """A set with everything in it: a training job on spot GPUs, in a queue of Kueue, with Redis."""
-    wanted = config("llama_8b.yaml")
+    """Return a complete set of manifests: a training job on spot GPUs in a Kueue queue, with Redis."""
+    run_config = config("llama_8b.yaml")
     command, kustomize.command = kustomize.command, lambda: None
     try:
         return render(Request("gpu-spot", tree=ROOT / "k8s", components=("kueue", "redis"), job="train",
-                              config=wanted)), wanted
+                              config=run_config)), run_config
     finally:
         kustomize.command = command
 
@@ -47,14 +47,14 @@ def whole() -> tuple[list[Manifest], TrainConfig]:
 @pytest.mark.parametrize("overlay", ["kind", "gpu", "gpu-spot"])
 def test_everything_in_the_tree_is_clean(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kustomize, "command", lambda: None)
-    wanted = config("demo.yaml" if overlay == "kind" else "llama_8b.yaml")
+    run_config = config("demo.yaml" if overlay == "kind" else "llama_8b.yaml")
     chosen = [names for count in range(len(COMPONENTS) + 1) for names in itertools.combinations(COMPONENTS, count)
               if not {"kueue", "volcano"} <= set(names)]
     jobs = {"": (), "train": (), "workflow": ("--spec=s3://bucket/workflow.json",)}
     for components, job in itertools.product(chosen, jobs):
-        made = render(Request(overlay, tree=ROOT / "k8s", components=components, job=job, config=wanted,
+        rendered = render(Request(overlay, tree=ROOT / "k8s", components=components, job=job, config=run_config,
                               arguments=jobs[job]))
-        assert lint(made, wanted) == [], (components, job)
+        assert lint(rendered, run_config) == [], (components, job)
 
 
 def test_the_administrators_queues_are_clean() -> None:
@@ -65,16 +65,16 @@ def test_the_administrators_queues_are_clean() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_broken_manifests_are_refused_where_they_are_broken(row) -> None:
     _, where, operations, path, fix = row
-    manifests, wanted = copy.deepcopy(whole())
+    manifests, run_config = copy.deepcopy(whole())
     broken = next(manifest for manifest in manifests if name_of(manifest) == where)
     for operation in operations:
         kustomize.apply_operation(broken, operation, where=where)
-    found = lint(manifests, wanted)
-    assert any(problem.path == path and fix in problem.fix for problem in found), "\n".join(map(str, found))
-    assert all(problem.what and problem.fix for problem in found)
+    problems = lint(manifests, run_config)
+    assert any(problem.path == path and fix in problem.fix for problem in problems), "\n".join(map(str, problems))
+    assert all(problem.what and problem.fix for problem in problems)
 
 
-def test_the_table_is_long_enough_and_every_row_of_its_own() -> None:
+def test_the_table_is_long_and_its_names_are_unique() -> None:
     assert len({row[0] for row in ROWS}) == len(ROWS) >= 40
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_does_not_fit_its_pods_is_reported() -> None:
     assert any(problem.path == "config: run.uri" for problem in lint(manifests, local))
 
 
-def test_a_run_is_for_the_groups_that_its_placement_names() -> None:
+def test_a_run_uses_the_groups_that_its_placement_names() -> None:
     manifests, _ = whole()
     both, stays, none = (config("llama_8b.yaml", f"elastic.placement.groups={groups}")
                          for groups in ("[gpu-on-demand, gpu-spot]", "[gpu-on-demand]", "[gpus]"))
@@ -117,9 +117,9 @@ def test_a_secret_is_refused_and_never_shown() -> None:
     manifests.append({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "a"}, "stringData": {"b": "hunter2"}})
     manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"},
                       "data": {"d": "s3://user:hunter2@host/bucket"}})
-    found = [str(problem) for problem in lint(manifests)]
-    assert sum("Secret/a" in text or "ConfigMap/c" in text for text in found) == 2
-    assert not any("hunter2" in text for text in found)
+    messages = [str(problem) for problem in lint(manifests)]
+    assert sum("Secret/a" in text or "ConfigMap/c" in text for text in messages) == 2
+    assert not any("hunter2" in text for text in messages)
 
 
 def test_volcano_gangs_fit_their_queue() -> None:
@@ -132,34 +132,34 @@ def test_volcano_gangs_fit_their_queue() -> None:
     assert [problem.path for problem in lint([*manifests, *queue])] == ["spec.capability['nvidia.com/gpu']"]
 
 
-def test_schemas_take_in_every_kind_of_the_tree_and_nothing_unknown() -> None:
+def test_schemas_cover_every_kind_of_the_tree_and_refuse_unknown_ones() -> None:
     assert {"ray.io/v1/RayCluster", "ray.io/v1/RayJob"} <= set(schemas.kinds())
     unknown = {"apiVersion": "ray.io/v1", "kind": "RayClutser", "metadata": {"name": "a"}}
     assert "RayCluster" in next(schemas.check(unknown)).fix
 
 
-def test_quantities() -> None:
+def test_quantities_are_parsed() -> None:
     assert [quantity(text) for text in ("500m", "8", 8, "2Ki", "1G", "1.5")] == [0.5, 8, 8, 2048, 10**9, 1.5]
     assert quantity("8 GB") is None
     assert quantity("") is None
 
 
-def test_metrics_of_ours_are_those_that_a_run_reports() -> None:
-    """The names are made by the gauges themselves, from a record with every figure that the loop writes."""
+def test_tidewheels_metrics_are_those_that_a_run_reports() -> None:
+    """The gauges themselves form the names, from a record with every figure that the loop writes."""
     from tidewheel.elastic.gauges import RayGauges
     from tidewheel.train.metrics.scalars import GROUPS
 
-    made = set()
+    names_reported = set()
 
     class Names(RayGauges):
         def _set(self, name: str, value: float, domain: str) -> None:
-            made.add(f"ray_tidewheel_{name}")
+            names_reported.add(f"ray_tidewheel_{name}")
 
     training = ("loss", "gradient_norm", "learning_rate", "loss_scale", "tokens", "slowest_rank", "slowest_own_seconds")
     figures = [*training, *(name for names in GROUPS.values() for name in names)]
     Names("run").write({"step": 1, "time": 0.0, **dict.fromkeys(figures, 1.0), "validation": {
         "": dict.fromkeys(("loss", "perplexity", "bits_per_byte"), 1.0)}})
-    assert made == monitoring.TIDEWHEEL
+    assert names_reported == monitoring.TIDEWHEEL
 
 
 def test_metrics_of_ray_are_in_its_source() -> None:
@@ -174,12 +174,12 @@ def test_metrics_of_ray_are_in_its_source() -> None:
         assert f'"{bare}"' in text or name in text, name
 
 
-def test_promql_names_are_found() -> None:
+def test_promql_names_are_extracted() -> None:
     expression = 'sum by (ray_io_cluster) (autoscaler_pending_nodes{a="ray_x"}) + tidewheel:goodput:ratio30m'
     assert monitoring.names(expression) == {"autoscaler_pending_nodes", "tidewheel:goodput:ratio30m"}
 
 
-def test_dashboards_are_data_that_grafana_reads() -> None:
+def test_dashboards_have_the_fields_that_grafana_needs() -> None:
     for path in sorted((ROOT / "k8s/base/monitoring/dashboards").glob("*.json")):
         dashboard = json.loads(path.read_text())
         assert dashboard["title"]

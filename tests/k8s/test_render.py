@@ -1,4 +1,4 @@
-"""Rendering: the run's configuration in the manifests, and our reading of kustomize against kustomize itself."""
+"""Rendering puts a run's configuration into manifests, and the built-in kustomize agrees with the real one."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def training(name: str = "llama_8b.yaml", *overrides: str) -> TrainConfig:
 
 @pytest.fixture(autouse=True)
 def _here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own reading, but for the tests that compare."""
+    """Use the built-in kustomize, except in the tests that compare it with the real one."""
     if "real" not in request.node.name:
         monkeypatch.setattr(kustomize, "command", lambda: None)
 
 
-def groups(made: list[dict[str, Any]], kind: str = "RayJob") -> dict[str, tuple[int, int]]:
-    found = next(manifest for manifest in made if manifest["kind"] == kind)
-    spec = found["spec"] if kind == "RayCluster" else found["spec"]["rayClusterSpec"]
+def groups(rendered: list[dict[str, Any]], kind: str = "RayJob") -> dict[str, tuple[int, int]]:
+    cluster = next(manifest for manifest in rendered if manifest["kind"] == kind)
+    spec = cluster["spec"] if kind == "RayCluster" else cluster["spec"]["rayClusterSpec"]
     return {group["groupName"]: (group["minReplicas"], group["maxReplicas"]) for group in spec["workerGroupSpecs"]}
 
 
 def test_the_configuration_arrives_and_means_the_same() -> None:
-    wanted = training()
-    made = render(Request("gpu", tree=TREE, job="train", config=wanted))
-    held = next(manifest for manifest in made if name_of(manifest).startswith("ConfigMap/tidewheel-run-"))
+    run_config = training()
+    rendered = render(Request("gpu", tree=TREE, job="train", config=run_config))
+    held = next(manifest for manifest in rendered if name_of(manifest).startswith("ConfigMap/tidewheel-run-"))
     arrived = build(TrainConfig, yaml.safe_load(held["data"]["train.yaml"]))
-    assert arrived.recipe_hash() == wanted.recipe_hash()
-    assert (arrived.run_uri, arrived.data.cache) == (wanted.run_uri, "/cache/shards")
-    job = next(manifest for manifest in made if manifest["kind"] == "RayJob")
+    assert arrived.recipe_hash() == run_config.recipe_hash()
+    assert (arrived.run_uri, arrived.data.cache) == (run_config.run_uri, "/cache/shards")
+    job = next(manifest for manifest in rendered if manifest["kind"] == "RayJob")
     volume = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"][0]
     assert volume["configMap"]["name"] == held["metadata"]["name"]
     assert job["spec"]["entrypoint"] == "python -m jobs.train --config /etc/tidewheel/train.yaml"
     assert job["metadata"]["name"] == "llama-8b"
-    assert not any(manifest["kind"] == "RayCluster" for manifest in made), "the job brings its own"
+    assert not any(manifest["kind"] == "RayCluster" for manifest in rendered), "the job has its own cluster"
 
 
 @pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("jobs/configs/*.yaml")))
@@ -77,36 +77,36 @@ def test_every_pipeline_keeps_its_recipe(path: str) -> None:
     ("gpu-spot", "llama_70b.yaml", (), {"gpu-on-demand": (8, 8), "gpu-spot": (0, 24)}),
     ("gpu", "llama_1b.yaml", (), {"gpu-on-demand": (1, 4)}),
     ("gpu-spot", "llama_8b.yaml", ("elastic.min_workers=12", "elastic.max_workers=40"),
-     {"gpu-on-demand": (2, 2), "gpu-spot": (0, 2)}),  # 64 virtual ranks: 16 and 32 workers are the legal numbers
+     {"gpu-on-demand": (2, 2), "gpu-spot": (0, 2)}),  # of 64 virtual ranks, 16 and 32 workers are the legal numbers
     ("kind", "demo.yaml", (), {"data": (1, 2)}),
 ])
-def test_pods_are_as_many_as_the_run_may_use(overlay: str, config: str, overrides: tuple[str, ...],
+def test_the_number_of_pods_follows_the_runs_limits(overlay: str, config: str, overrides: tuple[str, ...],
                                              expected: dict[str, tuple[int, int]]) -> None:
-    made = render(Request(overlay, tree=TREE, job="train", config=training(config, *overrides)))
-    assert expected.items() <= groups(made).items()
+    rendered = render(Request(overlay, tree=TREE, job="train", config=training(config, *overrides)))
+    assert expected.items() <= groups(rendered).items()
 
 
-def test_a_standing_cluster_and_what_a_site_changes() -> None:
-    made = render(Request("gpu", tree=TREE, namespace="ml",
+def test_a_standing_cluster_has_the_sites_images_and_accounts() -> None:
+    rendered = render(Request("gpu", tree=TREE, namespace="ml",
                           images={"tidewheel-cuda": "reg:5000/tw:1", "tidewheel": "tw:2"},
                           accounts={"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/tidewheel"}))
-    cluster = next(manifest for manifest in made if manifest["kind"] == "RayCluster")
+    cluster = next(manifest for manifest in rendered if manifest["kind"] == "RayCluster")
     images = [get(group, "template", "spec", "containers", 0, "image") for group in cluster["spec"]["workerGroupSpecs"]]
     assert images == ["tw:2", "reg:5000/tw:1"]
-    assert {manifest["metadata"].get("namespace", "ml") for manifest in made} == {"ml"}
-    annotated = {name_of(manifest) for manifest in made if get(manifest, "metadata", "annotations",
+    assert {manifest["metadata"].get("namespace", "ml") for manifest in rendered} == {"ml"}
+    annotated = {name_of(manifest) for manifest in rendered if get(manifest, "metadata", "annotations",
                                                               "eks.amazonaws.com/role-arn")}
     assert annotated == {"ServiceAccount/tidewheel-head", "ServiceAccount/tidewheel-worker"}
 
 
-def test_a_pipeline_and_a_workflow() -> None:
+def test_a_pipeline_and_a_workflow_have_their_entry_points() -> None:
     config = load(PipelineConfig, ROOT / "pipelines/demo.yaml")
-    made = render(Request("gpu", tree=TREE, job="pipeline", config=config, arguments=("--output=s3://b/clean",)))
-    job = next(manifest for manifest in made if manifest["kind"] == "RayJob")
+    rendered = render(Request("gpu", tree=TREE, job="pipeline", config=config, arguments=("--output=s3://b/clean",)))
+    job = next(manifest for manifest in rendered if manifest["kind"] == "RayJob")
     assert job["spec"]["entrypoint"] == ("python -m jobs.prepare_data --config /etc/tidewheel/pipeline.yaml "
                                          "--output=s3://b/clean")
-    made = render(Request("gpu", tree=TREE, job="workflow", arguments=("--spec=s3://b/workflow.json",)))
-    job = next(manifest for manifest in made if manifest["kind"] == "RayJob")
+    rendered = render(Request("gpu", tree=TREE, job="workflow", arguments=("--spec=s3://b/workflow.json",)))
+    job = next(manifest for manifest in rendered if manifest["kind"] == "RayJob")
     assert job["spec"]["entrypoint"] == "python -m jobs.workflow --spec=s3://b/workflow.json"
 
 
@@ -119,10 +119,10 @@ def test_a_pipeline_and_a_workflow() -> None:
     (Request("gpu", tree=TREE, job="workflow", arguments=("--spec=$(id)",)), "letters, digits"),
     (Request("gpu", tree=TREE, images={"tidewheel": "tidewheel"}), "registry/tidewheel:1.2.3"),
 ])
-def test_what_cannot_be_rendered_is_refused(request_: Request, words: str) -> None:
-    with pytest.raises(ConfigError) as told:
+def test_requests_that_cannot_be_rendered_are_refused(request_: Request, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         render(request_)
-    assert words in str(told.value)
+    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -135,12 +135,12 @@ def test_what_cannot_be_rendered_is_refused(request_: Request, words: str) -> No
 ])
 def test_unsupported_kustomize_features_are_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "kustomization.yaml").write_text(text)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as refused:
         kustomize.build_here(tmp_path)
-    assert words in str(told.value)
+    assert words in str(refused.value)
 
 
-def test_a_patch_that_meets_another_list_is_refused() -> None:
+def test_a_patch_for_another_list_is_refused() -> None:
     with pytest.raises(ConfigError, match="a patch is for 'b'"):
         kustomize.apply_operation({"a": ["c"]}, {"op": "test", "path": "/a/0", "value": "b"}, where="x")
     with pytest.raises(ConfigError, match="/a/3 is not there"):
@@ -164,16 +164,16 @@ def test_objects_equal_those_of_the_real_kustomize(overlay: str, components: tup
 
 
 def test_rendering_takes_less_than_two_seconds() -> None:
-    """CPU seconds, and with our own reading, so that other work on the machine has no say."""
+    """The test counts CPU seconds of the built-in kustomize, which other work on the machine does not change."""
     request = Request("gpu-spot", tree=TREE, components=("kueue", "redis"), job="train", config=training())
     before = time.process_time()
     render(request)
     assert time.process_time() - before < 2
 
 
-def test_the_commands_of_the_page_for_users(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+def test_the_commands_in_the_docs_work(capsys: pytest.CaptureFixture[str], tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each `tidewheel k8s` command that stands in docs/kubernetes.md."""
+    """Run each `tidewheel k8s` command of docs/kubernetes.md."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/kubernetes.md").read_text().replace("\\\n", " ")
     text = text.replace("rendered.yaml", str(tmp_path / "r.yaml"))
@@ -185,10 +185,11 @@ def test_the_commands_of_the_page_for_users(capsys: pytest.CaptureFixture[str], 
     assert capsys.readouterr().out.count("objects: no problems") == 2
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_renders_and_lints(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     options = ["--job", "train", "--config", "jobs/configs/llama_8b.yaml",
-               *itertools.chain.from_iterable(("--set", each) for each in REMOTE), "--component", "redis"]
+               *itertools.chain.from_iterable(("--set", override) for override in REMOTE), "--component", "redis"]
     file = tmp_path / "all.yaml"
     assert run_command(["k8s", "render", "gpu-spot", *options, "--output", str(file)]) == 0
     assert len(manifests(file.read_text(), str(file))) > 15

@@ -1,1 +1,1 @@
-"""Small servers on loopback for the requests that the gs:// and az:// stores send, with faults on demand."""
+"""Small loopback servers for the requests of the gs:// and az:// stores, with faults on demand."""

@@ -1,4 +1,4 @@
-"""The part of Azure's Blob service that the az:// store uses."""
+"""A server for the part of Azure's Blob service that the az:// store uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.object_servers.base import Answer, Object, ObjectServer, Request, byt
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Account and key that every emulator of the service knows."""
+"""Account and key that every emulator of the service accepts."""
 
 
 class AZServer(ObjectServer):
-    """Containers, block blobs with preconditions, lists of blocks."""
+    """A server of containers, block blobs with preconditions, and block lists."""
 
     kind = "az"
 
@@ -71,7 +71,7 @@ class AZServer(ObjectServer):
             self._committed.pop(key, None)
             data = request.body
             md5 = Object(data).md5
-        self._blocks.pop(key, None)  # the service drops the blocks of other writers, too
+        self._blocks.pop(key, None)  # the service drops the blocks of other writers too
         self.buckets[container][name] = Object(data)
         self._md5[key] = md5
         return Answer(201, headers=self._headers(container, name))

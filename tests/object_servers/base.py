@@ -1,4 +1,4 @@
-"""What the servers share: buckets in memory, HTTP, and faults."""
+"""The common part of the servers: buckets in memory, HTTP, and faults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """An HTTP request, read whole."""
+    """An HTTP request with its whole body."""
 
     method: str
     path: str
@@ -55,11 +55,11 @@ class Request:
 
 
 class ObjectServer:
-    """A server in threads of this process, and variables that point clients at it.
+    """A server in threads of this process, with environment variables that point clients at it.
 
     Args:
-        faults: share and kinds of requests that fail.
-        accept_all: False refuses every request.
+        faults: share of requests that fail, and the kinds of faults.
+        accept_all: accept requests; False refuses every one.
     """
 
     kind: ClassVar[str]
@@ -101,7 +101,7 @@ class ObjectServer:
                 os.environ[name] = value
 
     def create_bucket(self, name: str) -> str:
-        """Make a bucket, and return its URI."""
+        """Create a bucket and return its URI."""
         self.buckets[name] = {}
         return f"{self.kind}://{name}"
 
@@ -110,7 +110,7 @@ class ObjectServer:
         raise NotImplementedError
 
     def answer(self, request: Request) -> Answer:
-        """Return the answer to a request; called under the lock."""
+        """Return the answer to a request. The caller holds the lock."""
         raise NotImplementedError
 
     def refusal(self, status: int, code: str) -> Answer:
@@ -118,7 +118,7 @@ class ObjectServer:
         raise NotImplementedError
 
     def draw(self, method: str, path: str) -> str:
-        """Return the kind of fault of a request, "" for none."""
+        """Return the kind of fault of a request, or "" for none."""
         with self.lock:
             self.requests.append(f"{method} {path}")
             chance = random.Random(f"{self.faults.seed}/{len(self.requests)}")
@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def byte_range(header: str, size: int) -> tuple[int, int] | None:
-    """Return [start, end) of a Range header "bytes=0-9" or "bytes=3-"; None when it begins behind the end."""
+    """Return [start, end) of a Range header "bytes=0-9" or "bytes=3-", or None when it starts after the end."""
     first, _, last = header.removeprefix("bytes=").partition("-")
     start = int(first)
     return None if start >= size else (start, min(size, int(last) + 1) if last else size)

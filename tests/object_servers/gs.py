@@ -1,4 +1,4 @@
-"""The part of Google Cloud Storage's JSON API that the gs:// store uses."""
+"""A server for the part of Google Cloud Storage's JSON API that the gs:// store uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.object_servers.base import Answer, Object, ObjectServer, Request, byt
 
 PAGE = 1000
 QUANTUM = 256 << 10
-"""Google keeps multiples of this of a part that is not the last, and asks for the rest again."""
+"""Google keeps a multiple of this many bytes of a part that is not the last, and requests the rest again."""
 
 
 class GSServer(ObjectServer):
-    """Buckets, simple uploads with preconditions, resumable uploads."""
+    """A server of buckets, simple uploads with preconditions, and resumable uploads."""
 
     kind = "gs"
 

@@ -14,7 +14,7 @@ def main() -> int:
     for attack in ATTACKS:
         try:
             result, seconds = attempt(attack)
-        except Exception as error:  # whatever else it raises, the bound did not hold
+        except Exception as error:  # any error means that the bound did not hold
             failed += 1
             result, seconds = f"NOT HELD: {error}", float("nan")
         print(f"{attack.name:30} {attack.bound:37} {seconds:7.1f}  {result}", flush=True)

@@ -1,6 +1,6 @@
-"""The attacks that were tried on Tidewheel, each as a function that attacks and returns what happened.
+"""The attacks that were tried on Tidewheel, each a function that attacks and describes the outcome.
 
-`python -m tests.security` runs them and prints a table; `test_attacks.py` holds them to their bounds.
+`python -m tests.security` runs them and prints a table; `test_attacks.py` asserts their bounds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class Attack:
     """One attack.
 
     Args:
-        name: what is attacked, and how.
-        bound: what holds it.
-        seconds: it must be over by then, on a busy machine.
-        run: attacks inside an empty folder; returns what happened. Raises AssertionError when the bound does not hold.
+        name: the target and the kind of attack.
+        bound: the protection that limits it.
+        seconds: time in which it must end, even on a busy machine.
+        run: function that attacks inside an empty folder and describes the outcome. It raises AssertionError when
+            the bound does not hold.
     """
 
     name: str
@@ -51,12 +52,12 @@ class Attack:
 
 def _read(folder: Path, name: str, content: bytes) -> list[str]:
     (folder / name).write_bytes(content)
-    found = read_records(store(folder), name, ReadConfig(paths=("*",)))
-    return [record.reason if isinstance(record, Bad) else "read" for record in found]
+    records = read_records(store(folder), name, ReadConfig(paths=("*",)))
+    return [record.reason if isinstance(record, Bad) else "read" for record in records]
 
 
 def parquet_dictionary(folder: Path) -> str:
-    """4,000 rows that share one string of 20 MB."""
+    """Read 4,000 rows that share one string of 20 MB."""
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array(["a" * 20_000_000]))
     pyarrow.parquet.write_table(pa.table({"text": column}), folder / "a.parquet", compression="zstd")
     count = sum(1 for _ in zip(range(20), read_records(store(folder), "a.parquet", ReadConfig(paths=("*",)))))
@@ -65,21 +66,21 @@ def parquet_dictionary(folder: Path) -> str:
 
 
 def unbroken_word(folder: Path) -> str:
-    """A tokenizer trained on one word of a million characters."""
+    """Train a tokenizer on one word of a million characters."""
     from tidewheel.data.tokenize.tokenizer import train_bpe
 
     return f"trained, {len(train_bpe(['a' * 1_000_000], 300, ()))} bytes"
 
 
 def warc(body: bytes, more: str = "") -> bytes:
-    """A web archive with one page."""
+    """Return a web archive with one page."""
     content = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n{more}\r\n".encode() + body
     return (f"WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http\r\n"
             f"Content-Length: {len(content)}\r\n\r\n").encode() + content + b"\r\n\r\n"
 
 
 def page_attributes(folder: Path) -> str:
-    """A tag with 200,000 attributes."""
+    """Read a page with a tag of 200,000 attributes."""
     page = "<div " + " ".join(f"a{number}=1" for number in range(200_000)) + "><p>text</p>"
     reasons = _read(folder, "a.warc", warc(page.encode()))
     assert reasons == ["page_too_complex"], reasons
@@ -87,7 +88,7 @@ def page_attributes(folder: Path) -> str:
 
 
 def page_brotli(folder: Path) -> str:
-    """A page of 100 MB that Brotli packs into bytes."""
+    """Read a page of 100 MB that Brotli compresses to a few bytes."""
     import brotli
 
     reasons = _read(folder, "a.warc", warc(brotli.compress(b" " * 100_000_000, quality=2), "Content-Encoding: br\r\n"))
@@ -96,7 +97,7 @@ def page_brotli(folder: Path) -> str:
 
 
 def gzip_line(folder: Path) -> str:
-    """A line of 200 MB in a packed file of 200 kB."""
+    """Read a line of 200 MB from a compressed file of 200 kB."""
     reasons = _read(folder, "a.jsonl.gz", gzip.compress(b'{"text": "' + b"a" * 200_000_000 + b'"}', 1))
     assert reasons == ["record_too_long"], reasons
     return "quarantined: record_too_long"
@@ -109,21 +110,21 @@ def _refused(source: str) -> str:
         read_template(None, source.encode(), where="template")
     except TidewheelError as error:
         return f"refused: {error.what.removeprefix('the chat template is not usable: ')}"
-    raise AssertionError("the template was taken")
+    raise AssertionError("the template was accepted")
 
 
 def template_loops(folder: Path) -> str:
-    """A chat template of nine nested loops."""
+    """Use a chat template of nine nested loops."""
     return _refused("{% for x in range(1000) %}" * 9 + "{% endfor %}" * 9)
 
 
 def template_allocates(folder: Path) -> str:
-    """A chat template that doubles a string ninety times."""
+    """Use a chat template that doubles a string ninety times."""
     return _refused("{% set n = namespace(x='a') %}{% for i in range(90) %}{% set n.x = n.x ~ n.x %}{% endfor %}")
 
 
 def yaml_aliases(folder: Path) -> str:
-    """A recipe whose aliases stand for 10^12 values."""
+    """Load a recipe whose aliases expand to 10^12 values."""
     from tidewheel import yaml_text
 
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
@@ -132,53 +133,53 @@ def yaml_aliases(folder: Path) -> str:
         yaml_text.load("\n".join(lines))
     except yaml.YAMLError as error:
         return f"refused: {str(error).splitlines()[0]}"[:90]
-    raise AssertionError("the recipe was taken")
+    raise AssertionError("the recipe was accepted")
 
 
 def endpoint_password(folder: Path) -> str:
-    """A password in the address of the object store, which messages and logs would show."""
+    """Put a password into the object store's address, which messages and logs would show."""
     from tidewheel.errors import StorageError
 
     before = os.environ.get("AWS_ENDPOINT_URL")
     os.environ["AWS_ENDPOINT_URL"] = "http://user:pLaNtEd@127.0.0.1:9"
-    said = ""
+    message = ""
     try:
         store("s3://bucket").read("key")
     except StorageError as error:
-        said = str(error)
+        message = str(error)
     finally:
         os.environ.pop("AWS_ENDPOINT_URL")
         if before is not None:
             os.environ["AWS_ENDPOINT_URL"] = before
-    assert "holds a user or a password" in said, said
-    assert "pLaNtEd" not in said
+    assert "holds a user or a password" in message, message
+    assert "pLaNtEd" not in message
     return "refused, and not shown"
 
 
-#: Files that the tester saw in an upload.
+#: Files with secrets that an upload once contained.
 UPLOADED = (".git-credentials", ".npmrc", ".pypirc", ".kube/config", ".docker/config.json", ".envrc", "prod.env",
             "service-account-1.json", "signing.p12", "signing.pfx", "tls.pem", ".ray/auth_token", ".huggingface/token",
             ".pgpass", "terraform.tfstate", "secrets.yaml", ".vault-token", "rclone.conf", "ignored.txt")
 
 
 def upload_of_secrets(folder: Path) -> str:
-    """A working folder with secrets in files that usually hold them, in ignored files and in code."""
+    """Submit a working folder with secrets in typical files, in ignored files and in code."""
     from tidewheel.cluster.upload import survey
 
-    key = "AKIA" + "Q" * 16  # in parts, so that no scan takes this file for what it tests
+    key = "AKIA" + "Q" * 16  # concatenated, so that no secret scanner reports this file
     files = {**dict.fromkeys(UPLOADED, "secret"), ".gitignore": "ignored.txt", "settings.py": f"KEY = '{key}'",
              "train.py": "pass"}
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    found = survey(str(folder))
-    assert set(found.files) == {"train.py", ".gitignore"}, found.files
-    assert key not in found.left_out()
-    return f"{len(files) - len(found.files)} of {len(files)} files stay here, those that may hold secrets are named"
+    listing = survey(str(folder))
+    assert set(listing.files) == {"train.py", ".gitignore"}, listing.files
+    assert key not in listing.left_out()
+    return f"{len(files) - len(listing.files)} of {len(files)} files stay here, those that may hold secrets are named"
 
 
 def other_bytes(folder: Path) -> str:
-    """An index serves a package with the pinned name and version, and other bytes."""
+    """Install a package with the pinned name and version and other bytes."""
     wheel = folder / "pinned-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as package:
         package.writestr("pinned.py", "")
@@ -195,22 +196,22 @@ def other_bytes(folder: Path) -> str:
     subprocess.run([*install, "--dry-run"], check=True, capture_output=True)
     with zipfile.ZipFile(wheel, "a") as package:
         package.writestr("planted.py", "")
-    done = subprocess.run(install, check=False, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "DO NOT MATCH THE HASHES" in done.stderr, done.stderr
+    process = subprocess.run(install, check=False, capture_output=True, text=True)
+    assert process.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in process.stderr, process.stderr
     assert not (folder / "there").exists()
     return "refused: the hash is not that of requirements.lock"
 
 
 def shard_after_check(folder: Path) -> str:
-    """Someone replaces a cached shard between the check of its hash and the reading."""
+    """Replace a cached shard after its hash is checked and before it is read."""
     from blake3 import blake3
 
     from tidewheel.shards.cache import ShardFiles
     from tidewheel.shards.manifest import ShardInfo
 
     class Remote(LocalStore):
-        """A folder that counts as far away, so its shards are copied."""
+        """A folder that acts as remote storage, so that its shards are copied."""
 
         def local_path(self, key: str) -> None:
             return None
@@ -226,11 +227,11 @@ def shard_after_check(folder: Path) -> str:
         assert readable.read_bytes() == content
     with ShardFiles(remote, folder / "cache").opened(shard) as (_, readable):
         assert readable.read_bytes() == content
-    return "what is read is what was hashed; the planted file is made anew"
+    return "the bytes read are the bytes hashed; the planted file is downloaded again"
 
 
 def shard_cache(folder: Path) -> str:
-    """Someone else makes the cache's folder before the run does."""
+    """Create the cache's folder as another user before the run does."""
     from tidewheel.errors import StorageError
     from tidewheel.private_folders import user_folder
 
@@ -244,11 +245,11 @@ def shard_cache(folder: Path) -> str:
         return f"refused: {error.what}"[:90]
     finally:
         tempfile.tempdir = before
-    raise AssertionError("the folder was taken")
+    raise AssertionError("the folder was accepted")
 
 
 def run_token(folder: Path) -> str:
-    """Another user reads the token of a private run."""
+    """Read the token of a private run as another user."""
     from tidewheel.cluster import private_run
 
     folder.chmod(0o700)
@@ -259,7 +260,7 @@ def run_token(folder: Path) -> str:
 
 
 def unauthenticated(folder: Path) -> str:
-    """An unauthenticated connection announces 256 MiB to a memory-tier agent; many more are held open."""
+    """Announce 256 MiB to a memory-tier agent without authentication, and hold many connections open."""
     from tidewheel import unauthenticated as limits
     from tidewheel.checkpoint.memory_tier.agent import Agent
 
@@ -268,7 +269,7 @@ def unauthenticated(folder: Path) -> str:
         with socket.create_connection(agent.address, timeout=15) as connection:
             connection.sendall((256 << 20).to_bytes(4, "big"))
             with contextlib.suppress(ConnectionResetError):
-                while connection.recv(4096):  # the agent's challenge, then the end; TimeoutError when it waits for more
+                while connection.recv(4096):  # the agent's challenge, then the end; TimeoutError if it waits for more
                     pass
     finally:
         agent.stop()
@@ -301,7 +302,7 @@ ATTACKS = (
 
 
 def attempt(attack: Attack) -> tuple[str, float]:
-    """Run an attack in an empty folder; return what happened and the seconds it took.
+    """Run an attack in an empty folder and return a description of its outcome and its seconds.
 
     Raises:
         AssertionError: the bound does not hold.

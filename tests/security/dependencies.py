@@ -1,13 +1,13 @@
-"""Pinned bytes and a bill of materials, from `constraints.txt` and what is installed.
+"""Write locks with hashes and a bill of materials, from `constraints.txt` and the installed packages.
 
     python -m tests.security.dependencies lock           # requirements.lock, which `make install` uses
     python -m tests.security.dependencies lock ci        # .ci/requirements.lock, which .ci/run uses
     python -m tests.security.dependencies lock cpu       # requirements-cpu.lock, which cluster/Dockerfile uses; or cuda
     python -m tests.security.dependencies sbom [FILE]    # sbom.json: CycloneDX 1.6
 
-pip chooses the files, so a lock is for the Python, the platform and the index that it is made with. A lock also names
-what builds Tidewheel itself, so that an installation takes nothing from the index whose hash is not in the lock. Making
-a lock needs only Python and pip.
+pip chooses the files, so a lock is valid for the Python, the platform and the index with which it is made. A lock also
+names the packages that build Tidewheel, so that an installation downloads only files whose hashes are in the lock.
+Making a lock needs only Python and pip.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 OURS = "tidewheel"
 EDITABLE_BUILDS = "editables"
-"""What hatchling asks for when it makes an editable installation."""
+"""Package that hatchling needs for an editable installation."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """An environment that a lock is for.
+    """An environment for which there is a lock.
 
     Args:
-        file: the lock, in the root of the repository.
-        extras: of Tidewheel, that are installed.
-        more: requirements beside Tidewheel's own.
-        index: an index to look in as well; "" for none.
+        file: path of the lock, relative to the repository.
+        extras: extras of Tidewheel to install.
+        more: further requirements.
+        index: a further package index; "" for none.
     """
 
     file: str
@@ -60,25 +60,25 @@ def report(target: Target) -> dict[str, Any]:
     """Return pip's report of what it would install for a target, with the hash of each file.
 
     Raises:
-        subprocess.CalledProcessError: pip finds no version; it says so itself.
+        subprocess.CalledProcessError: pip finds no version, and prints why.
     """
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     ours = f"{ROOT}[{','.join(target.extras)}]"
     index = ["--extra-index-url", target.index] if target.index else []
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet",
+    process = subprocess.run([sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet",
                            "--report", "-", "-c", str(ROOT / "constraints.txt"), *index,
                            ours, *target.more, *build, EDITABLE_BUILDS], check=True, stdout=subprocess.PIPE)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    answer: dict[str, Any] = json.loads(process.stdout)
+    return answer
 
 
 def tag() -> str:
-    """Return the Python and the platform that a lock made here is for, such as "cpython-311 linux-x86_64"."""
+    """Return the Python and the platform of a lock made here, such as "cpython-311 linux-x86_64"."""
     return f"{sys.implementation.cache_tag} {sys.platform}-{platform.machine()}"
 
 
-def lock(found: dict[str, Any], index: str = "") -> str:
-    """Return the text of a lock for a report of pip's.
+def lock(pip_report: dict[str, Any], index: str = "") -> str:
+    """Return the text of a lock for a report of pip.
 
     Raises:
         ValueError: a file has no SHA-256.
@@ -87,7 +87,7 @@ def lock(found: dict[str, Any], index: str = "") -> str:
     lines.append(f"# {tag()}")
     lines += [f"--extra-index-url {index}"] if index else []
     entries = []
-    for item in found["install"]:
+    for item in pip_report["install"]:
         name, version = item["metadata"]["name"], item["metadata"]["version"]
         if "dir_info" in item["download_info"]:  # this checkout
             continue
@@ -99,7 +99,7 @@ def lock(found: dict[str, Any], index: str = "") -> str:
 
 
 def sbom() -> dict[str, Any]:
-    """Return a CycloneDX 1.6 document of the packages installed beside Tidewheel."""
+    """Return a CycloneDX 1.6 document of the installed packages other than Tidewheel."""
     components = {}
     for distribution in importlib.metadata.distributions():
         name, version = distribution.metadata["Name"], distribution.version
@@ -117,7 +117,7 @@ def sbom() -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write what is asked for."""
+    """Write the lock or the bill of materials that the command line names."""
     match arguments:
         case ["lock", *rest] if len(rest) < 2 and set(rest) <= set(TARGETS):
             target = TARGETS[rest[0] if rest else "dev"]

@@ -1,4 +1,4 @@
-"""Every attack is held by its bound, and the list of dependencies is whole."""
+"""Every attack stays within its bound, and the bill of materials is complete."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A lock of hashes is made of pip's report, and what installs takes nothing else once there is one.
+"""Locks with hashes are made from pip's report, and where a lock exists, installations use only its files.
 
-`make -n` shows what would run, so nothing here needs a network or a container engine.
+`make -n` prints the commands, so these tests need neither a network nor a container engine.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def test_a_lock_has_a_hash_for_each_package_and_not_this_checkout():
         dependencies.lock({"install": [item("ray", "")]})
 
 
-def test_a_lock_is_of_what_is_installed_with_what_builds_it(monkeypatch):
-    """A list of pins would lack what a platform needs beside them, such as the CUDA libraries of torch."""
-    given: list[str] = []
+def test_a_lock_has_all_installed_packages_and_the_build_packages(monkeypatch):
+    """A list of pins would lack packages that a platform needs too, such as the CUDA libraries of torch."""
+    arguments: list[str] = []
 
     def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        given.extend(command)
+        arguments.extend(command)
         return subprocess.CompletedProcess(command, 0, '{"install": []}')
 
     monkeypatch.setattr(dependencies.subprocess, "run", pip)
     dependencies.report(TARGETS["cpu"])
-    assert {f"{ROOT}[tokenizers,classify,web]", "boto3", "editables", TARGETS["cpu"].index} <= set(given)
-    assert any(word.startswith("hatchling==") for word in given)
-    assert "--no-deps" not in given
-    assert "-r" not in given
+    assert {f"{ROOT}[tokenizers,classify,web]", "boto3", "editables", TARGETS["cpu"].index} <= set(arguments)
+    assert any(word.startswith("hatchling==") for word in arguments)
+    assert "--no-deps" not in arguments
+    assert "-r" not in arguments
 
 
 @pytest.fixture
@@ -59,30 +59,30 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def would_run(folder: Path) -> list[str]:
-    """The commands of `make install`; the make that runs these tests has no say in them."""
+    """Return the commands of `make install`, without the settings of the `make` that runs these tests."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(["make", "-n", "install", f"PYTHON={sys.executable}"], cwd=folder, env=environment,
+    process = subprocess.run(["make", "-n", "install", f"PYTHON={sys.executable}"], cwd=folder, env=environment,
                           capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    return process.stdout.splitlines()
 
 
-def test_make_install_without_a_lock_takes_the_pinned_versions(checkout: Path):
+def test_make_install_without_a_lock_uses_the_pinned_versions(checkout: Path):
     environment, packages = [line for line in would_run(checkout) if " -m pip " in line or " -m venv " in line]
     assert "--clear" not in environment
     assert packages.endswith('install -c constraints.txt -e ".[dev]"')
 
 
-def test_make_install_with_a_lock_takes_nothing_whose_hash_is_not_in_it(checkout: Path):
+def test_make_install_with_a_lock_installs_only_files_with_its_hashes(checkout: Path):
     (checkout / "requirements.lock").touch()
     lines = [line for line in would_run(checkout) if " -m pip " in line or " -m venv " in line]
     environment, packages, ours, check = lines
-    assert " --clear " in environment  # pip does not hash what is there already
+    assert " --clear " in environment  # pip does not hash packages that are already installed
     assert packages.endswith(" install --require-hashes --no-deps -r requirements.lock")
-    assert ours.endswith(" install --no-deps --no-build-isolation -e .")  # else pip would fetch what builds it
-    assert " check || " in check  # that nothing is missing from the lock
+    assert ours.endswith(" install --no-deps --no-build-isolation -e .")  # or pip would download build packages
+    assert " check || " in check  # fails if a package is missing from the lock
 
 
-def test_a_lock_that_has_changed_is_installed_and_one_that_has_not_is_not(checkout: Path):
+def test_only_a_changed_lock_is_installed_again(checkout: Path):
     (checkout / "requirements.lock").touch()
     stamp = checkout / ".venv/.installed"
     stamp.parent.mkdir()
@@ -97,27 +97,27 @@ def test_a_lock_that_has_changed_is_installed_and_one_that_has_not_is_not(checko
 
 def pins(text: str) -> dict[str, str]:
     """Return {name: version} of the lines `name==version`: names normalised, versions without a local tag."""
-    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;+]+)", text, re.MULTILINE)
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+    matches = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;+]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in matches}
 
 
-def test_the_lock_of_continuous_integration_is_of_the_pinned_versions():
-    """`make lock` made it before someone changed constraints.txt? Then CI would test other versions than users get."""
+def test_the_lock_of_continuous_integration_has_the_pinned_versions():
+    """If constraints.txt changed after `make lock`, CI would test other versions than users install."""
     text = (ROOT / TARGETS["ci"].file).read_text()
     locked, pinned = pins(text), pins((ROOT / "constraints.txt").read_text())
     assert {name: version for name, version in locked.items() if name in pinned} == {
         name: version for name, version in pinned.items() if name in locked}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *extras["dev"], *project["build-system"]["requires"]]
-    names = {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", line)[0]).lower() for line in wanted}
+    requirements = [*project["project"]["dependencies"], *extras["dev"], *project["build-system"]["requires"]]
+    names = {re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", line)[0]).lower() for line in requirements}
     assert names - {dependencies.OURS} <= set(locked)
     assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)) == len(locked)
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_continuous_integration_installs_by_its_lock(tmp_path: Path, fits: bool):
-    """The real script, with a `make` that says what it was asked."""
+def test_continuous_integration_installs_from_its_lock(tmp_path: Path, fits: bool):
+    """Run the real script with a `make` that prints its arguments."""
     (tmp_path / "bin").mkdir()
     make = tmp_path / "bin/make"
     make.write_text("#!/bin/sh\necho made: \"$@\"\n")
@@ -126,10 +126,10 @@ def test_continuous_integration_installs_by_its_lock(tmp_path: Path, fits: bool)
     (tmp_path / ".ci").mkdir()
     shutil.copy2(ROOT / ".ci/run", tmp_path / ".ci/run")
     (tmp_path / ".ci/requirements.lock").write_text(f"# {dependencies.tag() if fits else 'cpython-27 vax'}\n")
-    done = subprocess.run([tmp_path / ".ci/run"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+    process = subprocess.run([tmp_path / ".ci/run"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
                           capture_output=True, text=True, check=True)
-    assert done.stdout == ("made: test LOCK=.ci/requirements.lock\n" if fits else "made: test\n")
-    assert ("without hashes" in done.stderr) is not fits
+    assert process.stdout == ("made: test LOCK=.ci/requirements.lock\n" if fits else "made: test\n")
+    assert ("without hashes" in process.stderr) is not fits
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
