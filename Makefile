@@ -22,8 +22,8 @@ demo: $(STAMP)  ## train a model from raw text while a node is killed (ARGS="--s
 test: $(STAMP)  ## run linters, type checks and tests: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -n 3 --dist loadfile --durations=15 -m "not long" tests/unit tests/k8s tests/security
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations=15 -m "not long" tests/unit tests/k8s tests/security
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
 
 long: $(STAMP)  ## run the tests of a minute or more that `make test` leaves out, and property tests with new examples
 	$(PYTEST) -m long tests

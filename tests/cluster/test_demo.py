@@ -1,4 +1,4 @@
-"""`tidewheel demo` as a user starts it, on an S3-protocol server, with its disturbances, in few steps."""
+"""`tidewheel demo` as a user starts it, on an S3-protocol server, in few steps."""
 
 from __future__ import annotations
 
@@ -6,25 +6,38 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(960)]
 
 
-def test_demo_on_an_object_store_with_a_killed_and_a_joined_node(tmp_path):
+def demo(folder: Path, *options: str) -> tuple[str, str]:
+    """Run the demo in `folder` on an object store; return what it writes to the console and the report's HTML."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))}
     ended = subprocess.run(
-        [sys.executable, "-m", "tidewheel.cli", "demo", "--storage", "s3", "--steps", "140", "--output", str(tmp_path)],
-        env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=900, check=False)
-    told = ended.stderr
-    assert ended.returncode == 0, told
-    assert "Traceback" not in told
-    assert "killed node" in told
-    assert re.search(r"world sizes: .*2 -> 1 -> 2", told)
-    assert "140 of 140 steps" in told
-    report = ended.stdout.splitlines()[-1]
-    assert report == str(tmp_path / "report.html")  # printed last, and there though the server is gone
-    page = (tmp_path / "report.html").read_text()
-    for word in ("Validation loss", "node lost", "node joined", "near_duplicate", "contaminated"):
-        assert word.lower().replace("_", " ") in page.lower().replace("_", " ")
+        [sys.executable, "-m", "tidewheel.cli", "demo", "--storage", "s3", "--output", str(folder), *options],
+        env=environment, cwd=folder, text=True, capture_output=True, timeout=900, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    report = folder / "report.html"
+    assert ended.stdout.splitlines()[-1] == str(report)  # the last line, and the file outlives the server
+    return ended.stderr, report.read_text().lower().replace("_", " ")
+
+
+def test_demo_on_an_object_store_ends_with_a_report(tmp_path):
+    console, page = demo(tmp_path, "--steps", "12", "--no-disturb")
+    assert "12 of 12 steps" in console
+    for word in ("validation loss", "near duplicate", "contaminated"):
+        assert word in page
+
+
+@pytest.mark.long  # `test_elastic.py` kills and adds a node, `test_disturbance.py` has the demo's choice of moments
+def test_demo_on_an_object_store_with_a_killed_and_a_joined_node(tmp_path):
+    console, page = demo(tmp_path, "--steps", "140")
+    assert "killed node" in console
+    assert re.search(r"world sizes: .*2 -> 1 -> 2", console)
+    assert "140 of 140 steps" in console
+    for word in ("validation loss", "node lost", "node joined", "near duplicate", "contaminated"):
+        assert word in page

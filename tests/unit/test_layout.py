@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import tidewheel
+from tests.conftest import LONGEST_FIRST
 from tidewheel.data.filter import FILTERS
 from tidewheel.data.reader import READERS
 
@@ -162,6 +163,11 @@ def test_imports_point_one_way(path):
             inner, target = name.removeprefix("data."), imported.removeprefix("data.")
             if inner.split(".")[0] != target.split(".")[0]:
                 assert level(target, DATA_LEVELS) < level(inner, DATA_LEVELS), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", LONGEST_FIRST)
+def test_files_that_run_first_exist(name):
+    assert (ROOT / "tests" / name).is_file()
 
 
 def test_every_room_has_a_level():
