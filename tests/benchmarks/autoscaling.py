@@ -1,13 +1,12 @@
-"""Ray's autoscaler with our pipelines and trainings: time from the wish to the first work, and from idle to released.
+"""Measure Ray's autoscaler with pipelines and trainings: time from request to first work, and from idle to released.
 
     python -m tests.benchmarks.autoscaling
 
-A head without CPUs and two groups that begin at zero nodes, at most two each: `data`, and `gpu`, whose nodes have the
-custom resource `accelerator` in the place of a GPU and come half a minute apart. A pipeline scales `data` up and lets
-it go. A training asks for two workers with an accelerator each, begins when the first node is there, grows when the
-second is, shrinks when one is drained, and grows into the node that the autoscaler puts in its place. Prints a table of
-times beside their bounds; exit code 1 if one is exceeded, if a node is left after the idle time, or if work asked for
-the other's nodes.
+The cluster has a head without CPUs and two groups with zero to two nodes each: `data`, and `gpu`, whose nodes have the
+custom resource `accelerator` instead of a GPU and start half a minute apart. A pipeline scales `data` up and down. A
+training requests two workers with an accelerator each, starts with the first node, grows with the second one, shrinks
+when one is drained, and grows into the node that replaces it. The command prints a table of times and bounds. The exit
+code is 1 if a bound is exceeded, if a node is left after the idle time, or if work requested nodes of the other group.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ UP, DONE, DOWN = "pipeline: first unit, from no node", "pipeline: done", "pipeli
 FIRST, GROWN = "training: first step, with one worker, from no node", "training: with two workers"
 SHRUNK, AGAIN = "training: with one, after the notice", "training: with two again, after the notice"
 OVER = "training: last node gone, after its end"
-#: Seconds, twice what a quiet machine of two cores takes. Raylets and workers start within UP and FIRST (on a cloud the
-#: machine's own start comes on top); a node is gone so long after the idle time as the autoscaler takes to see it, to
-#: ask its raylet and to end it.
+#: Seconds, twice those of an idle machine with two cores. Raylets and workers start within UP and FIRST; on a cloud the
+#: start of the machine comes on top. After the idle time, the autoscaler has to notice the node, ask its raylet and end
+#: it.
 BOUNDS = {UP: 30.0, DOWN: IDLE_SECONDS + 10.0, FIRST: 45.0, GROWN: SECONDS_APART + 45.0, SHRUNK: 5.0,
           AGAIN: SECONDS_APART + 45.0, OVER: IDLE_SECONDS + 10.0}
 PATIENCE_SECONDS = 120.0
 
 
 class Watch:
-    """How many nodes each group has, over time."""
+    """A thread that records the number of nodes in each group over time."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.began = time.monotonic()
@@ -63,11 +62,15 @@ class Watch:
         self._thread.start()
 
     def now(self) -> dict[str, int]:
-        """Nodes by group."""
+        """Return the number of nodes by group."""
         return self.seen[-1][1]
 
     def wait(self, group: str, count: int, seconds: float) -> float:
-        """Seconds until the group has so many nodes; raises when it takes longer than `seconds`."""
+        """Wait until the group has `count` nodes and return the seconds.
+
+        Raises:
+            TimeoutError: the group does not have `count` nodes after `seconds`.
+        """
         began = time.monotonic()
         while self.now().get(group, 0) != count:
             if time.monotonic() - began > seconds:
@@ -76,7 +79,7 @@ class Watch:
         return time.monotonic() - began
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop recording."""
         self._ended.set()
         self._thread.join()
 
@@ -92,33 +95,33 @@ class Watch:
 
 
 def scale_pipeline(folder: Path, watch: Watch) -> dict[str, float]:
-    """Run a pipeline from no nodes, and wait until its nodes are gone; seconds."""
+    """Run a pipeline from no nodes, wait until its nodes are gone, and return the seconds of each phase."""
     build_corpus(store(folder / "raw"), max_bytes=400_000)
-    began, seen = time.monotonic(), dict[str, float]()
+    began, seconds_of = time.monotonic(), dict[str, float]()
 
     def on_unit(stage: str, done: int, total: int, note: str = "") -> None:
         if done:
-            seen.setdefault(UP, time.monotonic() - began)
+            seconds_of.setdefault(UP, time.monotonic() - began)
 
     recipe = load(PipelineConfig, "pipelines/demo.yaml", ["placement.groups=[data]"])
     pipeline.run(recipe, input=str(folder / "raw"), output=str(folder / "data"), on_progress=on_unit)
-    seen[DONE] = time.monotonic() - began
-    seen[DOWN] = watch.wait("data", 0, PATIENCE_SECONDS)
-    return seen
+    seconds_of[DONE] = time.monotonic() - began
+    seconds_of[DOWN] = watch.wait("data", 0, PATIENCE_SECONDS)
+    return seconds_of
 
 
 def scale_training(folder: Path, address: str, watch: Watch) -> dict[str, float]:
-    """Train from no nodes through growth, a drain and the node put in its place; wait until the nodes are gone."""
+    """Train from no nodes through growth, a drain and the replacement of the node, and return each phase's seconds."""
     write_shards(folder / "shards", rows=200)
-    wanted = config(folder, "autoscaled", f"steps={STEPS}", "data.validation=''", "evaluation.every_steps=0",
+    run_config = config(folder, "autoscaled", f"steps={STEPS}", "data.validation=''", "evaluation.every_steps=0",
                     "evaluation.sample_tokens=0", "checkpoint.every_steps=1000", "elastic.placement.groups=[gpu]",
                     "elastic.resources_per_worker={accelerator: 1}", "elastic.join_wait_seconds=0.5",
                     "elastic.resize_interval_seconds=1")
-    began, seen, hurry = time.monotonic(), dict[str, float](), folder / "hurry"
+    began, seconds_of, hurry = time.monotonic(), dict[str, float](), folder / "hurry"
     noticed: list[float] = []
 
     def worker(settings: dict[str, Any]) -> Any:
-        """Ours, with steps that take time until everything has happened."""
+        """Run a worker whose steps are slow until all phases are over."""
         from tidewheel.elastic.worker import run_worker
         from tidewheel.train import loop
 
@@ -134,51 +137,51 @@ def scale_training(folder: Path, address: str, watch: Watch) -> dict[str, float]
     def on_progress(progress: dict[str, Any]) -> None:
         size, now = progress.get("world_size"), time.monotonic()
         if progress.get("step") and size == 1:
-            seen.setdefault(FIRST, now - began)
+            seconds_of.setdefault(FIRST, now - began)
         if size == 2 and not noticed:
-            seen[GROWN] = now - began
+            seconds_of[GROWN] = now - began
             noticed.append(now)
             node = next(row for row in ray.nodes() if row["Alive"] and row["Labels"].get(GROUP_LABEL) == "gpu")
             drain_node(address, node["NodeID"], NOTICE_SECONDS, "spot reclaim")
         elif size == 1 and noticed:
-            seen.setdefault(SHRUNK, now - noticed[0])
-        elif size == 2 and SHRUNK in seen:
-            seen.setdefault(AGAIN, now - noticed[0])
+            seconds_of.setdefault(SHRUNK, now - noticed[0])
+        elif size == 2 and SHRUNK in seconds_of:
+            seconds_of.setdefault(AGAIN, now - noticed[0])
             hurry.touch()
 
-    run_workers(wanted, worker, on_progress)
-    seen[OVER] = watch.wait("gpu", 0, PATIENCE_SECONDS)
-    found = audit(wanted.run_uri)
-    assert found.ok, found.summary()
-    return seen
+    run_workers(run_config, worker, on_progress)
+    seconds_of[OVER] = watch.wait("gpu", 0, PATIENCE_SECONDS)
+    audited = audit(run_config.run_uri)
+    assert audited.ok, audited.summary()
+    return seconds_of
 
 
-def violations(seen: dict[str, float], watch: Watch) -> list[str]:
-    """What did not go as it should."""
-    told = [f"{name}: never" for name in BOUNDS if name not in seen]
-    told += [f"{name}: {seconds:.1f} s, the bound is {BOUNDS[name]:g} s" for name, seconds in seen.items()
+def violations(seconds_of: dict[str, float], watch: Watch) -> list[str]:
+    """Return what exceeded a bound or broke a rule."""
+    problems = [f"{name}: never" for name in BOUNDS if name not in seconds_of]
+    problems += [f"{name}: {seconds:.1f} s, the bound is {BOUNDS[name]:g} s" for name, seconds in seconds_of.items()
              if seconds > BOUNDS.get(name, seconds)]
-    told += [f"{count} node(s) of group {group} left" for group, count in watch.now().items()]
-    told += ["a node of both groups at once: work asked for a group that it does not run in" for _, counts in watch.seen
-             if len(counts) > 1][:1]
-    return told
+    problems += [f"{count} node(s) of group {group} left" for group, count in watch.now().items()]
+    if any(len(counts) > 1 for _, counts in watch.seen):
+        problems.append("both groups had nodes at once: work requested a group that it does not run in")
+    return problems
 
 
 def main() -> int:
-    """See the module."""
+    """Run the command line and return the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="tidewheel-autoscaling-"))
     with LocalCluster(nodes=0, autoscaled=GROUPS, idle_seconds=IDLE_SECONDS) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         watch = Watch(lambda text: print(text, flush=True))
         try:
-            seen = {**scale_pipeline(folder, watch), **scale_training(folder, cluster.address, watch)}
+            seconds_of = {**scale_pipeline(folder, watch), **scale_training(folder, cluster.address, watch)}
         finally:
-            watch.end()  # a thread that asks a cluster that is gone would end the process before the error is shown
+            watch.end()  # a thread that queries a stopped cluster would end the process before it shows the error
             ray.shutdown()
     print_table([{"what": name, "seconds": f"{seconds:.1f}", "bound": f"{BOUNDS[name]:g}" if name in BOUNDS else "-"}
-                 for name, seconds in seen.items()])
-    wrong = violations(seen, watch)
-    print("\n".join(wrong) or "every node above the minimum was let go")
+                 for name, seconds in seconds_of.items()])
+    wrong = violations(seconds_of, watch)
+    print("\n".join(wrong) or "every node above the minimum was released")
     return 1 if wrong else 0
 
 

@@ -1,9 +1,9 @@
-"""What torch.compile costs at the first start and at the second, which finds the cache warm.
+"""Measure the cost of torch.compile at a first start and at a second one with a warm cache.
 
     python -m tests.benchmarks.compile_cache [--layers 4 --dim 256]
 
-Each start is a process of its own: the model is built, its blocks compiled, three steps run. The first step's seconds
-beyond the others' are the compilation. The losses of the compiled and the plain run are compared (1e-5 relative).
+Each start is its own process, which builds the model, compiles its blocks and runs three steps. The first step's extra
+seconds are the compilation. The losses of the compiled and the plain run are compared (1e-5 relative).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS = 5
 
 
 def start(cache: str, layers: int, dim: int) -> None:
-    """One start; prints {"seconds": [of each step], "losses"}."""
+    """Run one start and print {"seconds": [seconds of each step], "losses": [...]}."""
     import torch
 
     from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
@@ -55,11 +55,11 @@ def start(cache: str, layers: int, dim: int) -> None:
 
 
 def measured(cache: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """`start` in a process of its own."""
+    """Run `start` in its own process and return its output."""
     command = [sys.executable, "-m", "tests.benchmarks.compile_cache", "--layers", str(arguments.layers), "--dim",
                str(arguments.dim), "--start", cache or "none"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main() -> int:

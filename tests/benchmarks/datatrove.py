@@ -1,11 +1,11 @@
-"""Four filters, exact hash and MinHash signature on one core, beside datatrove: speed, and the same verdicts.
+"""Compare four filters, exact hash and MinHash signature on one core with datatrove: speed and verdicts.
 
     python -m tests.benchmarks.datatrove --datatrove-python PATH [--corpus ../shared/corpus] [--files 2]
         [--documents 2000] [--timed 200] [--rounds 5] [--english]
 
-CPU time, median of `rounds`. Ours is measured on all documents of the files, datatrove on every n-th of `documents` of
-them; verdicts are compared on `documents`, against datatrove as shipped (spaCy's words) and with our words on both
-sides.
+Times are CPU time, medians of `--rounds`. Tidewheel is measured on all documents of the files, datatrove on `--timed`
+of them. Verdicts are compared on `--documents`, against datatrove as shipped (spaCy's words) and with Tidewheel's words
+on both sides.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ EVERYTHING: dict[str, Any] = {"asked": everything(), "minhash": (5, 112, 1), "ha
 
 
 def documents(folder: Path, files: int, english: bool) -> list[dict[str, Any]]:
-    """Documents of the corpus; with `english` those alone that say so."""
+    """Return documents of the corpus; with `english` only those marked as English."""
     rows = [json.loads(line) for path in sorted(folder.glob("*.jsonl.gz"))[:files]
             for line in gzip.decompress(path.read_bytes()).splitlines()]
     return [row for row in rows if row["text"] and (not english or row.get("lang") == "en")]
 
 
 def judged(texts: pa.Array, measured: textpass.Measured) -> dict[str, tuple[list[str], list[str] | None]]:
-    """(reasons, edited texts) of each filter."""
+    """Return the reasons and the edited texts of each filter."""
     batch = Batch(Batch.of(texts).table, measured)
-    found = {name: part.apply(batch) for name, part in FILTER_PARTS.items()}
+    applied = {name: part.apply(batch) for name, part in FILTER_PARTS.items()}
     return {name: (list(verdicts.reasons), verdicts.texts.to_pylist() if part.EDITS else None)
-            for (name, verdicts), part in zip(found.items(), FILTER_PARTS.values(), strict=True)}
+            for (name, verdicts), part in zip(applied.items(), FILTER_PARTS.values(), strict=True)}
 
 
 def seconds(texts: pa.Array, rounds: int, asked: dict[str, Any]) -> float:
-    """Median CPU seconds of one pass and what makes verdicts of it."""
+    """Return the median CPU seconds of one pass and of the filters' verdicts."""
     times = []
     for _ in range(rounds):
         began = time.process_time()
@@ -67,7 +67,7 @@ def seconds(texts: pa.Array, rounds: int, asked: dict[str, Any]) -> float:
 
 
 def tokens(texts: pa.Array) -> list[list[str]]:
-    """The tokens of each text: the clean text without white space, cut where the pass cuts it."""
+    """Return the tokens of each text: the clean text without white space, cut where the pass cuts it."""
     found = []
     for part in textpass.scan(texts):
         for d in range(part.last - part.first):
@@ -79,7 +79,7 @@ def tokens(texts: pa.Array) -> list[list[str]]:
 
 
 def sentences(texts: list[str]) -> dict[str, int]:
-    """Number of sentences of every line that datatrove's C4 may ask about."""
+    """Return the number of sentences of every line for which datatrove's C4 filter may ask."""
     lines = list({CITATION.sub("", line.strip()) for text in texts for line in text.splitlines()})
     counts = [int(part.lines[part.line_offsets[d] : part.line_offsets[d + 1], SENTENCES].sum())
               for part in textpass.scan(pa.array(lines, pa.large_string()), words=False)
@@ -88,20 +88,20 @@ def sentences(texts: list[str]) -> dict[str, int]:
 
 
 def ask(python: str, request: dict[str, Any]) -> dict[str, Any]:
-    """What datatrove says, in its own interpreter."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as given:
-        json.dump(request, given)
-        given.flush()
-        said = subprocess.run([python, "-P", Path(__file__).with_name("datatrove_peer.py"), given.name], text=True,
-                              stdout=subprocess.PIPE)  # -P: this file has the name of the package
-    if said.returncode:
+    """Run datatrove in its own interpreter and return its answer."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as request_file:
+        json.dump(request, request_file)
+        request_file.flush()
+        command = [python, "-P", Path(__file__).with_name("datatrove_peer.py"), request_file.name]
+        process = subprocess.run(command, text=True, stdout=subprocess.PIPE)  # -P: this file has the package's name
+    if process.returncode:
         sys.exit(f"{python} cannot run datatrove (see above); make its environment as tests/benchmarks/README.md says")
-    answer: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return answer
 
 
 def same(ours: list[str], theirs: list[list[str]], chosen: np.ndarray) -> float:
-    """Share of the chosen documents that both keep or both drop."""
+    """Return the share of the chosen documents that both sides keep or both drop."""
     return float(np.mean(np.array([(a == "") == (b[0] == "") for a, b in zip(ours, theirs, strict=True)])[chosen]))
 
 
@@ -113,27 +113,27 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--english", action="store_true", help="English documents only")
-    parser.add_argument("--datatrove-python", help="interpreter of an environment with datatrove and spaCy")
-    given = parser.parse_args()
-    rows = documents(given.corpus, given.files, given.english)
+    parser.add_argument("--datatrove-python", help="Python of an environment with datatrove and spaCy")
+    options = parser.parse_args()
+    rows = documents(options.corpus, options.files, options.english)
     if not rows:
-        sys.exit(f"no *.jsonl.gz in {given.corpus}: name a folder with --corpus")
+        sys.exit(f"no *.jsonl.gz in {options.corpus}: name a folder with --corpus")
     texts = pa.array([row["text"] for row in rows], pa.large_string())
     size = sum(len(row["text"].encode()) for row in rows) / 1e6
-    textpass.measure(texts[:8], **EVERYTHING)  # compiles
-    took = {name: seconds(texts, given.rounds, asked) for name, asked in ASKED.items()}
-    took["everything"] = seconds(texts, given.rounds, EVERYTHING)
-    print(f"{len(rows):,} documents, {size:.1f} MB; datatrove: {given.timed} of {given.documents}")
+    textpass.measure(texts[:8], **EVERYTHING)  # compiles the kernels
+    took = {name: seconds(texts, options.rounds, asked) for name, asked in ASKED.items()}
+    took["everything"] = seconds(texts, options.rounds, EVERYTHING)
+    print(f"{len(rows):,} documents, {size:.1f} MB; datatrove: {options.timed} of {options.documents}")
     print(f"{'':<20}{'docs/CPU-s':>12}{'MB/s':>8}")
     for name, value in took.items():
         print(f"{name:<20}{len(rows) / value:>12,.0f}{size / value:>8.1f}")
-    if not given.datatrove_python:
+    if not options.datatrove_python:
         print("datatrove was not asked: give --datatrove-python (tests/benchmarks/README.md says how to make it)")
         return
-    chosen = rows[:: max(len(rows) // given.documents, 1)][: given.documents]
+    chosen = rows[:: max(len(rows) // options.documents, 1)][: options.documents]
     few = pa.array([row["text"] for row in chosen], pa.large_string())
     plain = few.to_pylist()
-    answer = ask(given.datatrove_python, {"texts": plain, "rounds": given.rounds, "timed": given.timed,
+    answer = ask(options.datatrove_python, {"texts": plain, "rounds": options.rounds, "timed": options.timed,
                                           "words": tokens(few), "sentences": sentences(plain)})
     print(f"\n{'datatrove 0.10.1':<20}{'docs/CPU-s':>12}{'ratio':>8}{'MB/s':>8}{'ratio':>8}")
     count, megabytes = answer["timed"]

@@ -1,7 +1,7 @@
-"""What `tests.benchmarks.datatrove` runs in datatrove's interpreter: reads a request, prints an answer, both JSON.
+"""Run datatrove for `tests.benchmarks.datatrove` in datatrove's interpreter: read a JSON request, print a JSON answer.
 
-Request: texts, rounds and timed (how many of the texts are measured); words (the tokens of each text) and sentences
-(their number by line), with which datatrove judges once more.
+The request has texts, rounds and timed (number of texts to measure), and words (the tokens of each text) and sentences
+(their number by line), with which datatrove judges a second time.
 """
 
 import json
@@ -29,7 +29,7 @@ FILTERS = {"gopher_quality": GopherQualityFilter(), "gopher_repetition": GopherR
 
 
 def verdict(judge, text):
-    """(the reason for which the text is dropped or "", the text then)."""
+    """Return the reason for which the text is dropped or "", and the text after the filter."""
     document = Document(text=text, id="0")
     try:
         kept = judge.filter(document)

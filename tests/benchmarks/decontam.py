@@ -1,7 +1,7 @@
-"""Decontamination on labelled documents: what is found of planted items, what is found where none is, and how fast.
+"""Measure decontamination on labelled documents: recall on planted items, false positives, and speed.
 
-Items are planted into documents of the corpus in every way of `decontam_plants.KINDS`; the labelled set
-`labels/decontam` was made by others, with other seeds and changes. Run as `python -m tests.benchmarks.decontam`.
+Items are planted into documents of the corpus in every way of `decontam_plants.KINDS`. The labelled set
+`labels/decontam` was made independently, with other seeds and changes. Run `python -m tests.benchmarks.decontam`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidewheel.data import text
 from tidewheel.data.decontaminate import EvalIndex, EvalItem, Match, find, read_eval_items
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
-_MOST_CHARACTERS = 20_000  # of a document that an item is planted into
+_MOST_CHARACTERS = 20_000  # longest document into which an item is planted
 
 
 def _lines(path: Path) -> list[Any]:
@@ -37,12 +37,12 @@ def _row(kind: str, flags: list[bool], right: int | None, expected: bool) -> dic
 
 
 def planted(index: EvalIndex, items: list[EvalItem], carriers: list[str], each: int, seed: int) -> list[dict[str, str]]:
-    """A line for each kind of plant."""
+    """Return a row for each kind of plant."""
     plants = plant(items, carriers, each, seed)
-    found = find(index, [entry.text for entry in plants])
+    matches_of = find(index, [entry.text for entry in plants])
     rows = []
     for kind, (_, _, present) in KINDS.items():
-        mine = [(entry, matches) for entry, matches in zip(plants, found, strict=True) if entry.kind == kind]
+        mine = [(entry, matches) for entry, matches in zip(plants, matches_of, strict=True) if entry.kind == kind]
         right = sum(_names(entry.item, matches) for entry, matches in mine) if present else None
         rows.append(_row(kind, [bool(matches) for _, matches in mine], right, present))
     return rows
@@ -53,7 +53,7 @@ def _names(item: EvalItem | None, matches: list[Match]) -> bool:
 
 
 def labelled(index: EvalIndex, folder: Path) -> tuple[list[dict[str, str]], list[Match]]:
-    """A line for each kind of label, by document; and the best matches where the labels say there is nothing."""
+    """Return a row for each kind of label by document, and the best matches in documents labelled as clean."""
     documents, truth = _lines(folder / "docs.jsonl.gz"), _lines(folder / "truth.jsonl.gz")
     found = dict(zip((document["id"] for document in documents),
                      find(index, [document["text"] for document in documents]), strict=True))
@@ -61,7 +61,7 @@ def labelled(index: EvalIndex, folder: Path) -> tuple[list[dict[str, str]], list
     flags, right, wrong = defaultdict(list), Counter[str](), []
     for row in truth:
         if row["contaminated"] is None or (not row["contaminated"] and row["doc"] in positive):
-            continue  # unclear, or a negative beside a planted item
+            continue  # unclear, or a negative next to a planted item
         matches = found[row["doc"]]
         flags[row["kind"], row["contaminated"]].append(bool(matches))
         right[row["kind"]] += any(match.item == row["item"] for match in matches)
@@ -72,7 +72,7 @@ def labelled(index: EvalIndex, folder: Path) -> tuple[list[dict[str, str]], list
 
 
 def speed(index: EvalIndex, texts: list[str], rounds: int) -> list[dict[str, str]]:
-    """Best of `rounds`, CPU time of one thread; words alone for comparison."""
+    """Return rows of the best CPU time of `rounds` on one thread, with words alone for comparison."""
     column = pa.array(texts, pa.large_string())
     size = sum(len(entry.encode()) for entry in texts)
 
@@ -99,25 +99,25 @@ def main() -> None:
     parser.add_argument("--evals", default=str(SHARED / "evals"), help="evaluation items")
     parser.add_argument("--corpus", default=str(SHARED / "corpus/dev-00003.jsonl.gz"), help="a gzipped JSONL file")
     parser.add_argument("--labels", type=Path, default=SHARED / "labels/decontam", help="labelled documents")
-    parser.add_argument("--each", type=int, default=300, help="documents of each kind of plant")
+    parser.add_argument("--each", type=int, default=300, help="documents for each kind of plant")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    items = read_eval_items(given.evals)
+    options = parser.parse_args()
+    items = read_eval_items(options.evals)
     began = time.process_time()
     index = EvalIndex.build(items)
     print(f"{len(items):,} items, indexed in {time.process_time() - began:.1f} s, {len(index.to_bytes()) / 1e6:.0f} MB")
-    texts = [record["text"] for record in _lines(Path(given.corpus))]
+    texts = [record["text"] for record in _lines(Path(options.corpus))]
     natural = find(index, texts)
     carriers = [entry for entry, matches in zip(texts, natural, strict=True)
                 if not matches and len(entry) <= _MOST_CHARACTERS]
-    print_table(planted(index, items, carriers, given.each, given.seed), title="planted by this benchmark")
-    if given.labels.is_dir():
-        rows, wrong = labelled(index, given.labels)
-        print_table(rows, title=f"labels of {given.labels.name}")
+    print_table(planted(index, items, carriers, options.each, options.seed), title="planted by this benchmark")
+    if options.labels.is_dir():
+        rows, wrong = labelled(index, options.labels)
+        print_table(rows, title=f"labels of {options.labels.name}")
         for match in wrong:
             print(f"flagged against the label: {match.item} {match.score:.2f} {match.text!r}")
-    print_table(speed(index, texts, given.rounds), title=f"one core, all items, {Path(given.corpus).name}")
+    print_table(speed(index, texts, options.rounds), title=f"one core, all items, {Path(options.corpus).name}")
     print(f"of its {len(texts):,} documents as they are {sum(map(bool, natural))} are flagged:")
     for matches in natural:
         if matches:

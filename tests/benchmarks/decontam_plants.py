@@ -1,4 +1,4 @@
-"""Evaluation items planted into documents: dressed, edited, halved, and things that only look like items."""
+"""Plant evaluation items into documents: reformatted, edited, halved, and texts that only resemble items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACCENTS = {"e": "\u00e9", "a": "\u00e0", "o": "\u00f6", "u": "\u00fc", "i": "\u
 
 @dataclass(frozen=True)
 class Plant:
-    """A document, how it was made, and the item in it (None: there is none)."""
+    """A document, the kind of its change, and the item in it (None if there is none)."""
 
     kind: str
     text: str
@@ -68,18 +68,18 @@ def _accents(item: EvalItem, random: random.Random) -> str:
 
 
 def _hyphens(item: EvalItem, random: random.Random) -> str:
-    """Set in lines of about 60 characters, a word hyphenated at the end of every other one."""
-    found, width = [], 0
+    """Break into lines of about 60 characters and hyphenate a word at the end of every other line."""
+    lines, width = [], 0
     for word in item.text.split():
         width += len(word) + 1
         if width > 60 and len(word) > 6 and word.isalpha():
             word, width = f"{word[:4]}-\n{word[4:]}", 0
-        found.append(word)
-    return " ".join(found)
+        lines.append(word)
+    return " ".join(lines)
 
 
 def _numbered(item: EvalItem, random: random.Random) -> str:
-    """As an exam sheet: a number before, choices after."""
+    """Format as an exam question, with a number before and choices after."""
     marks = random.choice(["ABCD", "1234"])
     return f"{random.randint(1, 99)}. {item.text}\n" + "\n".join(f"{mark}) {word}" for mark, word in zip(
         marks, random.choices(item.text.split(), k=4), strict=True))
@@ -100,8 +100,8 @@ def _edited(kind: str) -> Change:
                 at = min(at, len(words) - 2)
                 words[at], words[at + 1] = words[at + 1], words[at]
             elif kind == "typo" and len(words[at]) > 2:
-                place = random.randrange(len(words[at]))
-                words[at] = words[at][:place] + random.choice(string.ascii_lowercase) + words[at][place + 1 :]
+                index = random.randrange(len(words[at]))
+                words[at] = words[at][:index] + random.choice(string.ascii_lowercase) + words[at][index + 1 :]
         return " ".join(words)
     return change
 
@@ -126,7 +126,7 @@ def _shuffled(item: EvalItem, random: random.Random) -> str:
 
 _WORDS = ["copper", "often", "seven", "modern", "leaves", "behind", "written", "garden", "window", "under", "green",
           "paper", "never", "during", "small", "answer", "river", "strong", "figure", "market", "result", "people"]
-#: kind -> (change, fewest words of an item, whether the item is there afterwards)
+#: kind -> (change, fewest words of an item, whether the document still contains the item)
 KINDS: dict[str, tuple[Change, int, bool]] = {
     "verbatim": (lambda item, random: item.text, 8, True),
     "case": (_case, 8, True),
@@ -152,23 +152,23 @@ KINDS: dict[str, tuple[Change, int, bool]] = {
 
 
 def plant(items: Sequence[EvalItem], carriers: Sequence[str], each: int, seed: int = 11) -> list[Plant]:
-    """`each` documents of every kind of `KINDS`: a carrier with a changed item between two of its lines.
+    """Return `each` documents of every kind of `KINDS`: a carrier with a changed item between two of its lines.
 
-    Items have up to 400 words by white space; benchmarks are drawn evenly, so that small ones count.
+    Items have up to 400 words separated by white space. Benchmarks are drawn evenly, so that small ones count.
     """
     benchmarks: dict[str, list[EvalItem]] = {}
     for item in items:
         if 8 <= len(re.findall(r"\w+", item.text)) <= 400:
             benchmarks.setdefault(item.name, []).append(item)
-    found = []
+    plants = []
     for kind, (change, fewest, present) in KINDS.items():
         draw = random.Random(f"{seed} {kind}")
-        while sum(entry.kind == kind for entry in found[-each:]) < each:
+        while sum(entry.kind == kind for entry in plants[-each:]) < each:
             item = draw.choice(benchmarks[draw.choice(sorted(benchmarks))])
             if len(re.findall(r"\w+", item.text)) < fewest:
                 continue
             lines = draw.choice(carriers).split("\n")
             at = draw.randrange(len(lines) + 1)
             text = "\n".join([*lines[:at], change(item, draw), *lines[at:]])
-            found.append(Plant(kind, text, item if present else None))
-    return found
+            plants.append(Plant(kind, text, item if present else None))
+    return plants

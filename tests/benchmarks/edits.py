@@ -1,8 +1,8 @@
-"""The filters that edit text, on one core, beside the same rules in plain Python and datatrove's redaction.
+"""Compare the filters that edit text on one core with the same rules in plain Python and with datatrove's redaction.
 
     python -m tests.benchmarks.edits [--corpus ../shared/corpus] [--files 2] [--datatrove-python PATH]
 
-CPU time, median of 5 (peers of 1: they are slow). Agreement is over documents.
+Times are CPU time, medians of 5 runs (1 for the slow peers). Agreement is the share of documents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ print(json.dumps({"seconds": time.process_time() - began, "changed": [a != b for
 
 
 def documents(folder: Path, files: int) -> pa.Table:
-    """The corpus as a pipeline reads it."""
+    """Return the corpus as a pipeline reads it."""
     lines = [line for path in sorted(folder.glob("*.jsonl.gz"))[:files]
              for line in gzip.decompress(path.read_bytes()).splitlines()]
     rows = [json.loads(line) for line in lines]
@@ -52,7 +52,7 @@ def documents(folder: Path, files: int) -> pa.Table:
 
 
 def seconds(work: Callable[[], Any], runs: int) -> tuple[float, Any]:
-    """(median CPU seconds, the last result) of `work`."""
+    """Return the median CPU seconds and the last result of `work`."""
     times, result = [], None
     for _ in range(runs):
         began = time.process_time()
@@ -62,20 +62,21 @@ def seconds(work: Callable[[], Any], runs: int) -> tuple[float, Any]:
 
 
 def in_pipeline(table: pa.Table, step: FilterStep) -> Outcomes:
-    """The step with everything a pipeline does about it: verdict rows, samples, histograms, the edited table."""
-    found = Outcomes()
+    """Run the step with all that a pipeline adds: verdict rows, samples, histograms and the edited table."""
+    outcomes = Outcomes()
     for first in range(0, len(table), BATCH):
-        found.apply(groups(grouped([step])), table.slice(first, BATCH))
-    return found
+        outcomes.apply(groups(grouped([step])), table.slice(first, BATCH))
+    return outcomes
 
 
 def datatrove(python: str, texts: list[str]) -> tuple[float, list[bool]]:
-    """(CPU seconds, whether each text was changed) of datatrove's PIIFormatter in its own interpreter."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as given:
-        json.dump(texts, given)
-        given.flush()
-        said = subprocess.run([python, "-c", DATATROVE, given.name], capture_output=True, text=True, check=True).stdout
-    value = json.loads(said)
+    """Run datatrove's PIIFormatter in its own interpreter; return CPU seconds and whether each text changed."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as request_file:
+        json.dump(texts, request_file)
+        request_file.flush()
+        command = [python, "-c", DATATROVE, request_file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    value = json.loads(output)
     return value["seconds"], value["changed"]
 
 
@@ -83,15 +84,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, default=Path("../shared/corpus"))
     parser.add_argument("--files", type=int, default=2)
-    parser.add_argument("--datatrove-python", help="interpreter of an environment with datatrove")
-    given = parser.parse_args()
-    table = documents(given.corpus, given.files)
+    parser.add_argument("--datatrove-python", help="Python of an environment with datatrove")
+    options = parser.parse_args()
+    table = documents(options.corpus, options.files)
     if not len(table):
-        sys.exit(f"no *.jsonl.gz in {given.corpus}: name a folder with --corpus")
+        sys.exit(f"no *.jsonl.gz in {options.corpus}: name a folder with --corpus")
     texts = table["text"].combine_chunks()
     plain = texts.to_pylist()
     size = sum(len(text.encode()) for text in plain) / 1e6
-    judged(texts[:8], RefinedWeb())  # compiles
+    judged(texts[:8], RefinedWeb())  # compiles the kernels
 
     def line(name: str, took: float, note: str = "") -> None:
         print(f"{name:<34}{len(plain) / took:>14,.0f}{size / took:>10,.1f}   {note}")
@@ -105,13 +106,13 @@ def main() -> None:
     ours, (_, _, redacted) = seconds(lambda: judged(texts, Pii()), 5)
     changed = [a != b for a, b in zip(plain, redacted.to_pylist(), strict=True)]
     line("pii", ours, f"{sum(changed):,} documents edited")
-    if given.datatrove_python:
-        peer, theirs = datatrove(given.datatrove_python, plain)
+    if options.datatrove_python:
+        peer, theirs = datatrove(options.datatrove_python, plain)
         same = sum(a == b for a, b in zip(changed, theirs, strict=True)) / len(plain)
         line("datatrove PIIFormatter", peer, f"{peer / ours:,.0f} times slower; {sum(theirs):,} documents edited, "
                                              f"the same verdict in {same:.2%}")
-    both = FilterStep.model_validate({"refinedweb": {}, "pii": {}})
-    took, outcomes = seconds(lambda: in_pipeline(table, both), 5)
+    combined = FilterStep.model_validate({"refinedweb": {}, "pii": {}})
+    took, outcomes = seconds(lambda: in_pipeline(table, combined), 5)
     line("both, in a pipeline's pass", took, f"{outcomes.edited:,} edited, {outcomes.dropped:,} dropped")
 
 

@@ -1,15 +1,15 @@
-"""What each event costs: Ray Train alone, elastic, beside Tidewheel; same model, same data, same interval of saves.
+"""Measure the cost of each event for Tidewheel and for plain elastic Ray Train, with the same model, data and saves.
 
     python -m tests.benchmarks.elastic [--only EVENT ...] [--ours-only] [--step-seconds 0.1]
 
-Events: worker (SIGKILL), node (SIGKILL), frozen (node, SIGSTOP), drain (notice of 30 s), join (a fresh node), and of
-ours only: standby (a worker dies beside one that stands by, on a third node), kept and plain (the fallbacks, a node
-SIGKILLed).
-Real raylets on this machine, one worker each. `seconds` is the longest time without a step from the event on,
-less a step; `redone` counts steps. Ray Train's side is its TorchTrainer with ScalingConfig(num_workers=(1, 2)) around
-our training loop and our asynchronous checkpoints: what differs is only who deals with the event. It takes up to two
-minutes an event. Exit code 1 when one of ours misses its limit. The limits are those of an idle machine; where other
-programs take the CPU too, which is measured before and after each event, they are as many times longer.
+Events: worker (SIGKILL), node (SIGKILL), frozen (SIGSTOP to a node), drain (notice of 30 s), join (a new node), and for
+Tidewheel only: standby (a worker dies while a standby worker runs on a third node), kept and plain (the fallbacks,
+after SIGKILL to a node).
+Real raylets run on this machine with one worker each. `seconds` is the longest time without a step after the event,
+less a step; `redone` counts repeated steps. Ray Train's side is its TorchTrainer with ScalingConfig(num_workers=(1, 2))
+around Tidewheel's training loop and asynchronous checkpoints, so that only the handling of the event differs. An event
+takes up to two minutes. The exit code is 1 when Tidewheel misses a limit. The limits are for an idle machine. Other
+programs' use of the CPU is measured before and after each event, and lengthens the limits in proportion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tidewheel.train.config import TrainConfig
 
 AT_STEP, SAVE_EVERY = 33, 20
 LIMITS = {"worker": 1.5, "node": 3.0, "frozen": 5.0, "drain": 2.0, "join": 2.0, "standby": 2.0, "kept": 5.0}
-"""Seconds, from the issue. Redone: at most one step of a worker or node that died, none otherwise."""
+"""Limits in seconds. At most one step may be repeated after a worker or node died, and none otherwise."""
 WORK_SECONDS = 1.0
 REDONE = {"worker": 1, "node": 1, "frozen": 1, "standby": 1, "kept": 1}
 PEERS = ("worker", "node", "frozen", "drain", "join")
@@ -53,7 +53,7 @@ MARK = "cost: "
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one event: seconds without a step, steps done again, world sizes of the run."""
+    """Cost of one event: seconds without a step, repeated steps, world sizes of the run."""
 
     seconds: float
     redone: int
@@ -61,7 +61,7 @@ class Cost:
 
 
 def paced(seconds: float, done: Path) -> None:
-    """Make every step of this process take so much longer, until the file `done` is there."""
+    """Make every step of this process take `seconds` longer until the file `done` exists."""
     from tidewheel.train import loop
 
     step = loop.train_step
@@ -74,7 +74,7 @@ def paced(seconds: float, done: Path) -> None:
 
 
 def ours(config: TrainConfig, seconds: float, done: Path) -> None:
-    """Tidewheel."""
+    """Train with Tidewheel."""
     def worker(given: dict[str, Any]) -> Any:
         from tests.benchmarks.elastic import paced
         from tidewheel.elastic.worker import run_worker
@@ -86,7 +86,7 @@ def ours(config: TrainConfig, seconds: float, done: Path) -> None:
 
 
 def peer(config: TrainConfig, seconds: float, done: Path) -> None:
-    """Ray Train alone."""
+    """Train with plain Ray Train."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -106,10 +106,10 @@ def peer(config: TrainConfig, seconds: float, done: Path) -> None:
 
         paced(seconds, done)
         config = TrainConfig.model_validate(given)
-        place, context = storage.store(config.run_uri), ray.train.get_context()
-        log = jsonlog.JsonLog(place, "events.jsonl")
-        before = [event for event in jsonlog.read(place, "events.jsonl") if event["kind"] in ("start", "resume")]
-        manager = CheckpointManager.of(place.child("checkpoints"), config.checkpoint, lambda kind, detail: None,
+        run_store, context = storage.store(config.run_uri), ray.train.get_context()
+        log = jsonlog.JsonLog(run_store, "events.jsonl")
+        before = [event for event in jsonlog.read(run_store, "events.jsonl") if event["kind"] in ("start", "resume")]
+        manager = CheckpointManager.of(run_store.child("checkpoints"), config.checkpoint, lambda kind, detail: None,
                                        generation=None)
         train(config, Runtime(rank=context.get_world_rank(), world_size=context.get_world_size(), checkpoints=manager,
                               control=Control(), generation=len(before)))
@@ -124,7 +124,7 @@ def peer(config: TrainConfig, seconds: float, done: Path) -> None:
 
 
 def disturb(event: str, cluster: LocalCluster, config: TrainConfig) -> Callable[[], None]:
-    """What happens, to the last rank that trains."""
+    """Return the action of an event, whose victim is the last rank that trains."""
     records = jsonlog.read(store(config.run_uri), "ledger.jsonl")
     last = max(records, key=lambda record: (record["generation"], record["rank"]))["node"]
     victim = next((node for node in cluster.nodes if node.node_id.startswith(last)), cluster.nodes[-1])
@@ -157,7 +157,7 @@ def _worker_of(cluster: LocalCluster, node: NodeHandle) -> int:
 
 
 def cost(event: str, side: Callable[[TrainConfig, float, Path], None], step_seconds: float) -> Cost:
-    """Run once, with the event at step `AT_STEP`."""
+    """Run once with the event at step `AT_STEP` and return its cost."""
     nodes = {"join": 1, "standby": 3}.get(event, 2)
     with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as name, _cluster(nodes) as cluster:
         folder = Path(name)
@@ -182,7 +182,7 @@ def cost(event: str, side: Callable[[TrainConfig, float, Path], None], step_seco
         watch = _Steps(config, failed)
         watch.until(lambda: watch.step() >= AT_STEP)
         if event == "standby":
-            time.sleep(10)  # it warms meanwhile
+            time.sleep(10)  # the standby worker warms up
         action, generations, last = disturb(event, cluster, config), watch.generations(), watch.step()
         at = time.time()
         threading.Thread(target=action, daemon=True).start()
@@ -194,7 +194,7 @@ def cost(event: str, side: Callable[[TrainConfig, float, Path], None], step_seco
 
 
 class _Steps:
-    """What a run has recorded so far."""
+    """The steps that a run has recorded so far."""
 
     def __init__(self, config: TrainConfig, failed: list[BaseException]) -> None:
         self._store, self._failed = store(config.run_uri), failed
@@ -206,11 +206,11 @@ class _Steps:
         return max((line["step"] for line in self.lines()), default=0)
 
     def sizes(self) -> tuple[int, ...]:
-        found: list[int] = []
+        sizes_seen: list[int] = []
         for line in self.lines():
-            if not found or found[-1] != line["world_size"]:
-                found.append(line["world_size"])
-        return tuple(found)
+            if not sizes_seen or sizes_seen[-1] != line["world_size"]:
+                sizes_seen.append(line["world_size"])
+        return tuple(sizes_seen)
 
     def generations(self) -> int:
         return len({line["generation"] for line in self.lines()})
@@ -232,7 +232,7 @@ class _Steps:
             if self._failed:
                 raise self._failed[0]
             if time.monotonic() > limit:
-                raise TimeoutError(f"nothing for {MOST_SECONDS:g} s; so far {self.sizes()}, step {self.step()}")
+                raise TimeoutError(f"no change for {MOST_SECONDS:g} s; so far {self.sizes()}, step {self.step()}")
             time.sleep(0.2)
 
 
@@ -247,7 +247,7 @@ def _cluster(nodes: int) -> Iterator[LocalCluster]:
 
 
 def main() -> int:
-    """Print the table."""
+    """Run the events, print the table and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", nargs="+", choices=[*LIMITS, "plain"], default=[*LIMITS, "plain"])
     arguments.add_argument("--ours-only", action="store_true")
@@ -256,9 +256,9 @@ def main() -> int:
     chosen = arguments.parse_args()
     if chosen.one:
         event, side = chosen.one
-        found = cost(event, {"ours": ours, "peer": peer}[side], chosen.step_seconds)
-        print(MARK + json.dumps(asdict(found)), flush=True)
-        os._exit(0)  # the run is left in the middle
+        measured_cost = cost(event, {"ours": ours, "peer": peer}[side], chosen.step_seconds)
+        print(MARK + json.dumps(asdict(measured_cost)), flush=True)
+        os._exit(0)  # the run has not finished
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
     for event in chosen.only:
@@ -277,28 +277,28 @@ def main() -> int:
 
 
 def crowding() -> float:
-    """How many times longer a piece of work takes here than on an idle machine: 1 when nobody else computes."""
+    """Return the factor by which work takes longer here than on an idle machine."""
     began, until = time.monotonic(), time.thread_time() + WORK_SECONDS
     while time.thread_time() < until:
         pass
     return max(1.0, (time.monotonic() - began) / WORK_SECONDS)
 
 
-def _within(event: str, found: Cost | str, crowded: float) -> bool:
-    if isinstance(found, str):
+def _within(event: str, outcome: Cost | str, crowded: float) -> bool:
+    if isinstance(outcome, str):
         return False
     if event not in LIMITS:
         return True
-    return found.seconds <= LIMITS[event] * crowded and found.redone <= REDONE.get(event, 0)
+    return outcome.seconds <= LIMITS[event] * crowded and outcome.redone <= REDONE.get(event, 0)
 
 
 def _tried(event: str, side: str, seconds: float) -> Cost | str:
-    """In a process of its own: Ray connects once in each."""
+    """Measure an event in its own process, since Ray connects only once in a process."""
     command = [sys.executable, "-m", "tests.benchmarks.elastic", "--one", event, side, "--step-seconds", str(seconds)]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _path()})
-    found = [line for line in run.stdout.splitlines() if line.startswith(MARK)]
-    if found:
-        values = json.loads(found[-1].removeprefix(MARK))
+    marked = [line for line in run.stdout.splitlines() if line.startswith(MARK)]
+    if marked:
+        values = json.loads(marked[-1].removeprefix(MARK))
         return Cost(values["seconds"], values["redone"], tuple(values["sizes"]))
     return (run.stderr.strip().splitlines() or ["nothing"])[-1][:60]
 
@@ -308,12 +308,12 @@ def _path() -> str:
     return os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
 
 
-def _cells(side: str, found: Cost | str | None) -> dict[str, str]:
+def _cells(side: str, outcome: Cost | str | None) -> dict[str, str]:
     seconds, redone = "", ""
-    if isinstance(found, Cost):
-        seconds, redone = f"{found.seconds:.2f}", str(found.redone)
-    elif found is not None:
-        seconds = found
+    if isinstance(outcome, Cost):
+        seconds, redone = f"{outcome.seconds:.2f}", str(outcome.redone)
+    elif outcome is not None:
+        seconds = outcome
     return {f"{side}, s": seconds, f"{side}, redone": redone}
 
 

@@ -1,12 +1,12 @@
-"""Every layout against the plain single-process run: the same losses and the same parameters.
+"""Compare every layout with a single-process run: the losses and the parameters must be the same.
 
     python -m tests.benchmarks.equivalence [--steps 20] [--only TEXT] [--list]
 
-Each row is a whole training run of the debug model in fp32 on CPU (gloo, up to 4 processes) from the same shards,
-through the loop, the loader and the checkpoints that users have; its last checkpoint is then loaded into a single
-process. `loss` is the worst relative difference of a step's loss, `parameter` the worst difference of an element, both
-beside the single process that trains the same recipe; `validation` is of the final validation loss, relative. Exit code
-1 when a bound is broken.
+Each row is a whole training run of the debug model in fp32 on CPU (gloo, up to 4 processes) from the same shards, with
+the loop, the loader and the checkpoints of users. Its last checkpoint is then loaded into a single process. `loss` is
+the largest relative difference of a step's loss and `parameter` the largest difference of an element from a single
+process with the same recipe. `validation` is the relative difference of the final validation loss. The exit code is 1
+when a bound is exceeded.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from tidewheel.train.runtime import Runtime
 LOSS_BOUND, PARAMETER_BOUND = 1e-5, 1e-4
 LENGTH, SEQUENCES = 32, 16
 AT_ONCE = 6
-"""Rows that a process trains: each leaves groups behind, whose threads slow down those after it."""
+"""Rows for each process: every row leaves process groups behind, whose threads slow down the next rows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: so many ranks with a layout, and what the single process shares with them."""
+    """A row of the table: a number of ranks with a layout, and the settings shared with the single process."""
 
     name: str
     ranks: int
     layout: tuple[str, ...]
     """Settings that must not change the result."""
     recipe: tuple[str, ...] = ()
-    """Settings that may; the single process has them too."""
+    """Settings that may change the result; the single process has them too."""
 
     @property
     def key(self) -> str:
-        """A name for a folder."""
+        """Return a name for a folder."""
         return "".join(c if c.isalnum() else "-" for c in self.name)
 
 
@@ -125,11 +125,11 @@ ROWS: list[Row] = [
                                         "parallel.tensor=2")) for schedule in SCHEDULES[1:]),
     Row("PP 2 x CP 2", 4, ("parallel.pipeline=2", "parallel.context=2")),
 ]
-"""Add rows here; ranks 1, 2 and 4. A layout that is refused by the configuration is an error, not a missing row."""
+"""Rows of the table, with 1, 2 or 4 ranks. A layout that the configuration refuses is an error, not a missing row."""
 
 
 def settings(folder: Path, name: str, steps: int, overrides: Sequence[str]) -> TrainConfig:
-    """The configuration of a run: what the rows have in common, with `overrides`."""
+    """Return the configuration of a run: the common settings of the rows with `overrides`."""
     values: dict[str, Any] = {
         "run": {"id": name, "uri": str(folder / "runs")}, "steps": steps, "seed": 1,
         "data": {"uri": str(folder / "shards"), "validation": str(folder / "validation"), "seed": 7},
@@ -147,12 +147,12 @@ def prepare(folder: Path) -> None:
 
 
 def checkpoints(config: TrainConfig) -> CheckpointManager:
-    """Of a run, written at once."""
+    """Return a run's checkpoint manager, which saves synchronously."""
     return CheckpointManager(storage.store(config.run_uri).child("checkpoints"), asynchronous=False)
 
 
 def train_all(configs: Sequence[TrainConfig]) -> None:
-    """Train one after the other; called on every rank."""
+    """Train the configurations one after the other; called on every rank."""
     distributed = torch.distributed.is_initialized()
     rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
     for config in configs:
@@ -163,16 +163,16 @@ def train_all(configs: Sequence[TrainConfig]) -> None:
 
 
 def run(folder: Path, rows: Sequence[Row], steps: int) -> list[dict[str, Any]]:
-    """Train the rows and their references; what differs, one line each."""
+    """Train the rows and their references, and return a row of differences for each."""
     prepare(folder)
     references = {row.recipe: settings(folder, f"reference-{number}", steps, row.recipe)
                   for number, row in enumerate(rows)}
     train_all(list(references.values()))
     configs = {row.name: settings(folder, row.key, steps, (*row.recipe, *row.layout)) for row in rows}
     for ranks in sorted({row.ranks for row in rows}):
-        wanted = [configs[row.name] for row in rows if row.ranks == ranks]
-        for first in range(0, len(wanted), AT_ONCE):
-            some = wanted[first:first + AT_ONCE]
+        rank_configs = [configs[row.name] for row in rows if row.ranks == ranks]
+        for first in range(0, len(rank_configs), AT_ONCE):
+            some = rank_configs[first:first + AT_ONCE]
             if ranks == 1:
                 train_all(some)
             else:
@@ -181,7 +181,7 @@ def run(folder: Path, rows: Sequence[Row], steps: int) -> list[dict[str, Any]]:
 
 
 def compare(row: Row, config: TrainConfig, reference: TrainConfig) -> dict[str, Any]:
-    """Worst differences of a row from its reference."""
+    """Return the largest differences of a row from its reference."""
     ours, theirs = losses(config), losses(reference)
     assert ours.keys() == theirs.keys(), f"{row.name}: {len(ours)} steps, not {len(theirs)}"
     loss = max(abs(ours[step] - value) / abs(value) for step, value in theirs.items())
@@ -195,13 +195,13 @@ def compare(row: Row, config: TrainConfig, reference: TrainConfig) -> dict[str, 
 
 
 def losses(config: TrainConfig) -> dict[int, float]:
-    """Loss of each step."""
+    """Return the loss of each step."""
     lines = jsonlog.read(storage.store(config.run_uri), "metrics.jsonl")
     return {int(line["step"]): float(line["loss"]) for line in lines if "loss" in line}
 
 
 def validation_loss(config: TrainConfig) -> float:
-    """Of the finished run."""
+    """Return the validation loss of the finished run."""
     result = read_result(storage.store(config.run_uri))
     assert result is not None
     assert result.validation_loss is not None
@@ -209,7 +209,7 @@ def validation_loss(config: TrainConfig) -> float:
 
 
 def weights(config: TrainConfig, single: TrainConfig) -> dict[str, torch.Tensor]:
-    """The last checkpoint of `config` in one process, which has the layout of `single`."""
+    """Load the last checkpoint of `config` in one process with the layout of `single`."""
     vocabulary = int(storage.store(config.run_uri).read_json("run.json")["vocabulary_size"])
     model = parallel.build(single, vocabulary, Runtime())
     state = training_state(model, build_optimizer(model, single.optimizer))

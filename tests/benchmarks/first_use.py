@@ -1,10 +1,10 @@
-"""First use of the text kernels on a new machine, and their speed at each level of processors.
+"""Measure the first use of the text kernels on a new machine, and their speed at each processor level.
 
     python -m tests.benchmarks.first_use [--compile] [--megabytes 8]
 
-Each line is a process of its own with an empty cache: seconds until every kernel has been called once, how many
-functions were compiled, and the megabytes per second of one pass with all filters, hash and signature. With --compile
-also what it takes where nothing comes with the package (a minute or two), and how long each kernel takes then.
+Each line is its own process with an empty cache: seconds until every kernel has been called once, the number of
+compiled functions, and the megabytes per second of one pass with all filters, hash and signature. --compile also
+measures a package without compiled kernels (a minute or two), and the compilation time of each kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidewheel.data.text import kernel_objects
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="also compile all kernels here")
-    parser.add_argument("--megabytes", type=float, default=8.0, help="text to measure the speed on")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="size of the text that is measured")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_process:
@@ -36,15 +36,16 @@ def main() -> int:
     runs = [(level, level) for level in kernel_objects.LEVELS if best]
     if options.compile or best is None:
         runs += [("compiled here", "compile"), ("again", "compile")]
-    with tempfile.TemporaryDirectory() as kept:
+    with tempfile.TemporaryDirectory() as cache_folder:
         for name, setting in runs:
             with tempfile.TemporaryDirectory() as empty:
-                found = in_process(setting, kept if setting == "compile" else empty, options.megabytes)
-            if found["level"] is None and setting != "compile":
-                continue  # this processor is below the level
-            parts = parts or found["kernels"]
-            rows.append({"kernels": name, "first use s": found["first_use"], "of it processor s": found["processor"],
-                         "functions compiled": found["compiled"], "MB/s": found["speed"]})
+                measured = in_process(setting, cache_folder if setting == "compile" else empty, options.megabytes)
+            if measured["level"] is None and setting != "compile":
+                continue  # this processor lacks the level
+            parts = parts or measured["kernels"]
+            rows.append({"kernels": name, "first use s": measured["first_use"],
+                         "of it processor s": measured["processor"], "functions compiled": measured["compiled"],
+                         "MB/s": measured["speed"]})
     print_table(rows, title=f"first use of all text kernels with an empty cache; by itself this machine takes {best}")
     if parts:
         print_table(parts, title="compiled here, the slowest")
@@ -52,15 +53,15 @@ def main() -> int:
 
 
 def in_process(setting: str, cache: str, megabytes: float) -> dict[str, Any]:
-    """What `measure` finds in a new process."""
+    """Run `measure` in a new process and return its result."""
     environment = {**os.environ, "XDG_CACHE_HOME": cache, kernel_objects.SETTING: setting}
     command = [sys.executable, "-m", "tests.benchmarks.first_use", "--in-process", "--megabytes", str(megabytes)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def measure(megabytes: float) -> dict[str, Any]:
-    """Use every kernel for the first time in this process, then measure documents again and again."""
+    """Use every kernel for the first time in this process, then measure documents repeatedly."""
     began, processor = time.monotonic(), time.process_time()
     counted = count_compilations()
     from tidewheel.data import warm_up
@@ -75,7 +76,7 @@ def measure(megabytes: float) -> dict[str, Any]:
 
 
 def count_compilations() -> list[tuple[str, float]]:
-    """A list that grows by (function, processor seconds with what it calls) with each compilation."""
+    """Return a list to which each compilation adds (function, processor seconds including its callees)."""
     from numba.core import event
 
     class Listener(event.Listener):
@@ -97,7 +98,7 @@ def count_compilations() -> list[tuple[str, float]]:
 
 
 def speed(megabytes: float) -> float:
-    """Megabytes per processor second of one pass over texts of this machine's Python, the best of five."""
+    """Return the megabytes per processor second of one pass over this machine's Python files, the best of five."""
     import inspect
     import pydoc_data.topics
 

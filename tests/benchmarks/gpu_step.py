@@ -1,16 +1,15 @@
-"""One training step on one device: Tidewheel beside torchtitan and a plain transformers loop, in one call.
+"""Measure one training step on one device for Tidewheel, torchtitan and a plain transformers loop.
 
     python -m tests.benchmarks.gpu_step [--preset 1b] [--lengths 4096 8192] [--tokens 32768] [--document 0] [--no-fp8]
 
-Each side trains the same Llama shape on the same few batches: 5 warm steps, then `--steps` timed ones between two
-synchronisations. A row counts only if its loss fell. Settings: fp32 weights, bf16 products (autocast), fused AdamW,
-gradients clipped at norm 1, compiled where the side compiles. torchtitan's side is its model, its per-block compile and
-its loss, as its trainer puts them together on one device, if it can be imported (0.2.2 runs on torch 2.11). A batch
-is `--tokens` tokens; documents are whole rows unless `--document` cuts them, and then only our side masks them.
+Each side trains the same Llama shape on the same few batches: 5 warm-up steps, then `--steps` timed ones between two
+synchronisations. A row is valid only if its loss fell. Settings: fp32 weights, bf16 products (autocast), fused AdamW,
+gradients clipped at norm 1, compiled where the side supports it. torchtitan's side is its model, its per-block compile
+and its loss, as its trainer combines them on one device, if it can be imported (0.2.2 runs on torch 2.11). A batch has
+`--tokens` tokens. Documents are whole rows unless `--document` cuts them, and then only Tidewheel masks them.
 
 MFU = tokens/s x FLOPs per token / the dense bf16 peak (fp8 rows too); FLOPs per token = 6 N + 12 layers x heads x head
-width x L (`Llama.flops_per_token`). Without a GPU a tiny shape runs on the CPU, to show that the script works:
-those figures say nothing about a GPU.
+width x L (`Llama.flops_per_token`). Without a GPU a tiny shape runs on the CPU, which only shows that the script works.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ TINY: dict[str, Any] = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_head
                         "rope_theta": 5e5}
 
 Step = Callable[[MicroBatch], float | torch.Tensor]
-"""One optimizer step; the mean loss."""
+"""A function that does one optimizer step and returns the mean loss."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all sides train."""
+    """The model, batch and settings that all sides train."""
 
     model: Llama
     vocabulary: int
@@ -62,7 +61,7 @@ class Case:
 
 
 def main() -> int:
-    """Print a table for each length."""
+    """Measure all sides, print a table for each length and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--preset", default="1b")
     arguments.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
@@ -70,17 +69,17 @@ def main() -> int:
     arguments.add_argument("--document", type=int, default=0)
     arguments.add_argument("--steps", type=int, default=20)
     arguments.add_argument("--no-fp8", action="store_true")
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print("no GPU here: a tiny shape on the CPU, which shows that the script works and nothing else")
-        given.lengths, given.tokens, given.steps = [128], 512, 5
-    sides = _sides(device, fp8=not given.no_fp8)
-    for length in given.lengths:
-        model = build(Llama, {"preset": given.preset} if device.type == "cuda" else TINY)
-        case = Case(model, VOCABULARY if device.type == "cuda" else 512, length, max(1, given.tokens // length), device,
-                    device.type == "cuda")
-        rows = [_measure(name, make, case, given) for name, make in sides.items()]
+        options.lengths, options.tokens, options.steps = [128], 512, 5
+    sides = _sides(device, fp8=not options.no_fp8)
+    for length in options.lengths:
+        model = build(Llama, {"preset": options.preset} if device.type == "cuda" else TINY)
+        case = Case(model, VOCABULARY if device.type == "cuda" else 512, length, max(1, options.tokens // length),
+                    device, device.type == "cuda")
+        rows = [_measure(name, make, case, options) for name, make in sides.items()]
         print_table(rows, title=f"{_device_name(device)}, torch {torch.__version__}, {case.rows} x {length} tokens")
     for name in ("torchtitan", "transformers"):
         if importlib.util.find_spec(name) is None:
@@ -99,23 +98,23 @@ def _sides(device: torch.device, *, fp8: bool) -> dict[str, Callable[[Case], Ste
     return sides
 
 
-def _measure(name: str, make: Callable[[Case], Step], case: Case, given: Any) -> dict[str, str]:
+def _measure(name: str, make: Callable[[Case], Step], case: Case, options: Any) -> dict[str, str]:
     cuda = case.device.type == "cuda"
-    batches = [_batch(case, number, given.document) for number in range(BATCHES)]
+    batches = [_batch(case, index, options.document) for index in range(BATCHES)]
     try:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         step, losses = make(case), []
-        for number in range(WARM):
-            losses.append(step(batches[number % BATCHES]))
+        for index in range(WARM):
+            losses.append(step(batches[index % BATCHES]))
         _wait(case.device)
         began = time.perf_counter()
-        for number in range(WARM, WARM + given.steps):
-            losses.append(step(batches[number % BATCHES]))
+        for index in range(WARM, WARM + options.steps):
+            losses.append(step(batches[index % BATCHES]))
         _wait(case.device)
-        seconds = (time.perf_counter() - began) / given.steps
+        seconds = (time.perf_counter() - began) / options.steps
         peak_memory = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # a peer of another version, or no memory
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # another peer version, or no memory
         return {"": name, "tokens/s": "failed", "loss": " ".join(f"{type(error).__name__}: {error}".split())[:90]}
     finally:
         step = None
@@ -132,7 +131,7 @@ def _measure(name: str, make: Callable[[Case], Step], case: Case, given: Any) ->
 
 
 def tidewheel_step(case: Case, precision: str) -> Step:
-    """Ours, as the training loop does it."""
+    """Return Tidewheel's step, as in its training loop."""
     config = build(TrainConfig, {
         "model": {**case.model.canonical(), "vocabulary_size": case.vocabulary}, "precision": precision,
         "compile": case.compiled, "optimizer": {"learning_rate": RATE},
@@ -153,7 +152,7 @@ def tidewheel_step(case: Case, precision: str) -> Step:
 
 
 def torchtitan_step(case: Case) -> Step:
-    """torchtitan's Llama 3 on one device: fp32 weights under autocast, blocks and loss compiled, fused AdamW."""
+    """Return the step of torchtitan's Llama 3: fp32 weights under autocast, compiled blocks and loss, fused AdamW."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.models.llama3.infra.parallelize import apply_compile
@@ -173,7 +172,7 @@ def torchtitan_step(case: Case) -> Step:
 
 
 def transformers_step(case: Case) -> Step:
-    """transformers' LlamaForCausalLM in the loop that its examples show."""
+    """Return the step of transformers' LlamaForCausalLM in the loop of its examples."""
     import transformers
 
     shape = case.model
@@ -203,14 +202,14 @@ def _plain_step(case: Case, model: torch.nn.Module, loss_of: Callable[[MicroBatc
     return step
 
 
-def _batch(case: Case, number: int, document: int) -> MicroBatch:
-    """Random tokens, so that the loss falls by learning them by heart; a document is a row, or `document` tokens."""
-    generator = torch.Generator().manual_seed(number)
+def _batch(case: Case, index: int, document: int) -> MicroBatch:
+    """Return random tokens, whose loss falls by memorising them; a document is a row, or `document` tokens."""
+    generator = torch.Generator().manual_seed(index)
     shape = (case.rows, case.length)
     tokens = torch.randint(0, case.vocabulary, shape, generator=generator)
-    places = torch.arange(case.length).expand(shape)
-    segments = places // document if document else torch.zeros_like(places)
-    positions = places % document if document else places
+    row_positions = torch.arange(case.length).expand(shape)
+    segments = row_positions // document if document else torch.zeros_like(row_positions)
+    positions = row_positions % document if document else row_positions
     targets = next_tokens(tokens, segments)
     return MicroBatch(tokens=tokens.to(case.device), positions=positions.contiguous().to(case.device),
                       segment_ids=segments.contiguous().to(case.device), targets=targets.to(case.device),

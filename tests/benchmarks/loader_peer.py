@@ -1,7 +1,7 @@
-"""What `tests.benchmarks.loader` runs in its interpreter: reads a request, prints an answer, both JSON.
+"""Run mosaicml-streaming for `tests.benchmarks.loader` in its interpreter: read a JSON request, print a JSON answer.
 
-Request: "rows" (an .npy file of tokens [n, L] uint16), "folder" for the converted data, "batch", "rounds", "workers"
-(numbers of processes of the DataLoader to try), "resumes" (batches already read when a loader is resumed).
+The request has "rows" (an .npy file of tokens [n, L] uint16), "folder" for the converted data, "batch", "rounds",
+"workers" (numbers of DataLoader processes to try) and "resumes" (batches already read when a loader is resumed).
 """
 
 import json
@@ -13,7 +13,7 @@ import uuid
 import numpy as np
 import torch
 
-# torchvision, which streaming imports for its vision sets, does not load beside a CPU-only torch without these
+# streaming imports torchvision for its vision sets, which needs these definitions with a CPU-only torch
 _library = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -22,7 +22,7 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: 
 
 
 def collate(samples):
-    """[B, L] int64, as a model takes them."""
+    """Return the tokens as [B, L] int64."""
     return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
 
 
@@ -38,7 +38,7 @@ def cpu_seconds():
 
 
 def read(request, workers):
-    """(wall seconds, CPU seconds, tokens) of one epoch, its first batch not timed."""
+    """Return the wall seconds, CPU seconds and tokens of one epoch without its first batch."""
     source = loader(request, workers)
     batches = iter(source)
     next(batches)

@@ -1,14 +1,14 @@
-"""What the memory tier costs a step, how fast it copies and gives back, beside plain checkpoints.
+"""Measure what the memory tier costs a step and how fast it copies and restores, compared with plain checkpoints.
 
     python -m tests.benchmarks.memory_tier [--preset 125m] [--tokens 512] [--rounds 4] [--block 3]
 
-One worker and two agents, each a process of its own on this machine; copies go from the one agent to the other over
-loopback TCP. The step is forward, backward and AdamW of the model on `tokens` tokens: far less work than a real step
-of this model has, so the share of the tier is far above a real one's. Blocks of steps with a snapshot after each and
-blocks without follow each other, so that what else the machine does hits both. The plain checkpoint is
-`CheckpointManager` on local disk: synchronous, and for how long an asynchronous save keeps the training waiting, at its
-call and before the next update. Asked for at 125 M parameters: at most 5 % more time a step; a save stalls for at most
-2 % of a step, or 50 ms, and 3 % of the time of a synchronous one. Exit code 1 when one is missed.
+One worker and two agents are processes on this machine, and copies go from one agent to the other over loopback TCP. A
+step is forward, backward and AdamW of the model on `tokens` tokens, much less work than a real step, so the tier's
+share is much larger than in practice. Blocks of steps with a snapshot after each alternate with blocks without, so that
+other load on the machine affects both. The plain checkpoint is `CheckpointManager` on local disk: the time of a
+synchronous save, and the time that an asynchronous save holds up training, at its call and before the next update. At
+125 M parameters the limits are 5 % more time per step, and a stall of 2 % of a step or 50 ms, and of 3 % of a
+synchronous save. The exit code is 1 when one is exceeded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SMALL = {"dim": 192, "num_layers": 6, "num_heads": 3, "tie_embeddings": True}
 
 
 class Training:
-    """A model, its optimizer and one step of them."""
+    """A model, its optimizer and their step."""
 
     def __init__(self, config: Llama, vocabulary: int, tokens: int) -> None:
         self._model = Decoder(config, vocabulary)
@@ -53,7 +53,7 @@ class Training:
         generator = torch.Generator().manual_seed(0)
         self._tokens = torch.randint(0, vocabulary, (1, tokens), generator=generator)
         self._positions = torch.arange(tokens)[None]
-        self.step()  # the moments are there
+        self.step()  # creates the moments
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -81,13 +81,13 @@ def _agent(pipe: Any) -> None:
 
 
 def main() -> int:
-    """Print the tables."""
+    """Measure, print the tables and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--preset", default="125m")
     arguments.add_argument("--tokens", type=int, default=512)
     arguments.add_argument("--rounds", type=int, default=4)
     arguments.add_argument("--block", type=int, default=3)
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     pipes, addresses = [], []
@@ -99,48 +99,48 @@ def main() -> int:
     try:
         overhead, missed = 0.0, list[str]()
         rows, times = [], []
-        models = [("3 M", Llama(**SMALL), 2048), (given.preset, Llama(preset=given.preset), 32768)]
+        models = [("3 M", Llama(**SMALL), 2048), (options.preset, Llama(preset=options.preset), 32768)]
         for generation, (name, config, vocabulary) in enumerate(models):
-            training = Training(config, vocabulary, given.tokens)
-            row, overhead, step = _steps(training, addresses, generation, given)
+            training = Training(config, vocabulary, options.tokens)
+            row, overhead, step = _steps(training, addresses, generation, options)
             rows.append({"state": f"{name}, {training.bytes() / 1e9:.3f} GB", **row})
-            found, stall, whole = _times(name, training, addresses)
-            times += found
-            said = f"{name}: a save stalls for {1000 * stall:.1f} ms, {stall / step:.1%} of a step, " \
+            time_rows, stall, whole = _times(name, training, addresses)
+            times += time_rows
+            message = f"{name}: a save stalls for {1000 * stall:.1f} ms, {stall / step:.1%} of a step, " \
                    f"{stall / whole:.1%} of a synchronous save"
-            missed += [said] if stall > max(0.05, 0.02 * step) or stall > 0.03 * whole else []
+            missed += [message] if stall > max(0.05, 0.02 * step) or stall > 0.03 * whole else []
             del training
     finally:
         for pipe in pipes:
             pipe.send("stop")
     print_table(rows, title="a step with a snapshot after each, and without")
     print_table(times, title="keeping and giving back, seconds")
-    print(f"{given.preset}: {overhead:+.1%}; asked for: at most {WANTED:+.0%}")
+    print(f"{options.preset}: {overhead:+.1%}; asked for: at most {WANTED:+.0%}")
     print("\n".join(missed))
     return int(overhead > WANTED or bool(missed))
 
 
 def _steps(training: Training, addresses: list[Address], generation: int,
-           given: Any) -> tuple[dict[str, str], float, float]:
-    """Blocks of steps with and without the tier: a row, the share that it costs, a step's seconds without."""
+           options: Any) -> tuple[dict[str, str], float, float]:
+    """Run blocks of steps with and without the tier; return a row, the tier's share and a step's seconds without it."""
     tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=generation)
     began = time.perf_counter()
     tier.prepare(training.state())
     prepared = time.perf_counter() - began
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    stalls, copies, waits, hashes, pushes, number = [], [], [], [], [], 0
-    for block in range(2 * given.rounds + 1):
-        kept = block % 2 == 0
-        for step in range(given.block):
+    stalls, copies, waits, hashes, pushes, count = [], [], [], [], [], 0
+    for block in range(2 * options.rounds + 1):
+        with_tier = block % 2 == 0
+        for step in range(options.block):
             began = time.perf_counter()
             training.step(tier.settle)
-            stalls += [tier.last["stall_seconds"]] if kept and block and step else []
-            if kept:
-                number += 1
-                tier.snapshot(number, training.state(), {"step": number})
-            if block and step:  # the first of a block has no snapshot before it, or one that is still being copied
-                seconds[kept].append(time.perf_counter() - began)
-            if kept and block and step:  # of the copy of the step before, as all but `wait_seconds` below
+            stalls += [tier.last["stall_seconds"]] if with_tier and block and step else []
+            if with_tier:
+                count += 1
+                tier.snapshot(count, training.state(), {"step": count})
+            if block and step:  # the first step of a block follows no snapshot, or one that is still being copied
+                seconds[with_tier].append(time.perf_counter() - began)
+            if with_tier and block and step:  # figures of the previous step's copy, except `wait_seconds`
                 copies.append(tier.last["copy_seconds"])
                 waits.append(tier.last["wait_seconds"])
                 hashes.append(tier.last["hash_seconds"])
@@ -148,7 +148,7 @@ def _steps(training: Training, addresses: list[Address], generation: int,
         tier.flush()
     tier.close()
     size = training.bytes() / 1e9
-    middle = {kept: statistics.median(values) for kept, values in seconds.items()}
+    middle = {with_tier: statistics.median(values) for with_tier, values in seconds.items()}
     overhead = middle[True] / middle[False] - 1
     return {"ms without": f"{1000 * middle[False]:.0f}", "ms with": f"{1000 * middle[True]:.0f}",
             "more": f"{overhead:+.1%}", "stall ms": f"{1000 * statistics.median(stalls):.1f}",
@@ -160,8 +160,8 @@ def _steps(training: Training, addresses: list[Address], generation: int,
 
 
 def _times(name: str, training: Training, addresses: list[Address]) -> tuple[list[dict[str, str]], float, float]:
-    """What a restore takes, and what a plain checkpoint does: rows, an asynchronous save's stall and a synchronous
-    save's time in seconds."""
+    """Measure restores and plain checkpoints; return rows, the seconds of an asynchronous save's stall and of a
+    synchronous save."""
     state, rows = training.state(), []
 
     def timed(what: str, action: Callable[[], Any]) -> float:
@@ -178,10 +178,10 @@ def _times(name: str, training: Training, addresses: list[Address]) -> tuple[lis
     timed("restore from the own node", lambda: _restore(addresses, addresses[0], state))
     timed("restore from the replica, TCP", lambda: _restore(addresses[1:], None, state))
     with tempfile.TemporaryDirectory(prefix="tw-tier-") as folder:
-        place, steps = storage.store(folder), itertools.count(1)
-        plain = CheckpointManager(place, keep_last=1, asynchronous=False)
+        disk, steps = storage.store(folder), itertools.count(1)
+        plain = CheckpointManager(disk, keep_last=1, asynchronous=False)
         whole = timed("save to disk, synchronous", lambda: plain.save(next(steps), state, {}))
-        behind, stalls = CheckpointManager(place, keep_last=1), []
+        behind, stalls = CheckpointManager(disk, keep_last=1), []
         for _ in range(4):
             behind.save(next(steps), state, {})
             training.step(behind.settle)
@@ -194,9 +194,9 @@ def _times(name: str, training: Training, addresses: list[Address]) -> tuple[lis
 
 
 def _restore(asked: list[Address], mine: Address | None, state: dict[str, Any]) -> None:
-    found = newest_complete(inventory(asked, TOKEN))
-    assert found is not None
-    load(found, state, mine=mine)
+    newest = newest_complete(inventory(asked, TOKEN))
+    assert newest is not None
+    load(newest, state, mine=mine)
 
 
 if __name__ == "__main__":

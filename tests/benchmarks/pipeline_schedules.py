@@ -1,9 +1,9 @@
-"""Timelines of the pipeline schedules, and the share of the time that ranks wait (the bubble).
+"""Compute timelines of the pipeline schedules and their bubble, the share of time in which ranks wait.
 
     python -m tests.benchmarks.pipeline_schedules [--pipeline 4] [--micro-batches 8] [--plot FILE.svg]
 
-The order of work is the one that torch.distributed.pipelining executes; the times are a model: a block's forward pass
-takes 1, its gradients with respect to inputs 1 and to weights 1, sending takes none.
+The order of work is that of torch.distributed.pipelining. The times are a model: a block's forward pass takes 1, its
+gradients with respect to inputs 1 and to weights 1, and sending takes none.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class Work(NamedTuple):
 
 
 def order(schedule: ScheduleName, pipeline: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
-    """(kind, stage, micro-batch) in the order in which torch's schedule runs them, for each rank."""
-    if schedule in ("gpipe", "1f1b"):  # torch runs these from a loop; the order it shows for 1F1B is off by one
+    """Return each rank's (kind, stage, micro-batch) in the order of torch's schedule."""
+    if schedule in ("gpipe", "1f1b"):  # torch runs these in a loop; the order that it reports for 1F1B is off by one
         return [_one_stage(rank, micro_batches if schedule == "gpipe" else pipeline - rank, micro_batches)
                 for rank in range(pipeline)]
     count = pipeline * default_per_rank(schedule)
     held = [SimpleNamespace(stage_index=index, num_stages=count, group_size=pipeline, group_rank=0, submod=None,
                             is_first=index == 0, is_last=index == count - 1)
             for index in range(0, count, pipeline)]
-    made = get_schedule_class(TORCH_NAMES[schedule])(held, micro_batches, loss_fn=lambda output, target: output)
+    instance = get_schedule_class(TORCH_NAMES[schedule])(held, micro_batches, loss_fn=lambda output, target: output)
     return [[(action.computation_type.value, action.stage_index, action.microbatch_index)
-             for action in made.pipeline_order[rank] if action and action.computation_type.value in DURATION]
+             for action in instance.pipeline_order[rank] if action and action.computation_type.value in DURATION]
             for rank in range(pipeline)]
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[tuple[str, int, int]]:
-    """Forward passes of `ahead` micro-batches, then one backward and one forward in turn."""
+    """Return forward passes of `ahead` micro-batches, then alternate backward and forward passes."""
     forward = [("F", stage, micro) for micro in range(micro_batches)]
     work = forward[:ahead]
     for micro in range(micro_batches):
@@ -59,7 +59,7 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[tuple[str, in
 
 
 def timeline(schedule: ScheduleName, pipeline: int, micro_batches: int) -> list[list[Work]]:
-    """When each rank does what, in units of a forward pass through all of a rank's blocks."""
+    """Return each rank's work with its times, in units of a forward pass through all of a rank's blocks."""
     waiting = order(schedule, pipeline, micro_batches)
     per_rank = default_per_rank(schedule)
     last = pipeline * per_rank - 1
@@ -93,25 +93,25 @@ def _needs(kind: str, stage: int, micro: int, last: int) -> list[tuple[str, int,
 
 
 def bubble(ranks: list[list[Work]]) -> float:
-    """Share of the time until the last rank is done in which a rank does nothing, over all ranks."""
+    """Return the idle share of the time until the last rank is done, over all ranks."""
     total = max(work[-1].end for work in ranks)
     busy = sum(item.end - item.start for work in ranks for item in work)
     return 1 - busy / (total * len(ranks))
 
 
 def in_flight(ranks: list[list[Work]]) -> float:
-    """Most micro-batches whose activations a rank keeps at a time, in units of all of a rank's blocks."""
-    most = 0.0
+    """Return the most micro-batches whose activations a rank keeps at once, in units of all of a rank's blocks."""
+    largest = 0.0
     for work in ranks:
         held = 0
         for item in work:
             held += (item.kind == "F") - (item.kind in "BW")
-            most = max(most, held / len({each.stage for each in work}))
-    return most
+            largest = max(largest, held / len({each.stage for each in work}))
+    return largest
 
 
 def plot(path: str, lines: dict[str, list[list[Work]]]) -> None:
-    """A strip for each rank of each schedule, all on one time axis."""
+    """Draw a strip for each rank of each schedule on one time axis."""
     width = max(work[-1].end for ranks in lines.values() for work in ranks)
     height, row, top = 30.0, 18.0, 30.0
     tall = sum(height + row * len(ranks) for ranks in lines.values()) + top
@@ -142,15 +142,15 @@ def main() -> None:
     parser.add_argument("--pipeline", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--plot", default="")
-    wanted = parser.parse_args()
-    lines = {schedule: timeline(schedule, wanted.pipeline, wanted.micro_batches) for schedule in SCHEDULES
-             if takes(schedule, wanted.pipeline, wanted.micro_batches)}
-    print(f"{wanted.pipeline} pipeline ranks, {wanted.micro_batches} micro-batches\n")
+    options = parser.parse_args()
+    lines = {schedule: timeline(schedule, options.pipeline, options.micro_batches) for schedule in SCHEDULES
+             if takes(schedule, options.pipeline, options.micro_batches)}
+    print(f"{options.pipeline} pipeline ranks, {options.micro_batches} micro-batches\n")
     print("| schedule | stages per rank | waiting | activations kept, micro-batches |\n|---|---|---|---|")
     for name, ranks in lines.items():
         print(f"| {name} | {default_per_rank(name)} | {bubble(ranks):.1%} | {in_flight(ranks):g} |")
-    if wanted.plot:
-        plot(wanted.plot, dict(lines))
+    if options.plot:
+        plot(options.plot, dict(lines))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What `tidewheel plan` says of runs whose speed others have published, without anything fitted to them.
+"""Compare the predictions of `tidewheel plan` with published speeds, to which nothing is fitted.
 
     python -m tests.benchmarks.plan_published
 
-The plan is a roofline of what Tidewheel does: launches, power limits, stragglers and host work are not in it, so that a
-published run should reach most of it. At 131,072 tokens attention is most of the work, and Llama 3's kernel is quicker
-than FlashAttention-2, with which the plan counts.
+The plan is a roofline of Tidewheel's work without launches, power limits, stragglers and host work, so a published run
+should reach most of it. At 131,072 tokens attention is most of the work, and Llama 3's kernel is faster than
+FlashAttention-2, which the plan assumes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Run:
     micro_batches: int
     parallel: dict[str, Any]
     kept: str
-    """memory.activation_checkpointing that is nearest to theirs."""
+    """The setting of memory.activation_checkpointing that is nearest to the published run's."""
     precision: str
     published: float
-    """Tokens/s and GPU; of the three of Llama 3 computed from TFLOP/s and GPU, 6 FLOPs a parameter and attention."""
+    """Tokens/s per GPU. For Llama 3 it is computed from TFLOP/s per GPU, with 6 FLOPs per parameter and attention."""
 
 
 _405B = {"dim": 16384, "num_layers": 126, "num_heads": 128, "num_kv_heads": 8, "ffn_dim": 53248, "qk_norm": False,
@@ -48,10 +48,11 @@ _SHARDED = {"data": "zero3", "reduce": "micro_batch"}
 
 
 def llama3(gpus: int, length: int, context: int, data: int, sequences: int, tflops: float) -> Run:
-    """405B with TP 8, PP 16; `sequences` of a data-parallel rank and step."""
+    """Return a 405B run with TP 8 and PP 16; `sequences` is the number per data-parallel rank and step."""
     parallel = {"data": "zero2", "tensor": 8, "pipeline": 16, "context": context,
                 "pipeline_schedule": "interleaved_1f1b", "pipeline_stages": 7}
-    flops = build(TrainConfig, {"model": _405B}).model.flops_per_token(128_256, length // 2)  # causal half, as theirs
+    model = build(TrainConfig, {"model": _405B}).model
+    flops = model.flops_per_token(128_256, length // 2)  # half for causal attention, as published
     assert gpus == 8 * 16 * context * data
     return Run(_LLAMA3, "h100", gpus, _405B, length, 1, sequences, parallel, "none", "bf16", tflops * 1e12 / flops)
 
@@ -69,7 +70,7 @@ RUNS = (
 
 
 def predicted(run: Run) -> tuple[float, float]:
-    """Tokens/s and GPU, and MFU, by the plan."""
+    """Return the plan's tokens/s per GPU and its MFU."""
     data = run.gpus // (run.parallel.get("tensor", 1) * run.parallel.get("pipeline", 1)
                         * run.parallel.get("context", 1))
     sequences = data * run.micro_sequences * run.micro_batches
@@ -89,9 +90,9 @@ def main() -> None:
     print("| run | GPUs | length | tokens/s and GPU, published | the plan | published / plan |")
     print("|---|---|---|---|---|---|")
     for run in RUNS:
-        found, _ = predicted(run)
-        print(f"| {run.source} | {run.gpus:,} {run.gpu} | {run.length:,} | {run.published:,.0f} | {found:,.0f} | "
-              f"{run.published / found:.0%} |")
+        speed, _ = predicted(run)
+        print(f"| {run.source} | {run.gpus:,} {run.gpu} | {run.length:,} | {run.published:,.0f} | {speed:,.0f} | "
+              f"{run.published / speed:.0%} |")
 
 
 if __name__ == "__main__":

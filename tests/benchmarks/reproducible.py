@@ -1,13 +1,13 @@
-"""Reproducible mode: what it costs, and what it prevents.
+"""Measure the cost of reproducible mode, and the deviation that it prevents.
 
     python -m tests.benchmarks.reproducible [--pairs 15] [--steps 50] [--only TEXT]
 
-Cost: four gloo ranks hold the same model twice, once in each mode, and take steps in turn, fast and reproducible, in
-pairs whose order alternates; the figure is the median of the pairs' ratios. Exit code 1 when the first row, the default
+Cost: four gloo ranks hold the same model twice, once in each mode, and alternate fast and reproducible steps in pairs
+of alternating order; the figure is the median of the pairs' ratios. The exit code is 1 when the first row, the default
 layout, is more than 5 % slower.
 
-Deviation: the debug model trained for `--steps` steps by 1, 2 and 4 ranks from the same values and data: the largest
-difference of a step's loss and of a parameter between any two of them.
+Deviation: 1, 2 and 4 ranks train the debug model for `--steps` steps from the same values and data; the figures are the
+largest differences of a step's loss and of a parameter between any two of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COSTS: dict[str, dict[str, Any]] = {
 
 
 def micro_batch(config: TrainConfig, length: int, step: int, number: int) -> MicroBatch:
-    """Random walks over a part of the vocabulary: something to learn."""
+    """Return random walks over a part of the vocabulary, which a model can learn."""
     rows = config.batch.micro_sequences
     generator = torch.Generator().manual_seed(100_000 * step + number)
     tokens = torch.randint(0, 5, (rows, length), generator=generator).cumsum(dim=1) % 97
@@ -65,7 +65,7 @@ def micro_batch(config: TrainConfig, length: int, step: int, number: int) -> Mic
 
 
 class Trainer:
-    """A model under one configuration, and its steps; all ranks together."""
+    """A model under one configuration and its steps, used by all ranks together."""
 
     def __init__(self, config: TrainConfig, length: int, steps: int) -> None:
         ranks = dist.get_world_size()
@@ -74,19 +74,19 @@ class Trainer:
         parallel.init_weights(self.model, seed=1)
         self.optimizer, self.collectives = build_optimizer(self.model, config.optimizer), Collectives(runtime)
 
-    def step(self, number: int) -> StepResult:
-        """Step `number`, from 0."""
+    def step(self, index: int) -> StepResult:
+        """Do the step with index `index`, counted from 0."""
         config = self.config
         total = config.batch.global_sequences // config.batch.micro_sequences
-        micros = [micro_batch(config, self.length, number, micro) for micro in self.model.share.of(total)]
-        rate = config.schedule.learning_rate(number, self.steps, config.optimizer.learning_rate)
+        micros = [micro_batch(config, self.length, index, micro) for micro in self.model.share.of(total)]
+        rate = config.schedule.learning_rate(index, self.steps, config.optimizer.learning_rate)
         self.optimizer.set_learning_rate(rate)
         return train_step(self.model, self.optimizer, micros, self.collectives, precision=config.precision,
                           virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm)
 
 
 def settings(reproducible: bool, changes: dict[str, Any]) -> TrainConfig:
-    """Micro-batches of two sequences, one for each virtual rank."""
+    """Return settings with micro-batches of two sequences, one for each virtual rank."""
     virtual = changes.get("batch", {}).get("virtual_ranks", RANKS)
     batch = {"global_sequences": 2 * virtual, "micro_sequences": 2, "virtual_ranks": virtual}
     values = {"model": SMALL, "elastic": {"max_workers": RANKS}, **changes, "batch": batch,
@@ -95,9 +95,9 @@ def settings(reproducible: bool, changes: dict[str, Any]) -> TrainConfig:
 
 
 def cost(changes: dict[str, Any], pairs: int, file: str) -> None:
-    """Seconds of each pair's fast and reproducible step, [[fast, reproducible], ...], as JSON-able text in `file`."""
+    """Save the seconds of each pair's fast and reproducible step, [[fast, reproducible], ...], in `file`."""
     modes = [Trainer(settings(reproducible, changes), 256, 2 * pairs) for reproducible in (False, True)]
-    found = []
+    pair_seconds = []
     for pair in range(pairs + 2):
         seconds = [0.0, 0.0]
         for mode in ((0, 1), (1, 0))[pair % 2]:
@@ -106,13 +106,13 @@ def cost(changes: dict[str, Any], pairs: int, file: str) -> None:
             modes[mode].step(pair)
             dist.barrier()
             seconds[mode] = time.perf_counter() - began
-        found.append(seconds)
+        pair_seconds.append(seconds)
     if dist.get_rank() == 0:
-        np.save(file, np.array(found[2:]))  # without those that warm up
+        np.save(file, np.array(pair_seconds[2:]))  # without the warm-up pairs
 
 
 def deviation(reproducible: bool, changes: dict[str, Any], steps: int, file: str) -> None:
-    """Train, and keep losses and parameters in `file`."""
+    """Train and save losses and parameters in `file`."""
     values = {"model": {"preset": "debug"}, "parallel": {"data": "zero2"}, "elastic": {"max_workers": RANKS},
               "batch": {"global_sequences": 16, "micro_sequences": 2, "virtual_ranks": RANKS},
               "schedule": {"warmup_steps": 5}, "reproducible": reproducible, **changes}
@@ -127,7 +127,7 @@ def deviation(reproducible: bool, changes: dict[str, Any], steps: int, file: str
 
 
 def costs(folder: Path, pairs: int, only: str) -> list[dict[str, Any]]:
-    """A line for each layout."""
+    """Return a row for each layout."""
     lines = []
     for name, changes in COSTS.items():
         if only in name:
@@ -142,7 +142,7 @@ def costs(folder: Path, pairs: int, only: str) -> list[dict[str, Any]]:
 
 
 def deviations(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """A line for each precision and mode."""
+    """Return a row for each precision and mode."""
     lines = []
     for precision in ("fp32", "bf16"):
         for reproducible in (False, True):
@@ -152,8 +152,8 @@ def deviations(folder: Path, steps: int) -> list[dict[str, Any]]:
             runs = [np.load(file) for file in files]
 
             def worst(name: str, runs: list[Any] = runs,
-                      most: Callable[[Any], Any] = lambda x: np.abs(x).max()) -> float:
-                return float(max(most(a[name] - b[name]) for a, b in combinations(runs, 2)))
+                      distance: Callable[[Any], Any] = lambda x: np.abs(x).max()) -> float:
+                return float(max(distance(a[name] - b[name]) for a, b in combinations(runs, 2)))
 
             lines.append({"precision": precision, "mode": "reproducible" if reproducible else "fast",
                           "last loss": round(float(runs[0]["losses"][-1]), 4), "loss": f"{worst('losses'):.1e}",
@@ -162,21 +162,21 @@ def deviations(folder: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure and print both tables."""
+    """Measure, print both tables and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--pairs", type=int, default=15)
-    arguments.add_argument("--steps", type=int, default=50, help="of the runs whose deviation is measured; 0: none")
+    arguments.add_argument("--steps", type=int, default=50, help="steps of the deviation runs; 0 for none")
     arguments.add_argument("--only", default="", help="layouts whose name contains this")
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidewheel-reproducible-") as folder:
-        found = costs(Path(folder), chosen.pairs, chosen.only)
-        if found:
-            print_table([{key: line[key] for key in line if key != "ratio"} for line in found],
+        rows = costs(Path(folder), chosen.pairs, chosen.only)
+        if rows:
+            print_table([{key: line[key] for key in line if key != "ratio"} for line in rows],
                         title=f"{RANKS} workers, 3.05 M parameters, gloo: medians of {chosen.pairs} pairs of steps")
         if chosen.steps:
             print_table(deviations(Path(folder), chosen.steps),
                         title=f"largest differences between 1, 2 and {RANKS} workers after {chosen.steps} steps")
-    return int(bool(found) and next(iter(COSTS)) == found[0]["layout"] and found[0]["ratio"] > BOUND)
+    return int(bool(rows) and next(iter(COSTS)) == rows[0]["layout"] and rows[0]["ratio"] > BOUND)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A checkpoint of every layout, loaded into every other: the same state to the bit, and the same losses after it.
+"""Load a checkpoint of every layout into every other: the state has the same bits, and later losses are the same.
 
     python -m tests.benchmarks.resharding [--only TEXT]
 
 Layouts: 1, 2 and 4 ranks, with and without tensor parallel 2 and pipeline parallel 2, the rest ZeRO-3. Each trains 8
-steps of the debug model in fp32 (gloo) and saves at step 3 on the way: that is the unbroken run. Each layout then
-starts from each checkpoint. `unequal` counts parameters and moments of the loaded state that differ in any bit from
-those that were saved; `loss` is the worst relative difference of steps 4 to 8 from the unbroken run's. Exit code 1
-when a state differs or a loss does by more than 1e-5.
+steps of the debug model in fp32 (gloo) and saves at step 3; this is the uninterrupted run. Each layout then starts from
+each checkpoint. `unequal` counts loaded parameters and moments that differ in any bit from the saved ones. `loss` is
+the largest relative difference of steps 4 to 8 from the uninterrupted run. The exit code is 1 when a state differs or a
+loss differs by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ORACLE, VERDICT = "saved.pt", "loaded.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """So many ranks, tensor and pipeline parallel; what is left of them is data parallel."""
+    """A number of ranks with tensor and pipeline parallelism; data parallelism uses the rest."""
 
     ranks: int
     tensor: int = 1
@@ -57,11 +57,11 @@ class Layout:
 
     @property
     def key(self) -> str:
-        """Name of its folder."""
+        """Return the name of the layout's folder."""
         return f"{self.ranks}-tp{self.tensor}-pp{self.pipeline}"
 
     def config(self, folder: Path, name: str) -> TrainConfig:
-        """Of a run in this layout."""
+        """Return the configuration of a run in this layout."""
         return settings(folder, name, STEPS, [
             "parallel.data=zero3", f"parallel.tensor={self.tensor}", f"parallel.pipeline={self.pipeline}",
             "model.tie_embeddings=false", f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=9",
@@ -74,7 +74,7 @@ Pairs = Sequence[tuple[Layout, Layout]]
 
 
 class Witness(CheckpointManager):
-    """Keeps whole what is saved at step 3, and compares what is loaded with it."""
+    """A manager that keeps the whole state saved at step 3 and compares loaded states with it."""
 
     def __init__(self, config: TrainConfig, oracle: Path) -> None:
         super().__init__(storage.store(config.run_uri).child("checkpoints"), keep_last=9, asynchronous=False)
@@ -83,9 +83,9 @@ class Witness(CheckpointManager):
 
     def save(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         if step == SAVED:
-            everyone = self._ranks.all(_whole(state))
+            parts = self._ranks.all(_whole(state))
             if self._ranks.rank == 0:
-                torch.save({name: tensor for part in everyone for name, tensor in part.items()}, self._oracle)
+                torch.save({name: tensor for part in parts for name, tensor in part.items()}, self._oracle)
         super().save(step, state, extra)
 
     def load_latest(self, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -95,22 +95,22 @@ class Witness(CheckpointManager):
             saved = torch.load(self._oracle, weights_only=True, mmap=True)
             mine = {name: torch.equal(tensor, saved[name]) for name, tensor in _whole(state).items()}
             found = {name: same for part in self._ranks.all(mine) for name, same in part.items()}
-            wrong = [name for name in saved if not found.get(name)]  # a stage of a pipeline has a part of the names
+            wrong = [name for name in saved if not found.get(name)]  # a pipeline stage has some of the names
             if self._ranks.rank == 0:
                 storage.store(self._verdict.parent).write_json(VERDICT, {"tensors": len(saved), "unequal": wrong})
         return extra
 
 
 def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every tensor of this rank's state in full; a collective."""
+    """Return every tensor of this rank's state in full; a collective."""
     return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
             for name, tensor in flatten(state).items()}
 
 
 def run(folder: Path, pairs: Pairs) -> list[dict[str, Any]]:
-    """Train, save and load for `pairs` of (saved on, loaded on); a line of the table each.
+    """Train, save and load for `pairs` of (saved on, loaded on), and return a row of the table for each.
 
-    Four processes in all: they form a group of 1, 2 and 4 ranks in turn.
+    Four processes form groups of 1, 2 and 4 ranks in turn.
     """
     prepare(folder)
     mp.start_processes(_process, (folder, pairs), nprocs=4, start_method="forkserver")
@@ -120,13 +120,13 @@ def run(folder: Path, pairs: Pairs) -> list[dict[str, Any]]:
 def _process(process: int, folder: Path, pairs: Pairs) -> None:
     torch.set_num_threads(1)
     meeting = dist.FileStore(str(folder / "meeting"), 4)
-    for number, work in enumerate((_save, _load)):
+    for index, work in enumerate((_save, _load)):
         for ranks in (1, 2, 4):
-            mine = [pair for pair in pairs if pair[number].ranks == ranks]
+            mine = [pair for pair in pairs if pair[index].ranks == ranks]
             if mine and process < ranks:
-                _as_group(process, ranks, folder / f"group-{number}-{ranks}", partial(work, folder, mine))
-        meeting.set(f"{number}-{process}", "done")
-        meeting.wait([f"{number}-{other}" for other in range(4)])
+                _as_group(process, ranks, folder / f"group-{index}-{ranks}", partial(work, folder, mine))
+        meeting.set(f"{index}-{process}", "done")
+        meeting.wait([f"{index}-{other}" for other in range(4)])
 
 
 def _as_group(rank: int, ranks: int, rendezvous: Path, work: Callable[[], None]) -> None:
@@ -149,8 +149,9 @@ def _load(folder: Path, pairs: Pairs) -> None:
     for source, target in pairs:
         config = target.config(folder, _key(source, target))
         if not dist.is_initialized() or dist.get_rank() == 0:
-            place = Path("checkpoints", step_name(SAVED))
-            shutil.copytree(Path(source.config(folder, source.key).run_uri) / place, Path(config.run_uri) / place)
+            checkpoint = Path("checkpoints", step_name(SAVED))
+            saved = Path(source.config(folder, source.key).run_uri)
+            shutil.copytree(saved / checkpoint, Path(config.run_uri) / checkpoint)
         if dist.is_initialized():
             dist.barrier()
         _train(target, config, folder / f"{source.key}.pt")
@@ -168,9 +169,10 @@ def _key(source: Layout, target: Layout) -> str:
 def _compare(folder: Path, source: Layout, target: Layout) -> dict[str, Any]:
     unbroken = losses(source.config(folder, source.key))
     resumed = target.config(folder, _key(source, target))
-    found = losses(resumed)
-    assert sorted(found) == list(range(SAVED + 1, STEPS + 1)), f"{_key(source, target)} did the steps {sorted(found)}"
-    worst = max(abs(loss / unbroken[step] - 1) for step, loss in found.items())
+    resumed_losses = losses(resumed)
+    steps = sorted(resumed_losses)
+    assert steps == list(range(SAVED + 1, STEPS + 1)), f"{_key(source, target)} did the steps {steps}"
+    worst = max(abs(loss / unbroken[step] - 1) for step, loss in resumed_losses.items())
     state = storage.store(resumed.run_uri).read_json(VERDICT)
     return {"saved on": source.name, "loaded on": target.name, "tensors": state["tensors"],
             "unequal": len(state["unequal"]), "loss": f"{worst:.1e}",
@@ -178,7 +180,7 @@ def _compare(folder: Path, source: Layout, target: Layout) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Every pair, or some; prints the table."""
+    """Run every pair or some, print the table and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", default="", help="pairs whose names contain this, such as 'TP 2'")
     chosen = arguments.parse_args()

@@ -1,14 +1,14 @@
-"""From 1x to 16x the corpus: documents a second by stage, memory by process, and what Ray costs.
+"""Measure documents per second by stage, memory by process and Ray's cost, from 1x to 16x the corpus.
 
     python -m tests.benchmarks.scale [--sizes 1 2 4 8 16] [--megabytes 127] [--plot scale.svg] [--partitions N]
         [--folder F [--prepare]]
 
-The corpus is replicated with edits (`driver.corpus`), a file for each copy. Each size runs once on a Ray cluster of
-all CPUs of this machine, and once without Ray: the same functions one after the other in a process that is pinned to a
-CPU; as many of these run at a time as there are CPUs, so that they disturb each other as Ray's workers do. Overhead is
-told by CPU time of all processes, Ray's own included, and as a fixed part and one that grows. Exit code 1 when a worker
-takes more memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow, or when Ray costs more than `OVERHEAD` CPU
-time at the largest size. `--partitions 1` makes partitions as large as the corpus, to see what memory they take.
+The corpus is replicated with edits (`driver.corpus`), one file per copy. Each size runs once on a Ray cluster with all
+CPUs of this machine, and once without Ray: the same functions run one after the other in a process that is pinned to a
+CPU. One such process runs per CPU, so that they compete as Ray's workers do. The overhead is measured in CPU time of
+all processes, including Ray's own, as a fixed part and a part that grows. The exit code is 1 when a worker takes more
+memory than `WORKER_BASE_MB` and `WORKER_BYTES_PER_BYTE` allow, or when Ray costs more than `OVERHEAD` CPU time at the
+largest size. `--partitions 1` makes one partition of the corpus, to measure its memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tests.benchmarks.driver import RECIPE, Cost, Driver, corpus, set_hashes
 from tidewheel.report.plots import Svg
 
 WORKER_BASE_MB = 650  # Python, Arrow, machine code, tables, a batch of encodings (100 bytes a token), a shuffle's input
-WORKER_BYTES_PER_BYTE = 10  # beside it, for each byte of text in the largest partition
+WORKER_BYTES_PER_BYTE = 10  # in addition, for each byte of text in the largest partition
 OVERHEAD = 0.2
 COLOURS = ("#2a6fdb", "#d9622b", "#2e9e5b", "#8a4fd3", "#c23b6b", "#7a7a2a", "#1f9aa8")
 FLAT = ("ingest", "partition", "dedup_exact", "dedup_near", "pack")
-"""Stages whose work grows with the corpus; training the tokenizer takes a sample of fixed size."""
+"""Stages whose work grows with the corpus; the tokenizer trains on a sample of fixed size."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One size: the same run on Ray and without."""
+    """One size: the same run with and without Ray."""
 
     copies: int
     documents: int
@@ -46,20 +46,20 @@ class Row:
     plain: Cost
 
     def rates(self) -> dict[str, float]:
-        """Documents a second by stage, and of the whole run, on Ray."""
+        """Return the documents per second on Ray, by stage and for the whole run."""
         found = {stage["name"]: stage["documents_in"] / max(stage["seconds"], 1e-3) for stage in self.ray.stages}
         return {**{name: found[name] for name in FLAT}, "whole run": self.documents / self.ray.seconds}
 
     def bound(self) -> float:
-        """MB that a worker may take."""
+        """Return the MB that a worker may take."""
         return WORKER_BASE_MB + WORKER_BYTES_PER_BYTE * self.ray.partition_bytes / 1e6
 
     def overhead(self) -> float:
-        """CPU time that Ray takes on top, as a share of that of the plain functions."""
+        """Return Ray's extra CPU time as a share of the plain functions'."""
         return self.ray.cpu_seconds / self.plain.cpu_seconds - 1
 
     def cells(self) -> list[str]:
-        """Of the table's line, as `HEAD`."""
+        """Return the cells of the table's row, in the order of `HEAD`."""
         memory = [self.ray.partition_bytes / 1e6, self.ray.peaks.get("worker", 0), self.bound(),
                   self.ray.peaks.get("driver", 0), self.plain.peaks.get("driver", 0)]
         return [f"{self.copies}x", *(f"{number:,.0f}" for number in (self.documents, *self.rates().values(), *memory)),
@@ -74,14 +74,14 @@ HEAD = ("size", "documents", *(f"{name}, docs/s" for name in (*FLAT, "whole run"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The first files of `everything`, size by size, under `root`."""
+    """Runs over the first files of `everything`, size by size, with outputs under `root`."""
 
     root: Path
     everything: Path
     partitions: int | str
 
     def run(self, copies: int, name: str, *arguments: str) -> Cost:
-        """One pipeline over the first `copies` files."""
+        """Run the pipeline over the first `copies` files."""
         source = self.root / f"{copies}-in"
         source.mkdir(exist_ok=True)
         for path in sorted(self.everything.iterdir())[:copies]:
@@ -91,7 +91,7 @@ class Sweep:
         return Driver(recipe, str(source), str(self.root / f"{copies}-{name}"), *arguments).watch()
 
     def plain(self, sizes: Sequence[int]) -> dict[int, Future[Cost]]:
-        """Without Ray, the largest first, one at a time on each CPU; all of them."""
+        """Start all runs without Ray, the largest first and one at a time on each CPU."""
         cpus: queue.Queue[int] = queue.Queue()
         for cpu in os.sched_getaffinity(0):
             cpus.put(cpu)
@@ -108,16 +108,16 @@ class Sweep:
             return {copies: pool.submit(one, copies) for copies in sorted(sizes, reverse=True)}
 
     def compare(self, copies: int) -> None:
-        """The outputs must be the same; they are removed."""
+        """Assert that the outputs of a size are the same, and remove them."""
         places = [self.root / f"{copies}-{name}" for name in ("ray", "plain")]
         if set_hashes(str(places[0])) != set_hashes(str(places[1])):
-            raise SystemExit("with and without Ray gave other bytes")
+            raise SystemExit("runs with and without Ray gave different bytes")
         for place in places:
             shutil.rmtree(place)
 
 
 def fit(rows: list[Row]) -> tuple[float, float]:
-    """(a, b) of Ray's extra CPU seconds = a + b x those of the plain functions, by least squares."""
+    """Return (a, b) in Ray's extra CPU seconds = a + b x those of the plain functions, by least squares."""
     plain = np.array([row.plain.cpu_seconds for row in rows])
     extra = np.array([row.ray.cpu_seconds for row in rows]) - plain
     a, b = np.linalg.lstsq(np.stack([np.ones_like(plain), plain], axis=1), extra, rcond=None)[0]
@@ -125,7 +125,7 @@ def fit(rows: list[Row]) -> tuple[float, float]:
 
 
 def plot(path: str, sizes: list[int], lines: dict[str, list[float]]) -> None:
-    """Documents a second over the size of the corpus, both axes logarithmic, as SVG."""
+    """Draw documents per second over the size of the corpus as SVG, with logarithmic axes."""
     import math
 
     figure = Svg(height=420, label="documents a second by size of the corpus")
@@ -148,7 +148,7 @@ def plot(path: str, sizes: list[int], lines: dict[str, list[float]]) -> None:
     ends = sorted((up(values[-1]), name, colour) for (name, values), colour in zip(lines.items(), COLOURS))
     free = 0.0
     for place, name, colour in ends:
-        free = max(place, free)  # labels of lines that end together stand below each other
+        free = max(place, free)  # labels of lines with nearby ends go below each other
         figure.text(860, free + 4, f"{name}, documents/s", fill=colour)
         free += 15
     body = "".join(str(part) for part in figure.parts)
@@ -157,26 +157,26 @@ def plot(path: str, sizes: list[int], lines: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command line and print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--megabytes", type=float, default=127, help="of ../shared/corpus: all of it")
+    parser.add_argument("--megabytes", type=float, default=127, help="size of the corpus; default: all of it")
     parser.add_argument("--plot", default="")
     parser.add_argument("--partitions", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="keeps the corpus for another run")
-    parser.add_argument("--prepare", action="store_true", help="make the corpus in --folder, and no more")
-    given = parser.parse_args()
-    sizes = sorted(given.sizes)
+    parser.add_argument("--folder", type=Path, help="folder in which to keep the corpus")
+    parser.add_argument("--prepare", action="store_true", help="only write the corpus to --folder")
+    options = parser.parse_args()
+    sizes = sorted(options.sizes)
     os.environ["RAYON_NUM_THREADS"] = "1"  # a worker has one CPU
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="tw-scale-", dir=given.folder) as name:
-        everything = (given.folder or Path(name)) / f"corpus-{given.megabytes:g}x{sizes[-1]}"
+    with tempfile.TemporaryDirectory(prefix="tw-scale-", dir=options.folder) as name:
+        everything = (options.folder or Path(name)) / f"corpus-{options.megabytes:g}x{sizes[-1]}"
         if not everything.exists():
-            corpus(everything, given.megabytes, sizes[-1], files=1)
+            corpus(everything, options.megabytes, sizes[-1], files=1)
         documents = [sum(1 for _ in path.open("rb")) for path in sorted(everything.iterdir())]
-        if given.prepare:
+        if options.prepare:
             return
-        sweep, cpus = Sweep(Path(name), everything, given.partitions or "auto"), len(os.sched_getaffinity(0))
+        sweep, cpus = Sweep(Path(name), everything, options.partitions or "auto"), len(os.sched_getaffinity(0))
         on_ray = {copies: sweep.run(copies, "ray", "--cpus", str(cpus)) for copies in sizes}
         plain = sweep.plain(sizes)
         print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
@@ -191,8 +191,8 @@ def main() -> None:
     if len(rows) > 1:
         fixed, share = fit(rows)
         print(f"Ray's CPU time: {fixed:.1f} s whatever the size, and {share:.1%} of the plain functions'")
-    if given.plot:
-        plot(given.plot, sizes, {name: [row.rates()[name] for row in rows] for name in rows[0].rates()})
+    if options.plot:
+        plot(options.plot, sizes, {name: [row.rates()[name] for row in rows] for name in rows[0].rates()})
     wrong = [f"{row.copies}x: a worker took more memory than its bound" for row in rows
              if row.ray.peaks.get("worker", 0) > row.bound()]
     if largest.overhead() > OVERHEAD:

@@ -1,9 +1,9 @@
-"""Filters by URL, word list, language and classifier, and deduplication of lines, on one core.
+"""Measure filters by URL, word list, language and classifier, and deduplication of lines, on one core.
 
     python -m tests.benchmarks.signals [--corpus ../shared/corpus] [--files 1]
 
-CPU time, median of 5 (peers of 1: they are slow). Peers: the same in plain Python, and fastText called for each
-document on the same characters.
+Times are CPU time, medians of 5 runs (1 for the slow peers). The peers are the same rules in plain Python, and fastText
+called for each document on the same characters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PIECES = 300  # documents that plain Python deduplicates
 
 
 def read(folder: Path, files: int) -> tuple[pa.Table, list[str]]:
-    """(documents, their kinds)."""
+    """Return the documents and their kinds."""
     rows = [json.loads(line) for path in sorted(folder.glob("*.jsonl.gz"))[:files]
             for line in gzip.decompress(path.read_bytes()).splitlines()]
     table = pa.table({"id": [row["id"] for row in rows], "text": pa.array([row["text"] for row in rows],
@@ -49,38 +49,38 @@ def read(folder: Path, files: int) -> tuple[pa.Table, list[str]]:
 
 
 def by_regex(texts: list[str]) -> list[bool]:
-    """The word list as one regular expression."""
+    """Apply the word list as one regular expression."""
     pattern = re.compile(r"\b(?:" + "|".join(re.escape(entry) for entry in LISTED) + r")\b", re.IGNORECASE)
     return [bool(pattern.search(text)) for text in texts]
 
 
 def by_fasttext(texts: list[str]) -> list[str]:
-    """fastText as it is called by hand."""
+    """Call fastText directly."""
     model = fasttext_model.load(BUNDLED).model
     return [model.predict(text[:10_000].replace("\n", " "))[0][0].removeprefix("__label__") for text in texts]
 
 
 def lines(table: pa.Table) -> dedup_lines.Cut:
-    """All that deduplication of lines does to one partition."""
+    """Deduplicate the lines of one partition."""
     rows = dedup_lines.rows(table["text"], order(len(table)).set_column(0, "id", table["id"]), "line", MIN_CHARACTERS)
     found = dedup_lines.repeats(rows, max_repeats=1, keep="first")
     return dedup_lines.cut(table, found, "line", MIN_CHARACTERS)
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("../shared/corpus"))
     parser.add_argument("--files", type=int, default=1)
-    given = parser.parse_args()
-    table, kinds = read(given.corpus, given.files)
+    options = parser.parse_args()
+    table, kinds = read(options.corpus, options.files)
     texts = table["text"].to_pylist()
     size = sum(len(text.encode()) for text in texts)
     print(f"{len(table):,} documents, {size / 1e6:.1f} MB\n\n| | docs/CPU-s | MB/s | |\n|---|---|---|---|")
 
     def line(name: str, work: Callable[[], Any], runs: int = 5, note: Callable[[Any], str] = lambda _: "",
              count: int = len(table), volume: int = size) -> tuple[float, Any]:
-        work()  # compiled, lists and models read
+        work()  # compiles kernels and reads lists and models
         taken, result = seconds(work, runs)
         print(f"| {name} | {count / taken:,.0f} | {volume / taken / 1e6:.1f} | {note(result)} |", flush=True)
         return taken / volume, result

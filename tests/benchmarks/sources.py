@@ -1,4 +1,4 @@
-"""Reading: documents and megabytes of text per CPU second for each format, and the memory of a line of 200 MB."""
+"""Measure reading: documents and megabytes of text per CPU second by format, and the memory of a line of 200 MB."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ print(found[0].reason, peak() - before >> 10)
 
 
 def write(folder: Path, documents: list[dict], pages: int) -> dict[str, Callable[[], int]]:
-    """The documents in every format, and for each file what its peer does with it: it gives a count of documents."""
-    lines = b"".join(json.dumps(each).encode() + b"\n" for each in documents)
+    """Write the documents in every format, and return for each file its peer's function, which counts documents."""
+    lines = b"".join(json.dumps(document).encode() + b"\n" for document in documents)
     (folder / "plain.jsonl").write_bytes(lines)
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress(lines))
     with pa.CompressedOutputStream(str(folder / "packed.jsonl.zst"), "zstd") as sink:
@@ -48,7 +48,7 @@ def write(folder: Path, documents: list[dict], pages: int) -> dict[str, Callable
     (folder / "texts.warc.wet.gz").write_bytes(b"".join(
         gzip.compress(_block("conversion", "text/plain", number, each["text"].encode()))
         for number, each in enumerate(documents)))
-    shown = [_page(each["text"]) for each in documents[:pages]]
+    shown = [_page(document["text"]) for document in documents[:pages]]
     (folder / "pages.warc.gz").write_bytes(b"".join(gzip.compress(_block(
         "response", "application/http", number, b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" + page))
         for number, page in enumerate(shown)))
@@ -86,12 +86,12 @@ def _page(text: str) -> bytes:
 
 
 def peak() -> int:
-    """Most memory that this process had so far, KiB; getrusage counts that of the parent, too."""
+    """Return the largest memory of this process so far in KiB; getrusage would include the parent's."""
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
 def measure(work: Callable[[], int], rounds: int) -> tuple[int, float]:
-    """(what it counts, least CPU seconds)."""
+    """Return the count and the least CPU seconds of `work`."""
     best, count = float("inf"), 0
     for _ in range(rounds):
         began = time.process_time()
@@ -101,7 +101,7 @@ def measure(work: Callable[[], int], rounds: int) -> tuple[int, float]:
 
 
 def corpus() -> Iterator[dict]:
-    """Documents of the project's corpus."""
+    """Yield the documents of the project's corpus."""
     with gzip.open(CORPUS / "dev-00000.jsonl.gz") as stream:
         for line in stream:
             yield {name: str(value) for name, value in json.loads(line).items()}
@@ -110,7 +110,7 @@ def corpus() -> Iterator[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=3000)
-    parser.add_argument("--pages", type=int, default=200, help="of HTML, which takes far longer")
+    parser.add_argument("--pages", type=int, default=200, help="number of HTML pages, which take much longer")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     if not CORPUS.is_dir():
@@ -123,8 +123,8 @@ def main() -> None:
             texts: list[int] = []
 
             def read(file: str = file, texts: list[int] = texts) -> int:
-                texts[:] = [len(each.text.encode()) for each in read_records(store(name), file, CONFIG)
-                            if isinstance(each, Record)]
+                texts[:] = [len(record.text.encode()) for record in read_records(store(name), file, CONFIG)
+                            if isinstance(record, Record)]
                 return len(texts)
 
             count, seconds = measure(read, options.rounds)
@@ -135,8 +135,8 @@ def main() -> None:
         Console().print(shown)
         with (Path(name) / "long.jsonl").open("wb") as sink:
             sink.truncate(200_000_000)
-        told = subprocess.run([sys.executable, "-c", _MEMORY, name], capture_output=True, check=True, text=True)
-        reason, megabytes = told.stdout.split()
+        process = subprocess.run([sys.executable, "-c", _MEMORY, name], capture_output=True, check=True, text=True)
+        reason, megabytes = process.stdout.split()
         print(f"a line of 200 MB: {reason}, {megabytes} MiB more than before "
               f"(max_record_bytes {CONFIG.max_record_bytes >> 20} MiB)")
 

@@ -1,9 +1,10 @@
-"""Tokenize and pack against bare `tokenizers.encode_batch`, on the same texts, in one process, with as many threads.
+"""Compare tokenizing and packing with bare `tokenizers.encode_batch` on the same texts and threads, in one process.
 
     python -m tests.benchmarks.tokenize [--megabytes 4] [--rounds 5] [--threads 1]
 
-Measured is the whole unit of the pack stage: documents read from storage, encoded, packed, counted, shards written.
-The peer is one call over a list of strings in memory, whose result is thrown away. CPU time; rounds alternate.
+Tidewheel's side is a whole unit of the pack stage: it reads documents from storage, encodes, packs and counts them, and
+writes shards. The peer is one call over a list of strings in memory, whose result is discarded. Times are CPU time, and
+the rounds alternate.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ SHARED = Path(__file__).parents[3] / "shared"
 
 
 def main() -> int:
-    """Print the table."""
+    """Measure, print the table and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--megabytes", type=float, default=4)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--threads", type=int, default=1)
-    given = arguments.parse_args()
-    os.environ["RAYON_NUM_THREADS"] = str(given.threads)  # of both; read when the library first runs
+    options = arguments.parse_args()
+    os.environ["RAYON_NUM_THREADS"] = str(options.threads)  # for both sides; the library reads it when it first runs
     if not SHARED.exists():
         print("needs ../shared/corpus and ../shared/tokenizer")
         return 2
-    texts = _texts(given.megabytes * 1e6)
+    texts = _texts(options.megabytes * 1e6)
     with tempfile.TemporaryDirectory(prefix="tw-tokenize-") as folder:
-        _compare(texts, folder, given.rounds, given.threads)
+        _compare(texts, folder, options.rounds, options.threads)
     return 0
 
 
 def _texts(size: float) -> list[str]:
-    found: list[str] = []
+    texts: list[str] = []
     for path in sorted((SHARED / "corpus").glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             for line in lines:
-                found.append(json.loads(line)["text"])
-                size -= len(found[-1].encode())
+                texts.append(json.loads(line)["text"])
+                size -= len(texts[-1].encode())
                 if size <= 0:
-                    return found
-    return found
+                    return texts
+    return texts
 
 
 def _compare(texts: list[str], folder: str, rounds: int, threads: int) -> None:
@@ -65,7 +66,7 @@ def _compare(texts: list[str], folder: str, rounds: int, threads: int) -> None:
         "tokenize + pack": unit,
     }
     spent: dict[str, list[float]] = {name: [] for name in ways}
-    unit()  # compiles
+    unit()  # compiles the kernels
     for _ in range(rounds):
         for name, way in ways.items():
             began = time.process_time()
@@ -82,7 +83,7 @@ def _compare(texts: list[str], folder: str, rounds: int, threads: int) -> None:
 
 
 def _unit(texts: list[str], folder: str) -> Callable[[], Any]:
-    """The pack stage's unit of one partition that holds `texts`."""
+    """Return the pack stage's unit for one partition that holds `texts`."""
     import pyarrow as pa
 
     from tidewheel.config import build
@@ -94,12 +95,12 @@ def _unit(texts: list[str], folder: str) -> Callable[[], Any]:
     from tidewheel.data.stages.partition import Part
     from tidewheel.storage import store
 
-    place = store(folder)
-    names = sorted(f"doc-{number:07d}" for number in range(len(texts)))
+    target = store(folder)
+    names = sorted(f"doc-{index:07d}" for index in range(len(texts)))
     table = pa.table([names, texts, ["benchmark"] * len(texts), ["{}"] * len(texts)], schema=DOCUMENT_SCHEMA)
-    with place.writer("documents") as sink:
+    with target.writer("documents") as sink:
         write_ipc(sink, table)
-    tokenizer = place.write("tokenizer", (SHARED / "tokenizer" / "tokenizer.json").read_bytes())
+    tokenizer = target.write("tokenizer", (SHARED / "tokenizer" / "tokenizer.json").read_bytes())
     config = build(PipelineConfig, {"read": {"paths": ["-"]}, "steps": [
         {"tokenize": {"file": "tokenizer"}}, {"pack": {"sequence_length": 2048}}]})
     job = Job(config, folder, folder, (), 1, (), b"")

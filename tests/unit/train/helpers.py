@@ -27,20 +27,20 @@ from tidewheel.train.runtime import NoCheckpoints, NoControl, Runtime
 LENGTH, VOCABULARY = 16, 128
 
 
-def write_tokenizer(place: storage.Store) -> dict[str, Any]:
-    """A byte-level tokenizer with an empty vocabulary beside its two marks."""
+def write_tokenizer(target: storage.Store) -> dict[str, Any]:
+    """Write a tokenizer of letters with two special tokens, and return its description for a manifest."""
     from tokenizers import Tokenizer, models
 
     vocabulary = {"<|endoftext|>": 0, "<|pad|>": 1, **{chr(97 + i): 2 + i for i in range(26)}, " ": 28}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    stamp = place.write("tokenizer.json", tokenizer.to_str().encode())
+    stamp = target.write("tokenizer.json", tokenizer.to_str().encode())
     return {"file": "tokenizer.json", "hash": stamp.hash, "eos": 0, "pad": 1}
 
 
 def write_shards(uri: str | Path, *, shards: int = 3, rows: int = 20, seed: int = 0, loss_mask: bool = False,
                  length: int = LENGTH, **changes: Any) -> Manifest:
-    """A shard set of random rows, each with two documents and some with padding; tokens follow a simple rule."""
-    place, random = storage.store(uri), np.random.default_rng(seed)
+    """Write a shard set of random rows, each with two documents and some with padding; tokens follow a simple rule."""
+    target, random = storage.store(uri), np.random.default_rng(seed)
     infos, count = [], 0
     for _ in range(shards):
         tokens = (random.integers(2, 28, (rows, 1)) + np.arange(length)[None] * 3) % 26 + 2
@@ -57,18 +57,18 @@ def write_shards(uri: str | Path, *, shards: int = 3, rows: int = 20, seed: int 
             columns.append(pa.FixedSizeListArray.from_arrays(pa.array(marked.astype(np.uint8).ravel()), length))
         schema = shard_schema(length, "uint16", loss_mask)
         table = pa.table([column.cast(field.type) for column, field in zip(columns, schema)], schema=schema)
-        infos.append(write_shard(place, table))
+        infos.append(write_shard(target, table))
     fields: dict[str, Any] = {
         "sequence_length": length, "token_dtype": "uint16", "vocabulary_size": VOCABULARY,
-        "tokenizer": write_tokenizer(place), "recipe_hash": "test", "evaluation_sets": (), "documents": count,
+        "tokenizer": write_tokenizer(target), "recipe_hash": "test", "evaluation_sets": (), "documents": count,
         "shards": tuple(infos), "loss_mask": loss_mask, **changes}
     manifest = Manifest(**fields)
-    write_manifest(place, manifest)
+    write_manifest(target, manifest)
     return manifest
 
 
 def config(folder: Path, run: str = "run", *overrides: str) -> TrainConfig:
-    """8 steps of 8 sequences in 4 virtual ranks over the set in `folder`."""
+    """Return a configuration of 8 steps of 8 sequences in 4 virtual ranks over the set in `folder`."""
     values = {
         "run": {"id": run, "uri": str(folder / "runs")}, "steps": 8,
         "data": {"uri": str(folder / "shards"), "validation": str(folder / "validation"), "seed": 7},
@@ -82,7 +82,7 @@ def config(folder: Path, run: str = "run", *overrides: str) -> TrainConfig:
 
 
 class FileCheckpoints(NoCheckpoints):
-    """One whole copy of the state in one .npz file, written by rank 0."""
+    """Checkpoints that hold the whole state in one .npz file, written by rank 0."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,11 +112,11 @@ class FileCheckpoints(NoCheckpoints):
 
 
 class Replaced(Exception):
-    """The worker was replaced."""
+    """The end of a worker that is replaced."""
 
 
 class Script(NoControl):
-    """A control that asks for a planned stop at step `leave`, or kills the worker after step `die`."""
+    """A control that requests a planned stop at step `leave`, or kills the worker after step `die`."""
 
     def __init__(self, leave: int = -1, die: int = -1) -> None:
         self.leave, self.die, self.step, self.events = leave, die, 0, []
@@ -144,5 +144,5 @@ def two_processes(config: TrainConfig, checkpoints: Path, generation: int = 0, l
 def _worker(config: TrainConfig, checkpoints: Path, generation: int, leave: int) -> None:
     runtime = Runtime(dist.get_rank(), 2, generation=generation, checkpoints=FileCheckpoints(checkpoints),
                       control=Script(leave=leave), sampler=text_sample)
-    with contextlib.suppress(Replaced):  # what the test asked for
+    with contextlib.suppress(Replaced):  # the end that the test requested
         train(config, runtime)

@@ -1,4 +1,4 @@
-"""Objectives, and an optimizer, as a user writes them."""
+"""Objectives and an optimizer as a user writes them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LabelSmoothing(tw.Objective):
 
 
 class ByRow(tw.Objective):
-    """The mean loss of each row: one term a row, whatever its length."""
+    """The mean loss of each row, so that each row is one term."""
 
     WORKS_WITH = ("pipeline",)
 

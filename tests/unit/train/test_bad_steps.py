@@ -46,19 +46,19 @@ BASE = (f"steps={STEPS}", "data.validation=''", "evaluation.sample_tokens=0", "g
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("bad")
-    write_shards(place / "shards", rows=60)
-    return place
+    base = tmp_path_factory.mktemp("bad")
+    write_shards(base / "shards", rows=60)
+    return base
 
 
 def sequences(folder: Path, step: int) -> list[str]:
-    """What an undisturbed run reads at `step`."""
+    """Return the sequences that an undisturbed run reads at `step`."""
     source = Source.single(str(folder / "shards"), read_manifest(storage.store(folder / "shards")), 7)
     return source.ids((step - 1) * 8, 8)
 
 
 def plant(wrong: dict[str, str], patch: pytest.MonkeyPatch) -> None:
-    """Batches with a sequence of `wrong` have a loss that is not a number ("nan") or a jump ("spike")."""
+    """Give batches with a sequence of `wrong` a loss that is not a number ("nan") or jumps ("spike")."""
     real_batch, real_step = batches.micro_batch, ParallelModel.forward_backward
 
     def micro_batch(rows: Any, part: slice, *rest: Any) -> Any:
@@ -84,7 +84,7 @@ def plant(wrong: dict[str, str], patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def planted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The third sequence that step 6 of an undisturbed run reads is poison."""
+    """Plant a non-finite loss in the third sequence that step 6 of an undisturbed run reads, and yield its id."""
     name = sequences(folder, 6)[2]
     plant({name: "nan"}, monkeypatch)
     return name
@@ -99,12 +99,12 @@ def events(settings: TrainConfig, kind: str) -> list[dict]:
 
 
 def weights(settings: TrainConfig) -> dict[str, np.ndarray]:
-    """Of the newest checkpoint, as they are in its files."""
+    """Return the weights in the files of the newest checkpoint."""
     from safetensors.numpy import load_file
 
-    place = storage.store(settings.run_uri).child("checkpoints")
-    newest = list_checkpoints(place)[-1].name
-    return {f"{name}": value for path in sorted(Path(str(place.local_path(newest))).glob("*.safetensors"))
+    checkpoints = storage.store(settings.run_uri).child("checkpoints")
+    newest = list_checkpoints(checkpoints)[-1].name
+    return {f"{name}": value for path in sorted(Path(str(checkpoints.local_path(newest))).glob("*.safetensors"))
             for name, value in load_file(path).items()}
 
 
@@ -119,7 +119,7 @@ def assert_same(one: TrainConfig, other: TrainConfig, tolerance: float = 0.0) ->
 
 
 def stopped(settings: TrainConfig, after: int) -> None:
-    """Run, and be killed after a step."""
+    """Run until the worker is killed after a step."""
     def die(progress: dict[str, Any]) -> None:
         if progress["step"] == after:
             raise Replaced
@@ -131,9 +131,9 @@ def stopped(settings: TrainConfig, after: int) -> None:
 def test_a_bad_step_is_skipped(folder: Path, planted: str):
     whole, killed = (config(folder, name, *BASE) for name in ("skip", "skip-killed"))
     fit_local(whole)
-    [found] = events(whole, "guard")
+    [guard_event] = events(whole, "guard")
     record = {line["step"]: line for line in log(whole, "batches.jsonl")}[6]
-    assert {key: found[key] for key in ("step", "reason", "action", "loss", "position", "count", "digest")} == {
+    assert {key: guard_event[key] for key in ("step", "reason", "action", "loss", "position", "count", "digest")} == {
         "step": 6, "reason": "non-finite loss", "action": "skip", "loss": "nan", "position": 40, "count": 8,
         "digest": record["digest"]}
     metrics = {line["step"]: line for line in log(whole, "metrics.jsonl")}
@@ -143,10 +143,10 @@ def test_a_bad_step_is_skipped(folder: Path, planted: str):
 
     traced = trace.trace_step(whole.run_uri, 6)
     assert planted in [sequence["id"] for sequence in traced["sequences"]]
-    assert traced["guards"] == [found]
+    assert traced["guards"] == [guard_event]
     assert "guard: non-finite loss at step 6 (loss nan" in "\n".join(trace.step_lines(traced))
 
-    stopped(killed, after=9)  # its checkpoint is of step 8: the window and the number of updates come from there
+    stopped(killed, after=9)  # the checkpoint of step 8 has the window and the number of updates
     fit_local(killed)
     assert_same(killed, whole)
 
@@ -154,13 +154,13 @@ def test_a_bad_step_is_skipped(folder: Path, planted: str):
 def test_a_bad_step_is_rolled_back(folder: Path, planted: str):
     settings = config(folder, "back", *BASE, "guards.non_finite=rollback")
     fit_local(settings)
-    assert [(found["step"], found["action"]) for found in events(settings, "guard")] == [(6, "rollback")]
+    assert [(detail["step"], detail["action"]) for detail in events(settings, "guard")] == [(6, "rollback")]
     assert events(settings, "rollback") == [{"step": 6, "back_to": 4, "position": 40, "count": 8,
                                              "reason": "non-finite loss"}]
-    seen = audit(settings.run_uri)
-    assert seen.ok, seen.summary()
-    assert (seen.steps, seen.records, seen.redone, seen.passed_over) == (STEPS, STEPS + 2, 2, 8)
-    assert "but 8 that guards passed over on purpose" in seen.summary()
+    audited = audit(settings.run_uri)
+    assert audited.ok, audited.summary()
+    assert (audited.steps, audited.records, audited.redone, audited.passed_over) == (STEPS, STEPS + 2, 2, 8)
+    assert "but 8 that guards passed over on purpose" in audited.summary()
 
     traced = trace.trace_step(settings.run_uri, 6)
     assert traced["as_recorded"]
@@ -172,7 +172,7 @@ def test_a_bad_step_is_rolled_back(folder: Path, planted: str):
     document = before["sequences"][2]["segments"][0]["document"]
     assert trace.trace_document_steps(settings.run_uri, document)["steps"] == []
 
-    # the same as a run that knew it from the beginning and met no fault
+    # equals a run that skips these sequences from the start and has no fault
     known = config(folder, "known", *BASE, "guards.non_finite=rollback")
     storage.store(known.run_uri).write("passed_over.jsonl", (Path(settings.run_uri) / "passed_over.jsonl").read_bytes())
     fit_local(known)
@@ -180,32 +180,32 @@ def test_a_bad_step_is_rolled_back(folder: Path, planted: str):
     assert_same(settings, known)
 
 
-def test_rolled_back_killed_and_resized(folder: Path, planted: str):
-    """In two processes, where one rank alone reads the poison; then one process goes on, and the run is audited."""
+def test_a_rolled_back_killed_and_resized_run_is_audited(folder: Path, planted: str):
+    """One of two ranks reads the bad sequence; then one process continues, and the run is audited."""
     settings = config(folder, "resized", *BASE, "guards.non_finite=rollback")
     on_ranks(2, part_of_two, settings, planted)
-    assert [(found["step"], found["action"]) for found in events(settings, "guard")] == [(6, "rollback")]
+    assert [(detail["step"], detail["action"]) for detail in events(settings, "guard")] == [(6, "rollback")]
     fit_local(settings)
-    seen = audit(settings.run_uri)
-    assert seen.ok, seen.summary()
-    assert (seen.world_sizes, seen.passed_over, seen.steps) == ((2, 1), 8, STEPS)
+    audited = audit(settings.run_uri)
+    assert audited.ok, audited.summary()
+    assert (audited.world_sizes, audited.passed_over, audited.steps) == ((2, 1), 8, STEPS)
     reference = config(folder, "resized-alone", *BASE, "guards.non_finite=rollback")
     fit_local(reference)
     assert_same(settings, reference, tolerance=1e-4)
 
 
 def part_of_two(settings: TrainConfig, name: str) -> None:
-    """Two gloo ranks; killed after step 9."""
+    """Run two gloo ranks until they are killed after step 9."""
     def die(progress: dict[str, Any]) -> None:
         if progress["step"] == 9:
             raise Replaced
 
     with pytest.MonkeyPatch.context() as patch:
         plant({name: "nan"}, patch)
-        rank, place = dist.get_rank(), storage.store(settings.run_uri)
-        control = LocalControl(JsonLog(place, "events.jsonl"), die)
-        manager = CheckpointManager(place.child("checkpoints"), asynchronous=False)
-        with pytest.raises((Replaced, RuntimeError)):  # of the rank that is left, its collective fails
+        rank, run_store = dist.get_rank(), storage.store(settings.run_uri)
+        control = LocalControl(JsonLog(run_store, "events.jsonl"), die)
+        manager = CheckpointManager(run_store.child("checkpoints"), asynchronous=False)
+        with pytest.raises((Replaced, RuntimeError)):  # the collective of the remaining rank fails
             train(settings, Runtime(rank, 2, checkpoints=manager, control=control))
 
 
@@ -213,32 +213,33 @@ def test_a_spike_is_rolled_back_with_the_batches_before_it(folder: Path, monkeyp
     plant({sequences(folder, 11)[5]: "spike"}, monkeypatch)
     ignored = config(folder, "ignored", *BASE)
     fit_local(ignored)
-    [found] = events(ignored, "guard")
-    assert (found["step"], found["reason"], found["action"]) == (11, "loss spike", "ignore")
-    assert found["loss_z"] > 6
+    [guard_event] = events(ignored, "guard")
+    assert (guard_event["step"], guard_event["reason"], guard_event["action"]) == (11, "loss spike", "ignore")
+    assert guard_event["loss_z"] > 6
     settings = config(folder, "spike", *BASE, "guards.spike=rollback", "guards.pass_over=2")
     fit_local(settings)
     assert log(settings, "passed_over.jsonl")[0].items() >= {"step": 11, "back_to": 8, "start": 72, "end": 88}.items()
-    seen = audit(settings.run_uri)
-    assert seen.ok, seen.summary()
-    assert seen.passed_over == 16
+    audited = audit(settings.run_uri)
+    assert audited.ok, audited.summary()
+    assert audited.passed_over == 16
 
 
-def test_before_the_first_checkpoint_it_goes_back_to_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
     plant({sequences(folder, 2)[0]: "nan", sequences(folder, 3)[0]: "nan"}, monkeypatch)
     settings = config(folder, "early", *BASE, "guards.non_finite=rollback")
     fit_local(settings)
     assert [line["back_to"] for line in log(settings, "passed_over.jsonl")] == [0, 0]
-    seen = audit(settings.run_uri)
-    assert seen.ok, seen.summary()
-    assert seen.passed_over == 16
+    audited = audit(settings.run_uri)
+    assert audited.ok, audited.summary()
+    assert audited.passed_over == 16
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
     (("guards.non_finite=stop",), "non-finite loss at step 6"),
     (("guards.non_finite=rollback", "guards.max_rollbacks=1"), "after 1 rollbacks, guards.max_rollbacks is 1"),
     (("guards.max_skips=1",), "2 steps in a row without an update up to step 7")])
-def test_enough_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], says: str):
+def test_a_limit_of_bad_steps_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...],
+                                           says: str):
     plant({sequences(folder, 6)[0]: "nan", sequences(folder, 7)[0]: "nan"}, monkeypatch)
     settings = config(folder, f"enough{len(says)}", *BASE, *overrides)
     with pytest.raises(ConfigError, match=says) as caught:
@@ -258,8 +259,8 @@ def test_a_checkpoint_of_a_history_that_was_given_up_is_refused():
 
 
 def test_a_shard_that_turns_bad_stops_the_run_and_leaves_nothing(folder: Path, tmp_path: Path):
-    """Bytes flip in all shards while the run goes on. It stops at the shard, no checkpoint knows of it, and with the
-    shards fixed it goes on to the result of an undisturbed run."""
+    """Bytes flip in all shards during the run. The run stops at the shard without a checkpoint of it. With the shards
+    fixed it continues to the result of an undisturbed run."""
     import shutil
 
     shutil.copytree(folder / "shards", tmp_path / "shards")
@@ -274,9 +275,9 @@ def test_a_shard_that_turns_bad_stops_the_run_and_leaves_nothing(folder: Path, t
     with pytest.raises(ShardError, match="not what its manifest says") as caught:
         fit_local(settings, on_progress=damage)
     assert Path(caught.value.where).name in [file.name for file in files]
-    found = list_checkpoints(storage.store(settings.run_uri).child("checkpoints"))
-    assert max(checkpoint.step for checkpoint in found) == 4
-    with pytest.raises(ShardError, match="not what its manifest says"):  # the next start says it before any step
+    checkpoints = list_checkpoints(storage.store(settings.run_uri).child("checkpoints"))
+    assert max(checkpoint.step for checkpoint in checkpoints) == 4
+    with pytest.raises(ShardError, match="not what its manifest says"):  # the next start raises before any step
         fit_local(settings)
     for file in files:
         flip(file)
@@ -288,7 +289,7 @@ def test_a_shard_that_turns_bad_stops_the_run_and_leaves_nothing(folder: Path, t
 
 
 def test_the_metrics_are_json(folder: Path):
-    """No NaN in any file of the run that another program may read."""
+    """No file of the run that other programs may read contains NaN."""
     files = list((folder / "runs").glob("*/*.jsonl"))
     assert files
     for line in "".join(file.read_text() for file in files).splitlines():

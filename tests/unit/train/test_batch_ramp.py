@@ -24,11 +24,11 @@ RAMP = (f"batch.ramp=[{{sequences: 8, tokens: {17 * LENGTH}}}, {{sequences: 16, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("ramp")
-    write_shards(place / "shards")
-    write_shards(place / "validation", shards=1, rows=5, seed=1)
-    ran(config(place, "whole", *RAMP))
-    return place
+    base = tmp_path_factory.mktemp("ramp")
+    write_shards(base / "shards")
+    write_shards(base / "validation", shards=1, rows=5, seed=1)
+    ran(config(base, "whole", *RAMP))
+    return base
 
 
 def ran(settings: TrainConfig, generation: int = 0, **script: int) -> None:
@@ -45,14 +45,14 @@ def test_each_batch_follows_the_one_before(folder: Path):
     records = log(folder, "whole", "batches.jsonl")
     assert [record["count"] for record in records] == SIZES
     assert [record["position"] for record in records] == [sum(SIZES[:step]) for step in range(7)]
-    seen = audit(str(folder / "runs" / "whole"))
-    assert seen.ok, seen.summary()
-    assert seen.sequences == sum(SIZES)
+    audited = audit(str(folder / "runs" / "whole"))
+    assert audited.ok, audited.summary()
+    assert audited.sequences == sum(SIZES)
     rates = [line["learning_rate"] for line in log(folder, "whole", "metrics.jsonl") if "loss" in line]
     assert rates[:3] == pytest.approx([1e-3, 2e-3, 3e-3]), "24 sequences of warm-up are three steps of 8"
 
 
-def test_it_resumes_inside_the_ramp_on_two_processes(folder: Path):
+def test_a_run_resumes_inside_the_ramp_on_two_processes(folder: Path):
     settings = config(folder, "killed", *RAMP)
     with pytest.raises(Replaced):
         ran(settings, die=3)  # the checkpoint is of step 2
@@ -65,10 +65,10 @@ def test_it_resumes_inside_the_ramp_on_two_processes(folder: Path):
 
 
 def test_lineage_knows_the_sizes(folder: Path):
-    found = trace.trace_step(str(folder / "runs" / "whole"), 6)
-    assert found["as_recorded"]
-    assert len(found["sequences"]) == 24
-    document = found["sequences"][20]["segments"][0]["document"]
+    traced = trace.trace_step(str(folder / "runs" / "whole"), 6)
+    assert traced["as_recorded"]
+    assert len(traced["sequences"]) == 24
+    document = traced["sequences"][20]["segments"][0]["document"]
     uses = trace.trace_document_steps(str(folder / "runs" / "whole"), document)["steps"]
     assert {(use["step"], use["batch_row"]) for use in uses} >= {(6, 20)}
 

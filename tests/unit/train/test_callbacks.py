@@ -75,7 +75,7 @@ class Table(tw.Tracker):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shards, and a module of the user's own in the working folder."""
+    """Return a folder with shards and a module of the user's own, and make it the working folder."""
     write_shards(tmp_path / "shards")
     write_shards(tmp_path / "validation", shards=1, rows=11, seed=1)
     (tmp_path / f"{module(tmp_path)}.py").write_text(OWN)
@@ -88,8 +88,8 @@ def module(folder: Path) -> str:
     return f"own_{folder.name.replace('-', '_')}"
 
 
-def settings(folder: Path, **given: object) -> TrainConfig:
-    diary = {"kind": f"{module(folder)}:Diary", "path": str(folder / "diary"), **given}
+def settings(folder: Path, **parts: object) -> TrainConfig:
+    diary = {"kind": f"{module(folder)}:Diary", "path": str(folder / "diary"), **parts}
     table = {"kind": f"{module(folder)}:Table", "path": str(folder / "table.csv")}
     return build(TrainConfig, {**config(folder).canonical(), "callbacks": [diary],
                                "metrics": {"trackers": [table]}})
@@ -99,17 +99,17 @@ def diary(folder: Path) -> list[list]:
     return [json.loads(line) for line in (folder / "diary").read_text().splitlines()]
 
 
-def test_a_callback_hears_of_everything_in_order(folder: Path):
+def test_a_callback_is_called_for_everything_in_order(folder: Path):
     train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), sampler=text_sample))
-    said = diary(folder)
-    assert [line[:2] for line in said] == [
+    entries = diary(folder)
+    assert [line[:2] for line in entries] == [
         ["start", 0], ["step", 1], ["step", 2], ["step", 3], ["evaluate", 3], ["step", 4], ["checkpoint", 3],
         ["step", 5], ["step", 6], ["evaluate", 6], ["step", 7], ["checkpoint", 6], ["step", 8], ["evaluate", 8],
         ["sample", 8], ["checkpoint", 8], ["finish", 8], ["close"]]
     metrics = jsonlog.read(storage.store(folder / "runs/run"), "metrics.jsonl")
     losses = {line["step"]: line["loss"] for line in metrics if "loss" in line}
     rates = {line["step"]: line["learning_rate"] for line in metrics if "loss" in line}
-    assert [line[1:] for line in said if line[0] == "step"] == [
+    assert [line[1:] for line in entries if line[0] == "step"] == [
         [step, False, losses[step], rates[step]] for step in range(1, 9)]
     assert [line["twice_the_step"] for line in metrics if "twice_the_step" in line] == [2 * s for s in range(1, 9)]
     assert write_run_report(str(folder / "runs/run"))
@@ -120,13 +120,14 @@ def test_callbacks_see_repeated_steps_again(folder: Path):
     with pytest.raises(Replaced):
         train(run, Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), control=Script(die=5)))
     train(run, Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), generation=1))
-    said = diary(folder)
-    steps = [line[1:4] for line in said if line[0] == "step"]
-    # the worker died as step 5 was told to the cluster, before it was told to the callback
+    entries = diary(folder)
+    steps = [line[1:4] for line in entries if line[0] == "step"]
+    # the worker died while it reported step 5 to the cluster, before the callback was called
     assert [step for step, _, _ in steps] == [1, 2, 3, 4, 4, 5, 6, 7, 8]
     assert [redone for _, redone, _ in steps] == [False] * 4 + [True, True, False, False, False]
     assert steps[3][2] == steps[4][2]  # with the same loss
-    assert [line for line in said if line[0] == "start"] == [["start", 0, "run", 0, 0, 1], ["start", 3, "run", 0, 1, 1]]
+    assert [entry for entry in entries if entry[0] == "start"] == [
+        ["start", 0, "run", 0, 0, 1], ["start", 3, "run", 0, 1, 1]]
 
 
 def test_a_tracker_gets_each_record(folder: Path):
@@ -136,18 +137,18 @@ def test_a_tracker_gets_each_record(folder: Path):
     assert [int(row[0]) for row in rows] == list(range(1, 9))
 
 
-def test_a_mistake_in_a_trackers_code_ends_the_run_with_its_place(folder: Path):
+def test_a_mistake_in_a_trackers_code_ends_the_run_with_its_line(folder: Path):
     text = OWN.replace('record["tokens"]', 'record["twice"]')
     (folder / f"{module(folder)}.py").write_text(text)
     control = Script()
     with pytest.raises(ConfigError, match=r"the tracker .*:Table failed in write: KeyError: 'twice'") as raised:
         train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz"), control=control))
-    line = next(number for number, line in enumerate(text.splitlines(), 1) if 'record["twice"]' in line)
+    line = next(index for index, line in enumerate(text.splitlines(), 1) if 'record["twice"]' in line)
     assert raised.value.where == f"{folder / module(folder)}.py:{line}"
     assert not [kind for kind, _ in control.events if kind == "sink_failed"]
 
 
-def test_a_service_that_does_not_answer_a_tracker_is_counted_and_the_run_goes_on(
+def test_failures_of_a_trackers_service_are_counted_and_the_run_continues(
         folder: Path, caplog: pytest.LogCaptureFixture):
     (folder / f"{module(folder)}.py").write_text(
         OWN.replace('if "loss" in record:', 'if "loss" in record and record["step"] in (2, 3, 6):')
@@ -164,7 +165,7 @@ def test_a_service_that_does_not_answer_a_tracker_is_counted_and_the_run_goes_on
     assert f"tracker {name} works again; 3 of its calls have failed so far" in caplog.text
 
 
-def test_a_service_that_does_not_answer_a_callback_is_counted_and_the_run_goes_on(
+def test_failures_of_a_callbacks_service_are_counted_and_the_run_continues(
         folder: Path, caplog: pytest.LogCaptureFixture):
     (folder / f"{module(folder)}.py").write_text(
         OWN.replace('raise ZeroDivisionError("as it was told to")', 'raise TimeoutError("the service is away")'))
@@ -177,7 +178,7 @@ def test_a_service_that_does_not_answer_a_callback_is_counted_and_the_run_goes_o
     assert "failed in on_step_end, training continues: TimeoutError" in caplog.text
 
 
-def test_an_error_ends_the_run_with_its_place_and_the_run_goes_on_later(folder: Path):
+def test_an_error_ends_the_run_with_its_line_and_the_run_resumes_later(folder: Path):
     with pytest.raises(ConfigError, match="Diary failed in on_step_end: ZeroDivisionError: as it was") as raised:
         train(settings(folder, fail_at=5), Runtime(checkpoints=FileCheckpoints(folder / "c.npz")))
     line = OWN.splitlines().index('            raise ZeroDivisionError("as it was told to")') + 1
@@ -187,12 +188,12 @@ def test_an_error_ends_the_run_with_its_place_and_the_run_goes_on_later(folder: 
     assert result.steps == 8
 
 
-def test_neither_changes_the_recipe_and_both_travel_to_the_workers(folder: Path):
+def test_callbacks_and_trackers_keep_the_recipe_and_reach_the_workers(folder: Path):
     own, plain = settings(folder), config(folder)
     assert own.recipe_hash() == plain.recipe_hash()
     assert {code.name for code in own.code()} == {f"{module(folder)}:Diary", f"{module(folder)}:Table"}
     assert all(code.root == str(folder) for code in own.code())
-    assert own.own_parts() == {}  # a run goes on with other ones
+    assert own.own_parts() == {}  # a run may continue with other ones
     assert plain.code() == []
 
 
@@ -233,7 +234,7 @@ def test_errors_of_on_close_are_logged(caplog: pytest.LogCaptureFixture):
     assert "FirstOnly failed in on_close" in caplog.text
 
 
-def test_figures_have_names_of_their_own(folder: Path):
+def test_recorded_figures_must_have_their_own_names(folder: Path):
     (folder / f"{module(folder)}.py").write_text(OWN.replace("twice_the_step", "loss"))
     with pytest.raises(ConfigError, match="'loss' is a name of the training's own figures; choose another"):
         train(settings(folder), Runtime(checkpoints=FileCheckpoints(folder / "c.npz")))

@@ -45,10 +45,10 @@ def test_one_graph_serves_all_blocks_and_gives_the_same_losses(checkpointed: boo
     compile_blocks(model.blocks, backend=counter)
     assert losses(model) == pytest.approx(expected, rel=1e-5)
     with torch.no_grad():
-        for length in (3, 5, 8):  # as a text sample grows
+        for length in (3, 5, 8):  # the lengths of a growing text sample
             tokens = torch.ones(1, length, dtype=torch.int64)
             model(tokens, torch.arange(length)[None], torch.zeros_like(tokens))
-    assert counter.frame_count == 1, "compiled once, not once for each block"
+    assert counter.frame_count == 1, "all blocks share one compilation"
     assert [name for name, _ in model.named_parameters()] == names
 
 

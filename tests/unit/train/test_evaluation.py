@@ -27,7 +27,7 @@ from tidewheel.train.runtime import Runtime
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training set and two validation sets."""
+    """Return a folder with a training set and two validation sets."""
     folder = tmp_path_factory.mktemp("evaluation")
     write_shards(folder / "shards")
     write_shards(folder / "web", shards=2, rows=7, seed=1)
@@ -36,18 +36,18 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, *overrides: str) -> TrainConfig:
-    both = f"data.validation={{web: {folder / 'web'}, code: {folder / 'code'}}}"
-    return config(folder, "run", both, *overrides)
+    validation = f"data.validation={{web: {folder / 'web'}, code: {folder / 'code'}}}"
+    return config(folder, "run", validation, *overrides)
 
 
 @torch.no_grad()
-def by_hand(model: Decoder, folder: Path, most: int) -> tuple[float, int, int]:
-    """(nats, predicted tokens, bytes) token by token, each document alone."""
+def reference_score(model: Decoder, folder: Path, max_rows: int) -> tuple[float, int, int]:
+    """Return the nats, predicted tokens and bytes, computed token by token with each document alone."""
     shard_set = ShardSet.open(str(folder))
     counts = [shard.rows for shard in shard_set.manifest.shards]
-    places = [(shard, row) for shard, count in enumerate(counts) for row in range(count)][:most]
+    rows_to_score = [(shard, row) for shard, count in enumerate(counts) for row in range(count)][:max_rows]
     nats, tokens, size = 0.0, 0, 0
-    for shard, row in places:
+    for shard, row in rows_to_score:
         rows = shard_set.rows(np.array([shard]), np.array([row]))
         for segment in range(int(rows.segment_ids.max()) + 1):
             document = torch.from_numpy(rows.tokens[0][rows.segment_ids[0] == segment].astype(np.int64))[None]
@@ -55,21 +55,22 @@ def by_hand(model: Decoder, folder: Path, most: int) -> tuple[float, int, int]:
             chosen = logits[0].double().log_softmax(-1)[:-1].gather(1, document[0, 1:, None])
             nats -= float(chosen.sum())
             tokens += document.shape[1] - 1
-            size += int((document[0, 1:] > 1).sum())  # the tokenizer's letters have a byte each, its two marks none
+            size += int((document[0, 1:] > 1).sum())  # a letter of the tokenizer is a byte, a special token none
     return nats, tokens, size
 
 
 @pytest.mark.parametrize("most", [0, 6])
 def test_scores_are_those_of_each_document_alone(sets: Path, most: int):
-    wanted = settings(sets, f"evaluation.sequences={most}")
+    run_config = settings(sets, f"evaluation.sequences={most}")
     runtime = Runtime()
-    model = parallel.build(wanted, VOCABULARY, runtime)
+    model = parallel.build(run_config, VOCABULARY, runtime)
     parallel.init_weights(model, 1)
-    scores = evaluation.validate(model, evaluation.open_sets(wanted, torch.device("cpu")), wanted, Collectives(runtime))
+    opened = evaluation.open_sets(run_config, torch.device("cpu"))
+    scores = evaluation.validate(model, opened, run_config, Collectives(runtime))
     assert list(scores) == ["code", "web"]
     total = [0.0, 0]
     for name, score in scores.items():
-        nats, tokens, size = by_hand(model.parts[0], sets / name, most or 1000)
+        nats, tokens, size = reference_score(model.parts[0], sets / name, most or 1000)
         assert score.tokens == tokens
         assert score.loss == pytest.approx(nats / tokens, rel=1e-6)
         assert score.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-6)
@@ -78,13 +79,13 @@ def test_scores_are_those_of_each_document_alone(sets: Path, most: int):
     assert evaluation.overall(scores) == pytest.approx(total[0] / total[1], rel=1e-6)
 
 
-def test_a_run_tells_of_its_domains_samples_and_speed(sets: Path):
-    wanted = settings(sets, "evaluation.sample_every_steps=4", "profile={steps: [2, 3]}", "metrics.every_steps=2",
+def test_a_run_records_its_domains_samples_and_speed(sets: Path):
+    run_config = settings(sets, "evaluation.sample_every_steps=4", "profile={steps: [2, 3]}", "metrics.every_steps=2",
                       "steps=7")
     control = Script()
-    result = train(wanted, Runtime(control=control, sampler=text_sample))
-    place = storage.store(wanted.run_uri)
-    lines = jsonlog.read(place, "metrics.jsonl")
+    result = train(run_config, Runtime(control=control, sampler=text_sample))
+    run_store = storage.store(run_config.run_uri)
+    lines = jsonlog.read(run_store, "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [2, 4, 6, 7]
     assert {"tokens", "gradient_norm", "learning_rate", "tokens_per_second", "tokens_per_second_per_worker",
@@ -97,13 +98,13 @@ def test_a_run_tells_of_its_domains_samples_and_speed(sets: Path):
     assert [step for step, _ in samples] == [4, 7]
     assert samples[-1][1] == result.sample
     profiles = [detail for kind, detail in control.events if kind == "profile"]
-    assert [detail["files"] for detail in profiles] == [[place.at("profile/steps_2-3.json.gz")]]
-    seen = EventAccumulator(str(Path(wanted.run_uri) / "tensorboard"))
-    seen.Reload()
-    assert [event.step for event in seen.Scalars("train/loss")] == [2, 4, 6, 7]
-    assert [event.step for event in seen.Scalars("validation/web/bits_per_byte")] == [3, 6, 7]
-    run = json.loads((Path(wanted.run_uri) / "run.json").read_text())
-    assert {name: each["rows"] for name, each in run["data"]["validation"].items()} == {"web": 14, "code": 5}
+    assert [detail["files"] for detail in profiles] == [[run_store.at("profile/steps_2-3.json.gz")]]
+    tensorboard = EventAccumulator(str(Path(run_config.run_uri) / "tensorboard"))
+    tensorboard.Reload()
+    assert [event.step for event in tensorboard.Scalars("train/loss")] == [2, 4, 6, 7]
+    assert [event.step for event in tensorboard.Scalars("validation/web/bits_per_byte")] == [3, 6, 7]
+    run = json.loads((Path(run_config.run_uri) / "run.json").read_text())
+    assert {name: summary["rows"] for name, summary in run["data"]["validation"].items()} == {"web": 14, "code": 5}
     assert run["data"]["validation"]["web"]["sequence_length"] == LENGTH
 
 

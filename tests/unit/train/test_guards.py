@@ -28,21 +28,21 @@ def judge(guard: Guard | Detector, loss: float, norm: float = 1.0) -> list[float
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(1e-3, 1e3)), min_size=1, max_size=40), st.integers(8, 16))
-def test_the_deviation_is_that_of_the_textbook(values: list[tuple[float, float]], window: int):
-    """Against the standard library's median, whatever the length of the window, full or not."""
+def test_the_deviation_equals_the_standard_librarys(values: list[tuple[float, float]], window: int):
+    """The reference uses the standard library's median, for full and partly filled windows."""
     detector = Detector(GuardsConfig(window=window), CPU)
-    for number, (loss, norm) in enumerate(values):
-        seen = values[max(0, number - window):number]
-        _, *found, withheld = judge(detector, loss, norm)
+    for index, (loss, norm) in enumerate(values):
+        previous = values[max(0, index - window):index]
+        _, *deviations, withheld = judge(detector, loss, norm)
         assert not withheld
-        for z, now, past, least in ((found[0], loss, [one for one, _ in seen], LEAST),
-                                    (found[1], math.log(norm), [math.log(one) for _, one in seen], None)):
+        for z, now, past, floor in ((deviations[0], loss, [value for value, _ in previous], LEAST),
+                                    (deviations[1], math.log(norm), [math.log(value) for _, value in previous], None)):
             if len(past) < window // 2:
                 assert math.isnan(z)
                 continue
             middle = statistics.median(past)
             spread = DEVIATION * statistics.median(abs(value - middle) for value in past)
-            spread = max(spread, LEAST if least is None else LEAST * abs(middle))
+            spread = max(spread, LEAST if floor is None else LEAST * abs(middle))
             assert z == pytest.approx((now - middle) / spread, rel=1e-6, abs=1e-6)
 
 
@@ -57,15 +57,15 @@ def test_bad_steps_are_detected_and_handled(loss: float, norm: float, reason: st
     for _ in range(16):
         assert guard.verdict(judge(guard, random.normal(3, 0.05), random.lognormal(0, 0.2))).action == "apply"
     judged = judge(guard, loss, norm)
-    found = guard.verdict(judged)
+    verdict = guard.verdict(judged)
     expected = "apply" if not reason else spike if "spike" in reason else "rollback"
-    assert (found.reason, found.action) == (reason, expected)
-    assert bool(judged[3]) == (not found.applied), "the device and the host agree"
+    assert (verdict.reason, verdict.action) == (reason, expected)
+    assert bool(judged[3]) == (not verdict.applied), "the device and the host agree"
     assert len(guard.state()["window"][0]) == 16
 
 
 def test_no_false_alarm_on_a_falling_loss():
-    """A run like many: the loss falls steeply, then slowly, with noise; the norm rises and falls."""
+    """A typical run: the loss falls steeply, then slowly, with noise; the norm rises and falls."""
     random, guard = np.random.default_rng(1), Guard(GuardsConfig(spike="skip"), CPU)
     for step in range(3000):
         loss = 2.5 + 8 * math.exp(-step / 60) + 1.5 * (1 + step) ** -0.3 + random.normal(0, 0.03)
@@ -73,12 +73,12 @@ def test_no_false_alarm_on_a_falling_loss():
         assert guard.verdict(judge(guard, loss, norm)).action == "apply", step
 
 
-def test_the_scale_overflow_is_not_the_guards_affair():
+def test_the_guard_ignores_overflows_of_the_loss_scale():
     guard = Guard(GuardsConfig(non_finite="stop", max_skips=1), CPU, scaled=True)
     for step in range(5):
-        found = guard.verdict(judge(guard, 3.0, math.inf))
-        assert (found.reason, found.action) == ("overflow", "skip")
-        guard.check(found, step, "run")
+        verdict = guard.verdict(judge(guard, 3.0, math.inf))
+        assert (verdict.reason, verdict.action) == ("overflow", "skip")
+        guard.check(verdict, step, "run")
     assert guard.skipped == 5
     with pytest.raises(ConfigError, match="non-finite loss at step 6"):
         guard.check(guard.verdict(judge(guard, math.nan, math.inf)), 6, "run")
@@ -90,9 +90,9 @@ def test_skips_are_limited():
         guard.check(guard.verdict(judge(guard, math.nan)), step, "run")
     guard.check(guard.verdict(judge(guard, 1.0)), 4, "run")
     assert (guard.skipped, guard.in_a_row) == (3, 0)
-    found = [guard.verdict(judge(guard, math.nan)) for _ in range(4)]
+    verdicts = [guard.verdict(judge(guard, math.nan)) for _ in range(4)]
     with pytest.raises(ConfigError, match="4 steps in a row without an update up to step 8"):
-        guard.check(found[-1], 8, "run")
+        guard.check(verdicts[-1], 8, "run")
 
 
 def test_a_resumed_guard_decides_the_same():
@@ -109,7 +109,7 @@ def test_a_resumed_guard_decides_the_same():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_withheld_step_leaves_no_trace(fused: bool):
-    """Neither in the weights nor in the moments nor in the count of steps; fused AdamW is told on the device."""
+    """Weights, moments and the count of steps stay as they were; fused AdamW gets the flag on the device."""
     weights = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
     optimizers = [torch.optim.AdamW([weight], fused=fused) for weight in weights]
     guarded = ModelOptimizer([("w", weights[0])], optimizers[:1])

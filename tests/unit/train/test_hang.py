@@ -38,56 +38,56 @@ def beat(number: int, marks: int = 5, collectives: int = 9, step: int = 2, phase
     ({1: (beat(4, 3, step=1), beat(6, 3, step=1))}, "rank 1 is still at step 1 (report)"),
     ({1: (beat(4, collectives=8), beat(6, collectives=8))}, "rank 1 is still at step 2 (report)"),
 ])
-def test_who_is_behind(late: dict, says: str):
+def test_the_rank_that_is_behind_is_named(late: dict, says: str):
     before = {rank: late.get(rank, (beat(4), None))[0] for rank in range(3)}
     after = {rank: late.get(rank, (None, beat(6)))[1] for rank in range(3)}
-    found = find(before, after, 7)
-    assert found == (f"{says}; 2 ranks have waited 7 s at step 2 (report)", (1,))
+    hang = find(before, after, 7)
+    assert hang == (f"{says}; 2 ranks have waited 7 s at step 2 (report)", (1,))
 
 
-def test_nobody_is_behind():
+def test_no_rank_is_named_when_none_is_behind():
     assert find({0: beat(1), 1: beat(1)}, {0: beat(3), 1: beat(4)}, 7) == ("", ())
 
 
-def watched(folder: str, how: str) -> None:
-    """Steps of one all-reduce; rank 1 of 3 stands still at step 4. Each rank writes how it ended and when."""
+def watched(folder: str, fault: str) -> None:
+    """Run steps of one all-reduce in which one rank of three stops. Each other rank writes its error and time."""
     rank = dist.get_rank()
-    said: list[str] = []
+    hangs: list[str] = []
     config = GuardsConfig(collective_timeout_seconds=SECONDS, start_timeout_seconds=60)
-    watch = Watch(config, rank, 3, on_hang=said.append)
-    place, began = Path(folder), time.time()
+    watch = Watch(config, rank, 3, on_hang=hangs.append)
+    output, began = Path(folder), time.time()
     try:
         for step in range(1, 8):
             watch.mark(step, "data")
             if step == 4:
-                time.sleep(2.0 * SECONDS)  # all of them: a long step is no hang
-                assert not said
+                time.sleep(2.0 * SECONDS)  # on all ranks: a long step is no hang
+                assert not hangs
                 began = time.time()
-            if step == 5 and rank == (0 if how == "store" else 1):
-                place.joinpath("stopped").write_text(str(os.getpid()))
-                if how != "sleep":
+            if step == 5 and rank == (0 if fault == "store" else 1):
+                output.joinpath("stopped").write_text(str(os.getpid()))
+                if fault != "sleep":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 time.sleep(120)
             watch.mark(step, "report")
             dist.all_reduce(torch.ones(8))
             watch.started()
     except RuntimeError as error:
-        told = watch.explained(error)
-        ranks = ",".join(map(str, getattr(told, "ranks", ())))
-        place.joinpath(f"rank{rank}").write_text(
-            f"{type(told).__name__} {time.time() - began:.1f} [{ranks}] {told}")
-        os._exit(0)  # the others of the group are no use any more
+        explained = watch.explained(error)
+        ranks = ",".join(map(str, getattr(explained, "ranks", ())))
+        output.joinpath(f"rank{rank}").write_text(
+            f"{type(explained).__name__} {time.time() - began:.1f} [{ranks}] {explained}")
+        os._exit(0)  # the group cannot be used any more
 
 
 @pytest.mark.timeout(90)
-def test_a_rank_that_stands_still_is_named():
-    """Stopped by a signal, busy elsewhere, and the one that keeps the store: three groups side by side."""
-    folders = {how: tempfile.mkdtemp() for how in ("signal", "sleep", "store")}
-    contexts = [mp.start_processes(_rank, (3, f"tcp://127.0.0.1:{free_port()}", watched, (folder, how)), nprocs=3,
-                                   join=False, start_method="forkserver") for how, folder in folders.items()]
+def test_a_stopped_rank_is_named():
+    """Three groups run in parallel: a rank stopped by a signal, a busy rank, and a stopped rank with the store."""
+    folders = {fault: tempfile.mkdtemp() for fault in ("signal", "sleep", "store")}
+    contexts = [mp.start_processes(_rank, (3, f"tcp://127.0.0.1:{free_port()}", watched, (folder, fault)), nprocs=3,
+                                   join=False, start_method="forkserver") for fault, folder in folders.items()]
     try:
-        for how, folder in folders.items():
-            still = 0 if how == "store" else 1
+        for fault, folder in folders.items():
+            still = 0 if fault == "store" else 1
             for rank in {0, 1, 2} - {still}:
                 path = Path(folder, f"rank{rank}")
                 until = time.time() + 60
@@ -98,9 +98,9 @@ def test_a_rank_that_stands_still_is_named():
                 assert float(seconds) < 2 * SECONDS + 3, "bounded"
                 says = {"sleep": r"rank 1 is still at step 5 \(data\); 2 ranks have waited 3 s at step 5 \(report\)",
                         "signal": r"rank 1 does not answer, last seen at step [45] .*; 2 ranks have waited 3 s",
-                        "store": "of rank 0, is stopped or gone"}[how]
+                        "store": "of rank 0, is stopped or gone"}[fault]
                 assert re.fullmatch(f".*{says}.*", text), text
-                assert ranks == ("[]" if how == "store" else "[1]"), "every rank accuses the same ones"
+                assert ranks == ("[]" if fault == "store" else "[1]"), "every rank accuses the same ones"
     finally:
         for context in contexts:
             for process in context.processes:

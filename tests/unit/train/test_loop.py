@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shard sets and the undisturbed run of one process, "whole"."""
+    """Return a folder with shard sets and the undisturbed run "whole" of one process."""
     folder = tmp_path_factory.mktemp("loop")
     write_shards(folder / "shards")
     write_shards(folder / "validation", shards=1, rows=11, seed=1)
@@ -40,11 +40,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def alone(settings: TrainConfig, generation: int = 0, **script: int):
-    """One process; its checkpoint lies beside the run."""
-    place = Path(settings.run.uri)
-    place.mkdir(exist_ok=True)
+    """Train in one process, with a checkpoint file next to the run."""
+    folder = Path(settings.run.uri)
+    folder.mkdir(exist_ok=True)
     control = Script(**script)
-    runtime = Runtime(generation=generation, checkpoints=FileCheckpoints(place / f"{settings.run.id}.npz"),
+    runtime = Runtime(generation=generation, checkpoints=FileCheckpoints(folder / f"{settings.run.id}.npz"),
                       control=control, sampler=text_sample)
     return train(settings, runtime), control
 
@@ -67,8 +67,8 @@ def weights(folder: Path, run: str) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(folder: Path, run: str, tolerance: float = 1e-5) -> None:
-    expected, got = losses(folder, "whole"), losses(folder, run)
-    assert got == pytest.approx(expected, abs=tolerance)
+    expected, actual = losses(folder, "whole"), losses(folder, run)
+    assert actual == pytest.approx(expected, abs=tolerance)
     assert digests(folder, run) == digests(folder, "whole")
     for name, value in weights(folder, "whole").items():
         np.testing.assert_allclose(weights(folder, run)[name], value, atol=10 * tolerance, err_msg=name)
@@ -116,39 +116,40 @@ def test_a_killed_run_resumes_and_reports_repeated_steps(reference: Path):
     kind, detail = control.events[0]
     assert (kind, detail["step"], detail["redo"]) == ("resume", 3, 2)
     assert_same_run(reference, "killed", tolerance=0)
-    seen = audit(settings.run_uri)
-    assert seen.ok, seen.summary()
-    assert (seen.redone, seen.steps, seen.records, seen.generations) == (2, 8, 10, 2)
+    audited = audit(settings.run_uri)
+    assert audited.ok, audited.summary()
+    assert (audited.redone, audited.steps, audited.records, audited.generations) == (2, 8, 10, 2)
     assert "redone" in {line["category"] for line in log(reference, "killed", "ledger.jsonl")}
 
 
 def test_a_worker_that_dies_before_its_lines_are_written_loses_none(reference: Path, monkeypatch: pytest.MonkeyPatch):
-    """On an object store lines are collected; the checkpoint that the next worker starts from has them, too."""
+    """On an object store lines are collected; the checkpoint of the next worker's start contains them too."""
     checkpoints = FileCheckpoints(reference / "unwritten.npz")
     with S3Server() as server:
         server.create_bucket("runs")
         settings = config(reference, "unwritten", "run.uri=s3://runs")
-        place = storage.store(settings.run_uri)
+        run_store = storage.store(settings.run_uri)
         with monkeypatch.context() as patch:
-            for name in ("flush", "_try", "_keep_trying"):  # nor by a thread that outlives this block
+            for name in ("flush", "_try", "_keep_trying"):  # and by no thread that outlives this block
                 patch.setattr(JsonLog, name, lambda log: None)
             with pytest.raises(Replaced):
                 train(settings, Runtime(checkpoints=checkpoints, control=Script(die=3)))
-            assert not place.list("batches.jsonl")
+            assert not run_store.list("batches.jsonl")
             with pytest.raises(Replaced):
                 train(settings, Runtime(checkpoints=checkpoints, control=Script(die=5), generation=1))
-            assert not place.list("batches.jsonl")
+            assert not run_store.list("batches.jsonl")
         train(settings, Runtime(checkpoints=checkpoints, generation=2))
-        seen = audit(settings.run_uri)
-        assert seen.ok, seen.summary()
-        assert (seen.steps, seen.redone, seen.generations) == (8, 0, 2)  # steps 4 and 5 of generation 1 left no trace
-        metrics = jsonlog.read(place, "metrics.jsonl")
+        audited = audit(settings.run_uri)
+        assert audited.ok, audited.summary()
+        # steps 4 and 5 of generation 1 left no trace
+        assert (audited.steps, audited.redone, audited.generations) == (8, 0, 2)
+        metrics = jsonlog.read(run_store, "metrics.jsonl")
         assert [line["step"] for line in metrics if "loss" in line] == list(range(1, 9))
         assert [line["step"] for line in metrics if "validation_loss" in line] == [3, 6, 8]
 
 
-def test_two_processes_leave_as_planned_and_one_goes_on(reference: Path):
-    """Steps 1 to 5 in two processes, a planned stop, the rest in one: nothing is done again, nothing differs."""
+def test_two_processes_leave_as_planned_and_one_continues(reference: Path):
+    """Two processes do steps 1 to 5, then stop as planned, and one does the rest: no step repeats, and none differs."""
     settings = config(reference, "shrunk")
     checkpoint = reference / "runs" / "shrunk.npz"
     two_processes(settings, checkpoint, leave=5)
@@ -156,13 +157,13 @@ def test_two_processes_leave_as_planned_and_one_goes_on(reference: Path):
     assert {line["rank"] for line in log(reference, "shrunk", "ledger.jsonl")} == {0, 1}
     alone(settings, generation=1)
     assert_same_run(reference, "shrunk")
-    seen = audit(settings.run_uri)
-    assert seen.ok, seen.summary()
-    assert (seen.world_sizes, seen.redone) == ((2, 1), 0)
+    audited = audit(settings.run_uri)
+    assert audited.ok, audited.summary()
+    assert (audited.world_sizes, audited.redone) == ((2, 1), 0)
 
 
-def test_one_process_then_two(reference: Path):
-    """The other way: grows from one to two, and two processes find the same validation loss and text."""
+def test_a_run_grows_from_one_process_to_two(reference: Path):
+    """Two processes compute the same validation loss and text as one."""
     settings = config(reference, "grown")
     with pytest.raises(Replaced):
         alone(settings, leave=2)
@@ -183,9 +184,9 @@ def tampered(folder: Path, run: str, change) -> list[str]:
 
 
 def test_the_audit_sees_a_missing_step(reference: Path):
-    found = tampered(reference, "missing", lambda records: records[:3] + records[4:])
-    assert "step 4 has no record" in found
-    assert any("was read 0 times" in line for line in found), "the first epoch of 60 rows ends in step 8"
+    problems = tampered(reference, "missing", lambda records: records[:3] + records[4:])
+    assert "step 4 has no record" in problems
+    assert any("was read 0 times" in line for line in problems), "the first epoch of 60 rows ends in step 8"
 
 
 def test_the_audit_sees_a_wrong_digest(reference: Path):
@@ -193,20 +194,20 @@ def test_the_audit_sees_a_wrong_digest(reference: Path):
         records[1]["digest"], records[2]["digest"] = records[2]["digest"], records[1]["digest"]
         return records
 
-    found = tampered(reference, "swapped", swap)
-    assert [line.split(" (")[0] for line in found] == ["step 2", "step 3"]
+    problems = tampered(reference, "swapped", swap)
+    assert [line.split(" (")[0] for line in problems] == ["step 2", "step 3"]
 
 
 def test_the_audit_checks_repeated_steps(reference: Path):
     again = {"generation": 1, "digest": "0" * 32}
-    found = tampered(reference, "again", lambda records: [*records, {**records[0], **again}])
-    assert len(found) == 1
-    assert found[0].startswith("step 1 ")
+    problems = tampered(reference, "again", lambda records: [*records, {**records[0], **again}])
+    assert len(problems) == 1
+    assert problems[0].startswith("step 1 ")
 
 
 def test_the_audit_sees_a_shifted_position(reference: Path):
-    found = tampered(reference, "shifted", lambda records: [{**records[0], "position": 3}, *records[1:]])
-    assert "planned 0 + 8" in found[0]
+    problems = tampered(reference, "shifted", lambda records: [{**records[0], "position": 3}, *records[1:]])
+    assert "planned 0 + 8" in problems[0]
 
 
 @pytest.mark.parametrize(("override", "error", "says"), [
@@ -239,7 +240,7 @@ def test_a_run_is_not_continued_with_another_order(reference: Path):
         alone(config(reference, "strict", f"data.uri={reference / 'foreign'}", "data.validation=''"), generation=1)
 
 
-def test_a_run_from_before_a_model_setting_goes_on_with_its_default_alone(reference: Path):
+def test_a_run_without_a_newer_model_setting_continues_only_with_its_default(reference: Path):
     settings = config(reference)
     source, _ = checks.read_data(settings)
     saved = json.loads(json.dumps(checks.identity(settings, source)))
@@ -249,7 +250,7 @@ def test_a_run_from_before_a_model_setting_goes_on_with_its_default_alone(refere
         checks.continues(saved, config(reference, "run", "model.norm_epsilon=0.1"), source)
 
 
-def test_a_run_that_is_over_is_not_taken_for_one_of_another_model(reference: Path):
+def test_a_finished_run_of_another_model_is_refused(reference: Path):
     assert alone(config(reference, "whole"))[0].steps == 8
     with pytest.raises(ConfigError, match="is over, and was of another model"):
         alone(config(reference, "whole", "model.dim=64"))
@@ -261,7 +262,7 @@ def test_a_number_of_workers_that_does_not_divide_is_refused(reference: Path):
 
 
 def test_a_loss_mask_selects_the_targets(tmp_path: Path):
-    """The loss is the mean over the marked tokens, and the others leave no trace in it."""
+    """The loss is the mean over the marked tokens, and other tokens have no effect."""
     write_shards(tmp_path / "shards", loss_mask=True)
     write_shards(tmp_path / "validation", shards=1, rows=11, seed=1, loss_mask=True)
     settings = config(tmp_path, "masked")
@@ -269,10 +270,10 @@ def test_a_loss_mask_selects_the_targets(tmp_path: Path):
     written = ShardSet.open(str(tmp_path / "shards"))
     micro = micro_batch(written.rows(np.zeros(20, int), np.arange(20)), slice(None), 0, torch.device("cpu"))
     for row in range(20):
-        for place in range(LENGTH - 1):
-            inside = micro.segment_ids[row, place] == micro.segment_ids[row, place + 1] >= 0
-            following = int(micro.tokens[row, place + 1])
-            assert int(micro.targets[row, place]) == (following if inside and 1 < following < 12 else IGNORED)
+        for position in range(LENGTH - 1):
+            inside = micro.segment_ids[row, position] == micro.segment_ids[row, position + 1] >= 0
+            following = int(micro.tokens[row, position + 1])
+            assert int(micro.targets[row, position]) == (following if inside and 1 < following < 12 else IGNORED)
     assert micro.num_targets == int((micro.targets >= 0).sum())
     assert len(losses(tmp_path, "masked")) == 8
     write_shards(tmp_path / "plain")

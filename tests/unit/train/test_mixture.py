@@ -24,7 +24,7 @@ LENGTH = 16
 
 
 def mixed(folder: Path, run: str, *overrides: str) -> TrainConfig:
-    """8 steps of 8 over two small sets: code alone for two steps, then three parts of web to one of code."""
+    """Return 8 steps of 8 over two small sets: only code for two steps, then three parts of web to one of code."""
     mixture = {"domains": {"web": {"shards": str(folder / "web"), "weight": 3},
                            "code": {"shards": str(folder / "code"), "weight": 1}},
                "max_repetitions": 3, "phases": [{"until_tokens": 16 * LENGTH, "weights": {"code": 1}}]}
@@ -44,7 +44,7 @@ def log(folder: Path, run: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two sets, a validation set and the undisturbed run "whole"."""
+    """Return a folder with two sets, a validation set and the undisturbed run "whole"."""
     folder = tmp_path_factory.mktemp("mixture")
     write_shards(folder / "web", shards=2, rows=20)
     write_shards(folder / "code", shards=1, rows=11, seed=3)
@@ -56,13 +56,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_json_records_the_mixture(reference: Path):
     run = json.loads((reference / "runs/whole/run.json").read_text())
-    told = run["data"]["mixture"]
-    assert [(part["domain"], part["sequences"]) for part in told["proportions"]] == [("code", 28), ("web", 36)]
-    assert told["proportions"][0]["epochs"] == pytest.approx(28 / 11)
-    assert [(span["start"], span["shares"]["code"]) for span in told["spans"]][:2] == [(0, 1.0), (16, 0.25)]
-    seen = audit(str(reference / "runs/whole"))
-    assert seen.ok, seen.summary()
-    assert "code: 28 sequences, 43.75%, 2.55 epochs" in seen.summary()
+    recorded = run["data"]["mixture"]
+    assert [(part["domain"], part["sequences"]) for part in recorded["proportions"]] == [("code", 28), ("web", 36)]
+    assert recorded["proportions"][0]["epochs"] == pytest.approx(28 / 11)
+    assert [(span["start"], span["shares"]["code"]) for span in recorded["spans"]][:2] == [(0, 1.0), (16, 0.25)]
+    audited = audit(str(reference / "runs/whole"))
+    assert audited.ok, audited.summary()
+    assert "code: 28 sequences, 43.75%, 2.55 epochs" in audited.summary()
     lines = {row["what"]: row["value"] for row in plan(mixed(reference, "planned"))}
     assert "2.55 epochs" in lines["domain code"]
     assert lines["mixture"] == "ends after 153 sequences, 2,448 tokens"
@@ -94,17 +94,17 @@ def test_the_audit_sees_a_sequence_of_another_domain(reference: Path):
 
 def test_steps_to_documents_and_back(reference: Path):
     run = str(reference / "runs/whole")
-    found = trace.trace_step(run, 4)
-    assert found["as_recorded"]
-    assert {sequence["domain"] for sequence in found["sequences"]} == {"code", "web"}
-    for sequence in found["sequences"]:
+    traced = trace.trace_step(run, 4)
+    assert traced["as_recorded"]
+    assert {sequence["domain"] for sequence in traced["sequences"]} == {"code", "web"}
+    for sequence in traced["sequences"]:
         document = sequence["segments"][0]["document"]
         back = trace.trace_document_steps(run, document)
         if back["domain"] == sequence["domain"]:  # both sets have documents of these names
             assert (4, sequence["batch_row"]) in {(use["step"], use["batch_row"]) for use in back["steps"]}
-    one = trace.trace_step(run, 1, batch_row=2, token=3)
-    assert one["sequences"][0]["domain"] == "code"
-    assert one["token"]["segment"] == one["sequences"][0]["segments"][0]
+    traced_token = trace.trace_step(run, 1, batch_row=2, token=3)
+    assert traced_token["sequences"][0]["domain"] == "code"
+    assert traced_token["token"]["segment"] == traced_token["sequences"][0]["segments"][0]
     with pytest.raises(ShardError, match="a mixture"):
         trace.trace_step(run, 1, uri=str(reference / "web"))
 
@@ -121,16 +121,16 @@ def test_other_data_or_other_shares_are_refused(reference: Path):
         recorded_source(run)
 
 
-@pytest.mark.parametrize(("override", "told"), [
+@pytest.mark.parametrize(("override", "message"), [
     ("steps=20", "ends after 153 sequences"), ("data.uri=/somewhere", "both given"),
     ("data.mixture.domains.web.weight=1000000000", "smallest weight"), ("data.mixture.weights=1", "unknown")])
-def test_illegal_mixtures_are_refused_before_the_first_step(reference: Path, override: str, told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_illegal_mixtures_are_refused_before_the_first_step(reference: Path, override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
         alone(mixed(reference, "wrong", override))
     assert not (reference / "runs" / "wrong").exists()
 
 
-def test_the_recipe_knows_the_shares_but_not_the_places(reference: Path):
+def test_the_recipe_depends_on_the_shares_and_not_on_the_uris(reference: Path):
     plain = mixed(reference, "whole").recipe_hash()
     assert mixed(reference, "x", "data.mixture.domains.web.shards=/elsewhere").recipe_hash() == plain
     assert mixed(reference, "x", "data.mixture.domains.web.weight=2").recipe_hash() != plain

@@ -27,7 +27,7 @@ OWN = "tests.unit.train.own_objectives"
 SMOOTH = {"kind": f"{OWN}:LabelSmoothing", "smoothing": 0.2}
 
 
-def test_without_smoothing_it_equals_the_built_in_objective():
+def test_without_smoothing_label_smoothing_equals_the_built_in_objective():
     _, expected = train(config({}), 1, 3)
     _, found = train(config({}, objective={**SMOOTH, "smoothing": 0.0}), 1, 3)
     for ours, theirs in zip(found, expected):
@@ -52,9 +52,9 @@ def every_layout() -> None:
     same_bits(config({"data": "ddp"}, objective=SMOOTH, reproducible=True))
 
 
-def same_bits(wanted: TrainConfig) -> None:
-    _, expected = train(wanted, 1, 2)
-    _, found = train(wanted, 2, 2)
+def same_bits(run_config: TrainConfig) -> None:
+    _, expected = train(run_config, 1, 2)
+    _, found = train(run_config, 2, 2)
     assert [(step.loss, step.metrics) for step in found] == [(step.loss, step.metrics) for step in expected]
 
 
@@ -81,7 +81,7 @@ def test_the_result_of_an_objective_is_checked(monkeypatch: pytest.MonkeyPatch, 
         train(config({}, objective=SMOOTH), 1, 1)
 
 
-def test_files_may_say_loss():
+def test_configurations_may_name_the_objective_loss():
     former = build(TrainConfig, {"loss": {"z_loss": 1e-4}}, ["loss.chunk_tokens=8"])
     assert former == build(TrainConfig, {"objective": {"z_loss": 1e-4, "chunk_tokens": 8}})
     assert former.objective == tw.objectives.NextToken(z_loss=1e-4, chunk_tokens=8)
@@ -97,7 +97,7 @@ def test_the_planner_counts_whole_logits_of_an_own_objective():
     assert logit_rows(built_in, layout, 32_768) == 4096  # type: ignore[arg-type]
 
 
-def test_its_metrics_are_among_the_runs(tmp_path: Path):
+def test_an_objectives_metrics_are_among_the_runs(tmp_path: Path):
     write_shards(tmp_path / "shards")
     write_shards(tmp_path / "validation", rows=4, seed=1)
     settings = run_config(tmp_path, "smooth", "steps=2", f"objective.kind={SMOOTH['kind']}")

@@ -16,7 +16,8 @@ from tidewheel.errors import ConfigError
 from tidewheel.inference.evaluate import Evaluator
 
 
-def test_it_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch):
     write_shards(tmp_path / "shards")
     write_shards(tmp_path / "validation", rows=4, seed=1)
     module = write_parts(tmp_path)
@@ -46,5 +47,5 @@ def test_it_resumes_with_the_same_bits_and_only_with_the_same_source(tmp_path: P
     with pytest.raises(ConfigError, match=r"model\.code was .* its source has changed") as refused:
         fit_local(settings("halted", 8))
     assert "restore them (the source that the run began with)" in refused.value.fix
-    fit_local(settings("mistaken", 2))  # it had done no step: the mistake may be corrected
+    fit_local(settings("mistaken", 2))  # the run had done no step, so the mistake may be corrected
     assert settings("halted", 6).recipe_hash() != run["recipe_hash"]

@@ -19,7 +19,7 @@ def test_the_plan_describes_the_run_and_writes_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_plan_says_how_the_model_is_spread(tmp_path):
+def test_the_plan_describes_the_layout(tmp_path):
     write_shards(tmp_path / "shards")
     spread = config(tmp_path, "run", "parallel.data=zero3", "parallel.pipeline=2", "elastic.max_workers=4",
                     "batch.micro_sequences=1")
@@ -35,7 +35,7 @@ def test_a_run_that_exists_would_be_resumed(tmp_path):
     assert "would be resumed" in {row["what"]: row["value"] for row in plan(config(tmp_path))}["run"]
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_data_is_named(tmp_path):
     with pytest.raises(ShardError, match="shard set"):
         plan(config(tmp_path))
     with pytest.raises(ConfigError, match=r"data\.uri"):

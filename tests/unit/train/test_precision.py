@@ -25,7 +25,7 @@ def decoder() -> Decoder:
 
 
 class Types(TorchDispatchMode):
-    """Remembers the floating types that every operation was given."""
+    """A dispatch mode that records the floating-point types of each operation's arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Types(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
-        found = {t.dtype for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()}
-        self.seen.setdefault(func.overloadpacket.__name__, set()).update(found)
+        dtypes = {t.dtype for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()}
+        self.seen.setdefault(func.overloadpacket.__name__, set()).update(dtypes)
         return func(*args, **(kwargs or {}))
 
 
@@ -83,7 +83,7 @@ def test_fp8_converts_the_blocks_matrices_and_keeps_their_names():
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
 def test_the_loss_scale_equals_torchs(finite: list[bool], interval: int):
-    """GradScaler on the same overflows."""
+    """The reference is GradScaler with the same overflows."""
     ours = LossScale(scale=2.0**16, growth_interval=interval)
     scale, growth = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
     for good in finite[:20]:

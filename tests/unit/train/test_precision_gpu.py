@@ -25,8 +25,8 @@ def losses(precision: str, steps: int = 30, **settings) -> list[float]:
     optimizer = build_optimizer(model, config.optimizer)
     optimizer.started()
     batch = micro(rows(4), 0, 4, 0)
-    there = MicroBatch(*(part.cuda() if isinstance(part, torch.Tensor) else part for part in vars(batch).values()))
-    return [train_step(model, optimizer, [there], Collectives(runtime), virtual_ranks=2, clip_norm=1.0,
+    on_device = MicroBatch(*(part.cuda() if isinstance(part, torch.Tensor) else part for part in vars(batch).values()))
+    return [train_step(model, optimizer, [on_device], Collectives(runtime), virtual_ranks=2, clip_norm=1.0,
                        precision=config.precision).loss for _ in range(steps)]
 
 
@@ -40,7 +40,7 @@ def test_low_precision_learns_like_fp32(precision: str):
     assert losses("bf16", parameters="bf16")[-1] < low[0] - 0.5
 
 
-def test_the_fused_update_is_withheld_on_the_device_and_does_not_know_the_shards():
+def test_the_fused_update_is_withheld_on_the_device_and_does_not_depend_on_shards():
     weights = torch.randn(1000, device="cuda")
     gradients = torch.randn(1000, device="cuda")
 
@@ -53,7 +53,7 @@ def test_the_fused_update_is_withheld_on_the_device_and_does_not_know_the_shards
         def named_parameters(self):
             return self.held.items()
 
-    found = []
+    results = []
     for cuts in ([1000], [333, 333, 334], [1, 999]):
         pieces = Pieces(cuts)
         optimizer = build_optimizer(pieces, TrainConfig().optimizer)
@@ -61,6 +61,6 @@ def test_the_fused_update_is_withheld_on_the_device_and_does_not_know_the_shards
         optimizer.step(skip=torch.ones((), device="cuda"))
         assert torch.equal(torch.cat(list(pieces.held.values())), weights)
         optimizer.step(skip=torch.zeros((), device="cuda"))
-        found.append(torch.cat([parameter.detach() for parameter in pieces.held.values()]))
-    assert not torch.equal(found[0], weights)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+        results.append(torch.cat([parameter.detach() for parameter in pieces.held.values()]))
+    assert not torch.equal(results[0], weights)
+    assert all(torch.equal(results[0], other) for other in results[1:])

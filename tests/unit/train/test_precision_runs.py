@@ -19,22 +19,22 @@ SHORT = ("steps=5", "evaluation.every_steps=0", "evaluation.sample_tokens=0", "c
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("precision")
-    write_shards(place / "shards")
-    write_shards(place / "validation", shards=1, rows=5, seed=1)
-    return place
+    base = tmp_path_factory.mktemp("precision")
+    write_shards(base / "shards")
+    write_shards(base / "validation", shards=1, rows=5, seed=1)
+    return base
 
 
 def ran(folder: Path, run: str, *overrides: str, **script: int) -> tuple[dict[int, float], list]:
-    """Losses by step and events of one process, with the real checkpoints."""
+    """Train in one process with the real checkpoints and return the losses by step and the events."""
     settings, control = config(folder, run, *SHORT, *overrides), Script(**script)
-    place = storage.store(settings.run_uri)
-    saved = CheckpointManager(place.child("checkpoints"), asynchronous=False)
+    run_store = storage.store(settings.run_uri)
+    saved = CheckpointManager(run_store.child("checkpoints"), asynchronous=False)
     try:
         train(settings, Runtime(generation=int("die" not in script), checkpoints=saved, control=control))
     except Replaced:
-        pass  # as the script says
-    lines = jsonlog.read(place, "metrics.jsonl")
+        pass  # the script ends the worker
+    lines = jsonlog.read(run_store, "metrics.jsonl")
     return {line["step"]: line["loss"] for line in lines if "loss" in line}, control.events
 
 
@@ -53,7 +53,7 @@ def test_a_killed_run_resumes_bit_for_bit(folder: Path, overrides: tuple[str, ..
     assert killed == whole
 
 
-def test_a_warm_up_in_tokens(folder: Path):
+def test_warm_up_may_be_in_tokens(folder: Path):
     ran(folder, "tokens", "schedule.unit=tokens", f"schedule.warmup_tokens={2 * 8 * LENGTH}", "schedule.warmup_steps=0")
     lines = jsonlog.read(storage.store(folder / "runs" / "tokens"), "metrics.jsonl")
     rates = [line["learning_rate"] for line in lines if "loss" in line]
@@ -81,7 +81,7 @@ def test_an_overflow_is_left_out_and_the_scale_halved():
     assert losses[0] == pytest.approx(exact.loss, rel=1e-2)
 
 
-def test_the_norm_does_not_know_the_scale():
+def test_the_norm_does_not_depend_on_the_scale():
     batch = [micro(rows(4), 0, 4, 0)]
     model, optimizer, collectives = fresh()
     low = train_step(model, optimizer, batch, collectives, virtual_ranks=2, precision="fp16", loss_scale=LossScale())

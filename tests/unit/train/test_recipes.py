@@ -15,7 +15,7 @@ LLAMA3_VOCABULARY = 128_256
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_loads_and_fits_its_cluster(path):
+def test_a_configuration_loads_and_fits_its_cluster(path):
     config = load(TrainConfig, str(path))
     sizes = legal.sizes(config)
     assert {config.elastic.min_workers, config.elastic.max_workers} <= set(sizes)

@@ -22,7 +22,7 @@ from tidewheel.train.runtime import Runtime
 
 
 class Opened:
-    """Counts how often the folder of a run is opened in this process until the first step is done."""
+    """A counter of how often this process opens the folder of a run before the first step is done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: TrainConfig) -> None:
         self.count = 0
@@ -36,7 +36,7 @@ class Opened:
         monkeypatch.setattr(LocalStore, "__init__", count)
 
     def on_progress(self, progress: dict[str, Any]) -> None:
-        """Note the count when the first step is reported."""
+        """Store the count when the first step is reported."""
         if progress.get("step") == 1:
             self.at_first_step = self.count
 
@@ -56,7 +56,7 @@ def test_fit_local_opens_the_run_once_before_the_first_step(settings: TrainConfi
 
 def test_the_command_opens_the_run_once_before_the_first_step(settings: TrainConfig, tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "train.json"  # YAML too
+    file = tmp_path / "train.json"  # JSON is YAML too
     file.write_text(json.dumps(settings.canonical()))
     opened = Opened(monkeypatch, settings)
     fit_local = trainer.fit_local
@@ -76,7 +76,7 @@ def test_the_command_opens_the_run_once_before_the_first_step(settings: TrainCon
 
 def test_fit_opens_the_run_once_and_reads_the_data_once_before_it_starts_workers(settings: TrainConfig,
                                                                                 monkeypatch: pytest.MonkeyPatch):
-    """`workflow.Train.run` and `tidewheel train` call `fit`; each process it starts opens the run for itself."""
+    """`workflow.Train.run` and `tidewheel train` call `fit`; each process that it starts opens the run itself."""
     opened = Opened(monkeypatch, settings)
     read_data = checks.read_data
     reads: list[str] = []

@@ -30,17 +30,17 @@ def schedule(clock: Clock, *, failures: int = 0, age: float = 0.0, **settings) -
 
 
 def steps_saved(plan: SaveSchedule, clock: Clock, steps: int, seconds: float, saves: Saves = GOOD) -> list[int]:
-    """Steps of `seconds` each; those after which it saved."""
-    found = []
+    """Do steps of `seconds` each and return those after which the schedule saved."""
+    saved = []
     for step in range(1, steps + 1):
         clock.now += seconds
         if plan.due(step, saves):
-            found.append(step)
+            saved.append(step)
             plan.began()
-    return found
+    return saved
 
 
-def test_by_steps_by_seconds_and_by_both():
+def test_saves_follow_steps_seconds_or_both():
     clock = Clock()
     assert steps_saved(schedule(clock, every_steps=4), clock, 10, 1.0) == [4, 8]
     assert steps_saved(schedule(clock, every_steps=0), clock, 10, 1.0) == []
@@ -57,10 +57,11 @@ def test_a_failed_save_is_retried_before_the_next_interval():
 
 def test_automatic_intervals_follow_cost_and_failures():
     clock = Clock()
-    cheap, dear = Saves(seconds=1.0, stall_seconds=0.5), Saves(seconds=100.0, stall_seconds=50.0)
+    cheap = Saves(seconds=1.0, stall_seconds=0.5)
+    expensive = Saves(seconds=100.0, stall_seconds=50.0)
     plan = schedule(clock, every_steps="auto", expected_failure_seconds=10_000)
     assert plan.interval(cheap) == pytest.approx(100.0)
-    assert plan.interval(dear) == pytest.approx(1000.0)
+    assert plan.interval(expensive) == pytest.approx(1000.0)
     assert steps_saved(plan, clock, 250, 1.0, cheap) == [100, 200]
     assert schedule(clock, every_steps="auto", failures=3, age=30_000, expected_failure_seconds=10_000
                     ).failure_seconds == pytest.approx(10_000)
@@ -79,7 +80,7 @@ def test_an_automatic_interval_is_within_bounds_and_longer_than_a_save(stall, se
 
 @given(st.floats(0.01, 100), st.floats(100, 1e6))
 def test_young_dalys_interval_wastes_least(cost, failure):
-    """The share of time lost is C / T + T / 2M: less at the interval than at those beside it."""
+    """The share of lost time, C / T + T / 2M, is smaller at the interval than at shorter and longer ones."""
     def lost(interval: float) -> float:
         return cost / interval + interval / (2 * failure)
 
@@ -88,7 +89,7 @@ def test_young_dalys_interval_wastes_least(cost, failure):
     assert math.isclose(lost(best), math.sqrt(2 * cost / failure))
 
 
-def test_settings(tmp_path):
+def test_a_schedule_is_built_from_the_settings(tmp_path):
     assert config(tmp_path, "run", "checkpoint.every_steps=auto").checkpoint.every_steps == "auto"
     for wrong in ("checkpoint.every_steps=-1", "checkpoint.every_steps=often", "checkpoint.memory_tier.steps=3"):
         with pytest.raises(ConfigError):

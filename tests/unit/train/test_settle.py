@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 class Watching(NoCheckpoints):
-    """Compares what it was given with how it was then, at the last moment before it may change."""
+    """Checkpoints that compare a kept state with its copy, at the last moment before it may change."""
 
     def __init__(self) -> None:
         self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -40,33 +40,33 @@ class Watching(NoCheckpoints):
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         parts = [local(tensor).detach() for group in state.values() for tensor in group.values()]
-        self.changed += any(not same(now, before) for now, before in self.given)
+        self.changed += any(not same_bits(now, before) for now, before in self.given)
         self.given = [(part, part.clone()) for part in parts]
 
     def settle(self) -> None:
         self.compared += bool(self.given)
-        assert all(same(now, before) for now, before in self.given)
+        assert all(same_bits(now, before) for now, before in self.given)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8) if one.numel() else one,
-                       other.reshape(-1).view(torch.uint8) if other.numel() else other)
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8) if a.numel() else a,
+                       b.reshape(-1).view(torch.uint8) if b.numel() else b)
 
 
-def check(folder: Path, name: str, overrides: tuple[str, ...], **place: int) -> None:
-    found = Watching()
+def check(folder: Path, name: str, overrides: tuple[str, ...], **rank: int) -> None:
+    watching = Watching()
     settings = config(folder, name, *overrides)
-    train(settings, Runtime(checkpoints=found, **place))
-    assert found.compared == settings.steps - 1  # before each update but the first
-    assert found.changed == settings.steps - 1  # so the comparison would have seen an update
+    train(settings, Runtime(checkpoints=watching, **rank))
+    assert watching.compared == settings.steps - 1  # before each update except the first
+    assert watching.changed == settings.steps - 1  # so the comparison would detect an update
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("settle")
-    write_shards(found / "shards")
-    write_shards(found / "validation", shards=1, rows=11, seed=1)
-    return found
+    base = tmp_path_factory.mktemp("settle")
+    write_shards(base / "shards")
+    write_shards(base / "validation", shards=1, rows=11, seed=1)
+    return base
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,9 +75,9 @@ def test_state_is_only_read_before_it_settles(folder: Path, name: str):
 
 
 def every_layout(folder: Path) -> None:
-    for number, overrides in enumerate(LAYOUTS.values()):
-        check(folder, f"ranks-{number}", overrides, rank=dist.get_rank(), world_size=dist.get_world_size())
+    for index, overrides in enumerate(LAYOUTS.values()):
+        check(folder, f"ranks-{index}", overrides, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
-def test_and_so_in_every_layout(folder: Path):
+def test_state_is_only_read_before_it_settles_in_every_layout(folder: Path):
     on_ranks(2, every_layout, folder)

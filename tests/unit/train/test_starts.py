@@ -44,12 +44,12 @@ def test_each_start_is_recorded_and_reported(folder):
     assert last_settings(run) == settings_of(config(folder, "run", "steps=12", "optimizer.learning_rate=1e-4",
                                                     "checkpoint.keep_last=2"))
     assert last_settings(run, 0)["steps"] == 6
-    told = {event["detail"]["setting"]: event["detail"] for event in events if event["kind"] == "setting_changed"}
-    assert told == {"steps": {"setting": "steps", "before": 6, "now": 12},
+    changes = {event["detail"]["setting"]: event["detail"] for event in events if event["kind"] == "setting_changed"}
+    assert changes == {"steps": {"setting": "steps", "before": 6, "now": 12},
                     "optimizer.learning_rate": {"setting": "optimizer.learning_rate", "before": 3e-3, "now": 1e-4}}
-    kept = [event for event in jsonlog.read(store(folder / "runs" / "run"), "events.jsonl")
+    recorded = [event for event in jsonlog.read(store(folder / "runs" / "run"), "events.jsonl")
             if event["kind"] == "setting_changed"]
-    assert len(kept) == 2
+    assert len(recorded) == 2
     assert audit(str(folder / "runs" / "run")).ok
 
 
@@ -66,7 +66,7 @@ def test_settings_that_define_the_run_cannot_change(folder, override, says):
         fit_local(config(folder, "run", "steps=6", override))
     assert "--set " in refused.value.fix
     assert run_json(folder) == before
-    assert fit_local(config(folder, "run", "steps=6")).steps == 6, "the refused start has left nothing behind"
+    assert fit_local(config(folder, "run", "steps=6")).steps == 6, "the refused start left no trace"
 
 
 def test_reproducible_runs_refuse_changes_of_their_bits(folder):
@@ -94,8 +94,8 @@ def test_a_changed_part_version_is_reported_and_recorded(folder, monkeypatch):
     raised(monkeypatch, optimizers.KIND, "adamw")
     events = []
     fit_local(config(folder, "run", "steps=6"), on_progress=lambda progress: events.extend(progress.get("events", ())))
-    told = {event["detail"]["setting"]: event["detail"] for event in events if event["kind"] == "setting_changed"}
-    assert told["version.optimizer_adamw"] == {"setting": "version.optimizer_adamw", "before": 1, "now": 2}
+    changes = {event["detail"]["setting"]: event["detail"] for event in events if event["kind"] == "setting_changed"}
+    assert changes["version.optimizer_adamw"] == {"setting": "version.optimizer_adamw", "before": 1, "now": 2}
     run = run_json(folder)
     assert run["part_versions"]["optimizer_adamw"] == 1
     assert run["starts"][0]["part_versions"]["optimizer_adamw"] == 2
@@ -132,7 +132,7 @@ def test_a_run_without_recorded_versions_has_used_the_first(folder, monkeypatch)
     assert change.refused
 
 
-def test_every_rule_names_a_setting_there_is():
+def test_every_rule_names_an_existing_setting():
     known = settings_of(build(TrainConfig, {}))
     for name in (*REFUSED, *REFUSED_IF_REPRODUCIBLE):
         assert any(key == name or key.startswith(f"{name}.") for key in known), name

@@ -17,14 +17,14 @@ MODEL = Llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, ini
 
 
 def rows(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """tokens, positions, segment ids: rows with documents of different lengths and padding in every third row."""
+    """Return tokens, positions and segment ids of rows with documents of different lengths, every third one padded."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
     cut = torch.randint(2, LENGTH - 2, (count, 1), generator=generator)
-    place = torch.arange(LENGTH)[None]
-    segments = (place >= cut).long()
+    row_positions = torch.arange(LENGTH)[None]
+    segments = (row_positions >= cut).long()
     segments[::3, -3:] = -1
-    return [tokens, torch.where(place >= cut, place - cut, place), segments]
+    return [tokens, torch.where(row_positions >= cut, row_positions - cut, row_positions), segments]
 
 
 def micro(parts: list[torch.Tensor], begin: int, end: int, virtual_rank: int) -> MicroBatch:
@@ -49,7 +49,7 @@ def step(batches: list[MicroBatch], clip_norm: float = 0.0, steps: int = 1):
 
 
 def test_accumulated_micro_batches_equal_one_large_batch():
-    """Rows hold different numbers of targets, so a mean of means would differ."""
+    """Rows have different numbers of targets, so a mean of means would differ."""
     parts = rows(8)
     whole, a = step([micro(parts, 0, 8, 0)])
     pieces, b = step([micro(parts, i, i + 2, i // 4) for i in range(0, 8, 2)])
@@ -60,7 +60,7 @@ def test_accumulated_micro_batches_equal_one_large_batch():
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_the_gradient_is_that_of_the_mean_loss_per_target():
+def test_the_gradient_belongs_to_the_mean_loss_per_target():
     parts = rows(4)
     batch = micro(parts, 0, 4, 0)
     stepped, result = step([batch])
@@ -86,7 +86,7 @@ def test_clipping_bounds_the_gradient():
         torch.testing.assert_close(one.grad / 4, other.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_a_tiny_batch_is_learned_by_heart():
+def test_a_tiny_batch_is_memorised():
     _, result = step([micro(rows(2), 0, 2, 0)], clip_norm=1.0, steps=150)
     assert result.loss < 0.05
 

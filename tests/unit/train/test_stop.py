@@ -18,7 +18,7 @@ from tidewheel.train.audit import audit
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_saves_at_the_end_of_the_step_and_loses_none(number: int, tmp_path: Path):
+def test_a_signal_saves_at_the_end_of_the_step_and_loses_none(number: int, tmp_path: Path):
     write_shards(tmp_path / "shards")
     settings = config(tmp_path, "run", "data.validation=''", "evaluation={every_steps: 0, sample_tokens: 0}",
                       "checkpoint.every_steps=1000", "precision=fp32")
@@ -35,7 +35,7 @@ def test_it_saves_at_the_end_of_the_step_and_loses_none(number: int, tmp_path: P
         block()
     assert stopped.value.exit_code == 128 + number
     run = storage.store(settings.run_uri)
-    [saved] = [found.step for found in list_checkpoints(run.child("checkpoints")) if found.complete]
+    [saved] = [info.step for info in list_checkpoints(run.child("checkpoints")) if info.complete]
     assert saved in (3, 4)
     assert fit_local(settings).steps == 8
     assert [event["detail"]["redo"] for event in jsonlog.read(run, "events.jsonl") if event["kind"] == "resume"] == [0]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class AwayStore(LocalStore):
-    """A folder that cannot be written to while `away` says so."""
+    """A folder that cannot be written to while `away` returns True."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -37,7 +37,7 @@ class AwayStore(LocalStore):
 
 
 class Training(LocalControl):
-    """Counts steps."""
+    """A control that counts steps."""
 
     step = 0
 
@@ -50,34 +50,34 @@ def run(folder: Path, away, *overrides: str) -> tuple[AwayStore, list[dict]]:
     settings = config(folder, f"run{time.time_ns()}", "steps=30", "evaluation.every_steps=0",
                       "evaluation.sample_tokens=0", "data.validation=''", "checkpoint.every_steps=10",
                       "checkpoint.keep_last=9", "checkpoint.retry_seconds=0.1", *overrides)
-    place = AwayStore(Path(settings.run_uri) / "checkpoints")
+    target = AwayStore(Path(settings.run_uri) / "checkpoints")
     control = Training(JsonLog(storage.store(settings.run_uri), "events.jsonl"), None)
-    place.away = lambda: away(control.step)
-    manager = CheckpointManager(place, max_failed=settings.checkpoint.max_failed_saves,
+    target.away = lambda: away(control.step)
+    manager = CheckpointManager(target, max_failed=settings.checkpoint.max_failed_saves,
                                 keep_last=settings.checkpoint.keep_last,
                                 on_event=lambda kind, detail: control.event(kind, **detail))
     try:
         train(settings, Runtime(checkpoints=manager, control=control))
     finally:
-        place.away = lambda: False
+        target.away = lambda: False
         events = jsonlog.read(storage.store(settings.run_uri), "events.jsonl")
-    return place, events
+    return target, events
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("away")
-    write_shards(place / "shards")
-    return place
+    base = tmp_path_factory.mktemp("away")
+    write_shards(base / "shards")
+    return base
 
 
-def test_training_continues_and_the_save_is_made_up_for(folder: Path):
-    place, events = run(folder, lambda step: 5 <= step < 14)
+def test_training_continues_and_the_save_follows_later(folder: Path):
+    target, events = run(folder, lambda step: 5 <= step < 14)
     kinds = [event["kind"] for event in events]
     assert kinds.count("save_failed") >= 1
-    saved = [info.step for info in list_checkpoints(place) if info.complete]
+    saved = [info.step for info in list_checkpoints(target) if info.complete]
     assert 10 not in saved
-    assert any(14 <= step < 20 for step in saved)  # before its turn
+    assert any(14 <= step < 20 for step in saved)  # earlier than the schedule's next save
     assert saved[-1] == 30
 
 
@@ -89,8 +89,8 @@ def test_at_the_end_the_run_waits_for_storage(folder: Path):
             until.append(time.monotonic())
         return step >= 25 and len(until) < 3
 
-    place, events = run(folder, away)
-    assert [info.step for info in list_checkpoints(place) if info.complete][-1] == 30
+    target, events = run(folder, away)
+    assert [info.step for info in list_checkpoints(target) if info.complete][-1] == 30
     assert events[-1]["kind"] == "finish"
 
 
@@ -101,12 +101,12 @@ def test_a_limit_ends_the_run(folder: Path):
 
 
 def test_logs_do_not_block_training():
-    """An object store that takes requests and does not answer, then does."""
+    """The object store accepts requests without answering, and answers later."""
     from tidewheel.cluster.faults import frozen
 
     with S3Server() as server:
-        place = storage.store(server.create_bucket("logs") + "/run")
-        log = JsonLog(place, "metrics.jsonl", flush_seconds=0.0)
+        target = storage.store(server.create_bucket("logs") + "/run")
+        log = JsonLog(target, "metrics.jsonl", flush_seconds=0.0)
         log.append({"step": 0})
         log.flush()
         assert server.pid is not None
@@ -114,14 +114,14 @@ def test_logs_do_not_block_training():
             began = time.monotonic()
             for step in range(1, 200):
                 log.append({"step": step})
-            assert time.monotonic() - began < 15  # a request that is waited for takes twice as long
+            assert time.monotonic() - began < 15  # a request that blocked training would take twice as long
         log.flush()
-        assert [line["step"] for line in jsonlog.read(place, "metrics.jsonl")] == list(range(200))
+        assert [line["step"] for line in jsonlog.read(target, "metrics.jsonl")] == list(range(200))
 
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generation: int, monkeypatch):
-    """The first says at once what is wrong: more likely an address than an outage."""
+    """The first generation raises at once, since a wrong address is more likely than an outage."""
     settings = config(folder, f"back{generation}", "steps=2", "evaluation.every_steps=0", "evaluation.sample_tokens=0",
                       "data.validation=''")
     control = Training(JsonLog(storage.store(settings.run_uri), "events.jsonl"), None)
@@ -149,22 +149,23 @@ def test_a_later_generation_waits_for_storage_to_come_back(folder: Path, generat
     assert [event["kind"] for event in events].count("storage_away") == 2
 
 
-def test_waiting_for_storage_has_an_end(monkeypatch):
+def test_waiting_for_storage_ends_after_the_limit(monkeypatch):
     monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
-    told, calls = [], []
+    events = []
+    calls = []
 
     def away() -> None:
         calls.append(1)
         raise StorageAwayError("the object store does not answer", where="s3://bucket", fix="wait")
 
     with pytest.raises(StorageAwayError):
-        StorageWait(0.5, lambda kind, **detail: told.append(kind))(away)
+        StorageWait(0.5, lambda kind, **detail: events.append(kind))(away)
     assert len(calls) > 2
-    assert told == ["storage_away"]
+    assert events == ["storage_away"]
 
 
 def test_requests_inside_a_wait_have_no_budgets_of_their_own(monkeypatch):
-    """A failing request ends with the wait, and its tries are not multiplied by it."""
+    """A failing request ends with the wait, which does not multiply its tries."""
     monkeypatch.setattr(storage_wait, "PAUSE_SECONDS", 0.01)
     quick = retry.RetryPolicy(budget_seconds=1e6, pause_seconds=0.1, longest_pause_seconds=0.1)
     monkeypatch.setattr(retry.random, "random", lambda: 1.0)

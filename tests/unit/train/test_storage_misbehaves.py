@@ -31,11 +31,11 @@ STEPS, BREAKS_AT = 30, 8
 
 
 class Training(LocalControl):
-    """Breaks the storage at a step, and fixes it once a save has failed."""
+    """A control that breaks the storage at a step and fixes it after a failed save."""
 
-    def __init__(self, log: JsonLog, break_it: Callable[[], object], mend_it: Callable[[], object]) -> None:
+    def __init__(self, log: JsonLog, break_it: Callable[[], object], fix_it: Callable[[], object]) -> None:
         super().__init__(log, None)
-        self.break_it, self.mend_it = break_it, mend_it
+        self.break_it, self.fix_it = break_it, fix_it
         self.step, self.failed_at = 0, 0
         self.reasons: list[str] = []
 
@@ -49,14 +49,14 @@ class Training(LocalControl):
         if kind == "save_failed":
             self.reasons.append(detail["reason"])
             self.failed_at = self.failed_at or self.step
-            self.mend_it()
+            self.fix_it()
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("misbehaves")
-    write_shards(place / "shards")
-    return place
+    base = tmp_path_factory.mktemp("misbehaves")
+    write_shards(base / "shards")
+    return base
 
 
 def settings_of(shards: Path, uri: str) -> TrainConfig:
@@ -65,11 +65,11 @@ def settings_of(shards: Path, uri: str) -> TrainConfig:
                   "checkpoint.keep_last=9", "checkpoint.retry_seconds=0.2")
 
 
-def trained(settings: TrainConfig, break_it: Callable[[], object], mend_it: Callable[[], object]) -> Training:
-    """Train through the fault; what the run has written is whole."""
+def trained(settings: TrainConfig, break_it: Callable[[], object], fix_it: Callable[[], object]) -> Training:
+    """Train through the fault, and check that the run's files are complete."""
     run = storage.store(settings.run_uri)
     log = JsonLog(run, "events.jsonl")
-    control = Training(log, break_it, mend_it)
+    control = Training(log, break_it, fix_it)
     saver = CheckpointManager.of(run.child("checkpoints"), settings.checkpoint,
                                  lambda kind, detail: control.event(kind, **detail), generation=None)
     result = train(settings, Runtime(checkpoints=saver, control=control))
@@ -79,7 +79,7 @@ def trained(settings: TrainConfig, break_it: Callable[[], object], mend_it: Call
     whole = [info for info in list_checkpoints(saver.store) if info.complete]
     assert whole[-1].step == STEPS
     assert verify_checkpoint(saver.store, whole[-1].name) == []
-    assert len(whole) >= 2  # one between the fault and the end
+    assert len(whole) >= 2  # at least one save between the fault and the end
     for name in ("batches.jsonl", "metrics.jsonl"):
         steps = {line["step"] for line in jsonlog.read(run, name)}
         assert steps >= set(range(1, STEPS + 1)), name
@@ -95,34 +95,35 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
-@pytest.mark.parametrize(("faults", "told"), [
+@pytest.mark.parametrize(("faults", "message"), [
     (Faults(1.0, 0, ("silent",)), "takes requests but does not answer in time"),
     (Faults(1.0, 0, ("trickle",)), "takes requests but does not answer in time"),
     (Faults(1.0, 0, ("slow_down",)), "SlowDown"),
     (Faults(1.0, 0, ("reset_before", "reset_after")), "the object store failed"),
     (Faults(0.0, expired_key="tidewheel"), "the credentials have expired"),
 ], ids=["silent", "trickle", "503", "reset", "expired"])
-def test_an_object_store_misbehaves(faults: Faults, told: str, server: S3Server, shards: Path,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = 0.7 if "in time" in told else 60.0  # a busy machine is no silent store
+def test_training_outlasts_a_misbehaving_object_store(faults: Faults, message: str, server: S3Server, shards: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.7 if "in time" in message else 60.0  # a busy machine must not look like a silent store
     monkeypatch.setattr(retry, "POLICY", RetryPolicy(request_seconds=seconds, budget_seconds=2.0))
     bucket = server.create_bucket(f"run{time.time_ns()}")
 
-    def mend_it() -> None:
+    def fix_it() -> None:
         if faults.expired_key:
-            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")  # and the store refuses the old one from now on
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")  # the store refuses the old key from now on
         else:
             server.fail(Faults(0.0))
 
     try:
-        control = trained(settings_of(shards, bucket), lambda: server.fail(faults), mend_it)
+        control = trained(settings_of(shards, bucket), lambda: server.fail(faults), fix_it)
     finally:
         server.fail(Faults(0.0))
-    assert any(told in reason for reason in control.reasons), control.reasons
+    assert any(message in reason for reason in control.reasons), control.reasons
 
 
-def test_an_object_store_is_frozen(server: S3Server, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel goes on taking connections for the server's process, in which nothing moves any more."""
+def test_training_outlasts_a_frozen_object_store(server: S3Server, shards: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel still accepts connections for the stopped process of the server."""
     monkeypatch.setattr(retry, "POLICY", RetryPolicy(request_seconds=0.7, budget_seconds=2.0))
     bucket, pid = server.create_bucket(f"run{time.time_ns()}"), server.pid
     assert pid is not None
@@ -136,17 +137,17 @@ def test_an_object_store_is_frozen(server: S3Server, shards: Path, monkeypatch: 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small file system of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)],
+    """Mount a small file system and yield its folder."""
+    base = tmp_path / "disk"
+    base.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(base)],
                                       check=False, capture_output=True).returncode:
         pytest.skip("mounting takes root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield base
+    subprocess.run(["umount", "-l", str(base)], check=True)
 
 
-def test_a_disk_is_full(disk: Path, shards: Path) -> None:
+def test_training_outlasts_a_full_disk(disk: Path, shards: Path) -> None:
     ballast = disk / "ballast"
 
     def fill() -> None:
@@ -158,8 +159,8 @@ def test_a_disk_is_full(disk: Path, shards: Path) -> None:
     assert "No space left on device" in control.reasons[0]
 
 
-def test_a_folder_turns_read_only(disk: Path, shards: Path) -> None:
-    """As the kernel makes it when the disk below reports errors."""
+def test_training_outlasts_a_folder_that_turns_read_only(disk: Path, shards: Path) -> None:
+    """The kernel makes a file system read-only when its disk reports errors."""
     def mount(*options: str) -> None:
         subprocess.run(["mount", *options], check=True)
 
@@ -180,15 +181,15 @@ def test_a_folder_turns_read_only(disk: Path, shards: Path) -> None:
     assert "Read-only file system" in control.reasons[0]
 
 
-def test_a_folder_goes_away_and_comes_back(tmp_path: Path, shards: Path) -> None:
-    """A save before that has shown which folder it is: another one in its place is not taken for it."""
+def test_training_outlasts_a_folder_that_disappears_and_returns(tmp_path: Path, shards: Path) -> None:
+    """An earlier save has identified the folder, so another folder in its place is not used."""
     settings = settings_of(shards, str(tmp_path / "runs"))
     settings = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"every_steps": 5})})
     run, away = Path(settings.run_uri), tmp_path / "away"
 
     def come_back() -> None:
         if away.exists():
-            assert not (run / "checkpoints").exists()  # nothing was written into the void
+            assert not (run / "checkpoints").exists()  # nothing was written in place of the missing folder
             away.rename(run)
 
     control = trained(settings, lambda: run.rename(away), come_back)

@@ -18,7 +18,7 @@ def event(time, kind, **detail):
     return {"time": time, "kind": kind, "detail": detail}
 
 
-def test_a_kill_and_a_join():
+def test_seconds_of_a_kill_and_a_join_are_attributed():
     records = [
         record(0, 0, "restart", 104, 105), record(0, 0, "productive", 105, 120), record(0, 0, "detection", 120, 121),
         record(1, 0, "restart", 104, 105), record(1, 0, "productive", 105, 118),  # its last flush
@@ -28,18 +28,19 @@ def test_a_kill_and_a_join():
     events = [event(100, "driver_start", first_generation=0), event(121.5, "failure", generation=0),
               event(152, "resize", generation=1, to=2)]
     summary = summarise(records, events)
-    assert [(one.workers, one.start, one.end, one.ended_by) for one in summary.generations] == [
-        (2, 100, 121.5, "failure"), (1, 121.5, 152, "resize"), (2, 152, 170, "")]
+    generations = [(generation.workers, generation.start, generation.end, generation.ended_by)
+                   for generation in summary.generations]
+    assert generations == [(2, 100, 121.5, "failure"), (1, 121.5, 152, "resize"), (2, 152, 170, "")]
     assert summary.parts == {
         "productive": 15 + 13 + 15 + 10 + 9, "redone": 3, "save_stall": 1, "data_wait": 0,
-        "detection": 1.5 + 3.5,  # the survivor until the failure was noticed; the lost worker since its last line
+        "detection": 1.5 + 3.5,  # the survivor until the failure was detected; the lost worker since its last line
         "restart": 5 + 5 + 10.5 + 1 + 8 + 8, "idle": 1}
     assert summary.worker_seconds == 2 * 21.5 + 30.5 + 2 * 18 == pytest.approx(sum(summary.parts.values()))
     assert summary.wall_seconds == 70
     assert summary.goodput == pytest.approx(62 / summary.worker_seconds)
 
 
-def test_time_between_two_drivers_is_nobodys():
+def test_time_between_two_drivers_is_not_counted():
     records = [record(0, 0, "productive", 10, 20), record(0, 1, "productive", 105, 110)]
     summary = summarise(records, [event(8, "driver_start"), event(100, "driver_start")])
     assert summary.wall_seconds == 12 + 10
@@ -55,24 +56,25 @@ def test_a_worker_that_never_wrote_counts_too():
 
 
 def test_a_worker_that_wakes_after_it_was_cut_off_does_not_count():
-    """It was stopped at 10, the others went on without it at 14, and it wrote its last record at 32."""
+    """The worker was stopped at 10, the others continued without it at 14, and it wrote its last record at 32."""
     records = [record(0, 0, "productive", 0, 13), record(1, 0, "productive", 0, 10), record(1, 0, "idle", 10, 32),
                record(0, 1, "productive", 15, 40)]
     summary = summarise(records, [event(0, "driver_start"), event(14, "failure", generation=0)])
-    assert [(one.workers, one.start, one.end) for one in summary.generations] == [(2, 0, 15), (1, 15, 40)]
+    generations = [(generation.workers, generation.start, generation.end) for generation in summary.generations]
+    assert generations == [(2, 0, 15), (1, 15, 40)]
     assert summary.wall_seconds == 40
 
 
 def test_workers_that_outlive_their_driver_end_when_the_next_one_starts():
     records = [record(0, 0, "productive", 0, 25), record(0, 1, "productive", 30, 40)]
     summary = summarise(records, [event(0, "driver_start"), event(20, "driver_start")])
-    assert [(one.start, one.end) for one in summary.generations] == [(0, 20), (20, 40)]
+    assert [(generation.start, generation.end) for generation in summary.generations] == [(0, 20), (20, 40)]
 
 
 def test_a_driver_that_never_had_workers_is_not_counted():
     records = [record(0, 0, "productive", 0, 10), record(0, 2, "productive", 105, 110)]
     summary = summarise(records, [event(0, "driver_start"), event(20, "driver_start"), event(100, "driver_start")])
-    assert [(one.start, one.end) for one in summary.generations] == [(0, 10), (100, 110)]
+    assert [(generation.start, generation.end) for generation in summary.generations] == [(0, 10), (100, 110)]
 
 
 def test_a_run_without_records_has_no_time():

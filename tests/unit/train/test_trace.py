@@ -19,32 +19,32 @@ SIZE = 4
 
 @pytest.fixture
 def run(tmp_path):
-    """Nine recorded steps of 4 over 15 rows: more than two epochs; step 3 twice."""
+    """Record nine steps of 4 over 15 rows, more than two epochs, with step 3 twice, and return the folder."""
     manifest = write_set(tmp_path / "shards")
-    place = storage.store(tmp_path / "run")
-    place.write_json("run.json", {
+    base = storage.store(tmp_path / "run")
+    base.write_json("run.json", {
         "config": {"batch": {"global_sequences": SIZE}, "data": {"seed": 5}},
         "data": {"shards": {"uri": str(tmp_path / "shards"), "hash": manifest.hash}}})
     source = Source.single(str(tmp_path / "shards"), manifest, 5)
     lines = [{"step": step, "digest": sequence_digest(source.ids((step - 1) * SIZE, SIZE))}
              for step in (1, 2, 3, 3, 4, 5, 6, 7, 8, 9)]
-    place.write("batches.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    base.write("batches.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
     return tmp_path
 
 
-def test_step_to_documents(run):
-    found = trace.trace_step(str(run / "run"), 4)
-    assert found["as_recorded"]
-    assert len(found["sequences"]) == SIZE
-    for sequence in found["sequences"]:
+def test_a_step_is_traced_to_its_documents(run):
+    traced = trace.trace_step(str(run / "run"), 4)
+    assert traced["as_recorded"]
+    assert len(traced["sequences"]) == SIZE
+    for sequence in traced["sequences"]:
         assert sequence["segments"][0]["document"] == f"d{sequence['row']}-0"
-    one = trace.trace_step(str(run / "run"), 4, batch_row=3, token=0)
-    assert one["sequences"] == [found["sequences"][3]]
-    assert one["token"]["segment"] == one["sequences"][0]["segments"][0]
-    assert trace.step_lines(one)[0].endswith("as recorded")
+    traced_token = trace.trace_step(str(run / "run"), 4, batch_row=3, token=0)
+    assert traced_token["sequences"] == [traced["sequences"][3]]
+    assert traced_token["token"]["segment"] == traced_token["sequences"][0]["segments"][0]
+    assert trace.step_lines(traced_token)[0].endswith("as recorded")
 
 
-def test_document_to_steps_is_the_inverse(run):
+def test_a_document_is_traced_to_the_same_steps(run):
     rows = ShardSet.open(str(run / "shards")).manifest.rows
     uses = {(use["step"], use["batch_row"], row) for row in range(rows)
             for use in trace.trace_document_steps(str(run / "run"), f"d{row}-0")["steps"]}
@@ -54,7 +54,7 @@ def test_document_to_steps_is_the_inverse(run):
     assert len(forward) == 9 * SIZE
 
 
-def test_in_small_chunks_the_same(run, monkeypatch):
+def test_small_chunks_give_the_same_trace(run, monkeypatch):
     whole = trace.trace_document_steps(str(run / "run"), "d3-0")
     monkeypatch.setattr(trace, "_POSITIONS", 5)
     assert trace.trace_document_steps(str(run / "run"), "d3-0") == whole
@@ -65,21 +65,21 @@ def test_in_small_chunks_the_same(run, monkeypatch):
 
 def test_a_changed_digest_is_reported(run):
     (run / "run/batches.jsonl").write_text('{"step": 1, "digest": "other"}\n')
-    found = trace.trace_step(str(run / "run"), 1)
-    assert not found["as_recorded"]
-    assert "NOT" in trace.step_lines(found)[0]
+    traced = trace.trace_step(str(run / "run"), 1)
+    assert not traced["as_recorded"]
+    assert "NOT" in trace.step_lines(traced)[0]
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ({"step": 10}, "step 10 has no record"), ({"step": 0}, "step 0"), ({"step": 1, "batch_row": 4}, "no row 4"),
     ({"step": 1, "token": 4}, "without its row"), ({"step": 1, "batch_row": 0, "token": 99}, "no token 99")])
-def test_unknown_steps_and_tokens_are_refused(run, arguments, told):
-    with pytest.raises(ShardError, match=told) as error:
+def test_unknown_steps_and_tokens_are_refused(run, arguments, message):
+    with pytest.raises(ShardError, match=message) as error:
         trace.trace_step(str(run / "run"), **arguments)
     assert error.value.fix
 
 
-def test_another_set_and_no_run(run):
+def test_another_set_and_a_missing_run_are_refused(run):
     write_set(run / "other", rows=(15,))
     with pytest.raises(ShardError, match="not the data"):
         trace.trace_step(str(run / "run"), 1, uri=str(run / "other"))
