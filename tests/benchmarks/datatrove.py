@@ -68,14 +68,14 @@ def seconds(texts: pa.Array, rounds: int, asked: dict[str, Any]) -> float:
 
 def tokens(texts: pa.Array) -> list[list[str]]:
     """Return the tokens of each text: the clean text without white space, cut where the pass cuts it."""
-    found = []
+    result = []
     for part in textpass.scan(texts):
         for d in range(part.last - part.first):
             first, last = part.token_offsets[d] + d, part.token_offsets[d + 1] + d
             bare = "".join(clean(texts[part.first + d].as_py()).split())
-            places = part.places[first : last + 1].tolist()
-            found.append([bare[a:b] for a, b in itertools.pairwise(places)])
-    return found
+            offsets = part.places[first : last + 1].tolist()
+            result.append([bare[a:b] for a, b in itertools.pairwise(offsets)])
+    return result
 
 
 def sentences(texts: list[str]) -> dict[str, int]:
@@ -152,8 +152,9 @@ def main() -> None:
         shares.append(same(reasons, answer["ours"][name], english | ~english))
         print(f"{name:<20}" + "".join(f"{share:>{width}.2%}" for share, width in zip(shares, (12, 10, 10, 12))))
         if edited is not None:
-            kept = [(a, b[1]) for a, b, reason in zip(edited, answer["shipped"][name], reasons) if not (reason or b[0])]
-            print(f"  the same text left in {np.mean([a == b for a, b in kept]):.2%} of {len(kept):,} that both keep")
+            pairs = [(a, b[1]) for a, b, reason in zip(edited, answer["shipped"][name], reasons)
+                     if not (reason or b[0])]
+            print(f"  the same text left in {np.mean([a == b for a, b in pairs]):.2%} of {len(pairs):,} that both keep")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ def verdict(judge, text):
     """Return the reason for which the text is dropped or "", and the text after the filter."""
     document = Document(text=text, id="0")
     try:
-        kept = judge.filter(document)
+        outcome = judge.filter(document)
     except ZeroDivisionError:  # a text without words
-        kept = (False, "empty")
-    return ("" if kept is True else kept[1]), document.text
+        outcome = (False, "empty")
+    return ("" if outcome is True else outcome[1]), document.text
 
 
 def seconds(work, texts, rounds):

@@ -55,20 +55,20 @@ def _names(item: EvalItem | None, matches: list[Match]) -> bool:
 def labelled(index: EvalIndex, folder: Path) -> tuple[list[dict[str, str]], list[Match]]:
     """Return a row for each kind of label by document, and the best matches in documents labelled as clean."""
     documents, truth = _lines(folder / "docs.jsonl.gz"), _lines(folder / "truth.jsonl.gz")
-    found = dict(zip((document["id"] for document in documents),
-                     find(index, [document["text"] for document in documents]), strict=True))
+    found_matches = find(index, [document["text"] for document in documents])
+    matches_of = dict(zip((document["id"] for document in documents), found_matches, strict=True))
     positive = {row["doc"] for row in truth if row["contaminated"]}
     flags, right, wrong = defaultdict(list), Counter[str](), []
     for row in truth:
         if row["contaminated"] is None or (not row["contaminated"] and row["doc"] in positive):
             continue  # unclear, or a negative next to a planted item
-        matches = found[row["doc"]]
+        matches = matches_of[row["doc"]]
         flags[row["kind"], row["contaminated"]].append(bool(matches))
         right[row["kind"]] += any(match.item == row["item"] for match in matches)
         if matches and not row["contaminated"]:
             wrong.append(max(matches, key=lambda match: match.score))
-    return [_row(kind, found_of, right[kind] if present else None, present)
-            for (kind, present), found_of in sorted(flags.items(), key=lambda entry: not entry[0][1])], wrong
+    return [_row(kind, flagged, right[kind] if present else None, present)
+            for (kind, present), flagged in sorted(flags.items(), key=lambda entry: not entry[0][1])], wrong
 
 
 def speed(index: EvalIndex, texts: list[str], rounds: int) -> list[dict[str, str]]:

@@ -188,9 +188,9 @@ def cost(event: str, side: Callable[[TrainConfig, float, Path], None], step_seco
         threading.Thread(target=action, daemon=True).start()
         watch.until(lambda: watch.generations() > generations)
         watch.until(lambda: watch.last_generation_steps() >= 3)
-        found = watch.cost(at, last, step_seconds)
+        measured = watch.cost(at, last, step_seconds)
         done.touch()
-        return found
+        return measured
 
 
 class _Steps:

@@ -165,8 +165,8 @@ def train_all(configs: Sequence[TrainConfig]) -> None:
 def run(folder: Path, rows: Sequence[Row], steps: int) -> list[dict[str, Any]]:
     """Train the rows and their references, and return a row of differences for each."""
     prepare(folder)
-    references = {row.recipe: settings(folder, f"reference-{number}", steps, row.recipe)
-                  for number, row in enumerate(rows)}
+    references = {row.recipe: settings(folder, f"reference-{index}", steps, row.recipe)
+                  for index, row in enumerate(rows)}
     train_all(list(references.values()))
     configs = {row.name: settings(folder, row.key, steps, (*row.recipe, *row.layout)) for row in rows}
     for ranks in sorted({row.ranks for row in rows}):

@@ -106,13 +106,13 @@ def speed(megabytes: float) -> float:
     from tidewheel.data import textpass
 
     texts = [*pydoc_data.topics.topics.values(), inspect.getsource(argparse), inspect.getsource(subprocess)]
-    size = sum(len(each.encode()) for each in texts)
+    size = sum(len(text.encode()) for text in texts)
     texts *= max(1, round(megabytes * 1e6 / size))
     best = 0.0
     for _ in range(5):
         began = time.process_time()
         textpass.measure(texts, everything(), minhash=(5, 112, 1), hashes=True)
-        best = max(best, sum(len(each.encode()) for each in texts) / 1e6 / (time.process_time() - began))
+        best = max(best, sum(len(text.encode()) for text in texts) / 1e6 / (time.process_time() - began))
     return best
 
 

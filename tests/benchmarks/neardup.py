@@ -85,12 +85,12 @@ def candidates(labels: Labels, seed: int) -> tuple[set[tuple[str, str]], np.ndar
     table = pa.table({"id": pa.array(ids), "priority": pa.array(np.zeros(count, np.int64)),
                       "quality": pa.array(np.zeros(count, np.float32)), **columns})
     bands = pa.concat_tables(rows.cast(near_edges.BANDS) for rows in near_edges.band_rows(table, step, 1, 0))
-    found = near_edges.candidates(step.bands, 1, 0, bands)
+    matches = near_edges.candidates(step.bands, 1, 0, bands)
     hashes = minhash.band_hashes(near_edges.signatures(table), bands=step.bands, rows=step.rows)
     index_of = {identity: index for index, identity in enumerate(ids)}
     pairs = np.array([(index_of[a], index_of[b]) for a, b in labels.pairs])
     met = (hashes[pairs[:, 0]] == hashes[pairs[:, 1]]).any(axis=1)
-    return {(min(a, b), max(a, b)) for a, b in zip(found["a"].to_pylist(), found["b"].to_pylist())}, met
+    return {(min(a, b), max(a, b)) for a, b in zip(matches["a"].to_pylist(), matches["b"].to_pylist())}, met
 
 
 def removals(labels: Labels, **near: Any) -> tuple[dict[str, tuple[str, float]], Mapping[str, Any]]:

@@ -106,7 +106,7 @@ def in_flight(ranks: list[list[Work]]) -> float:
         held = 0
         for item in work:
             held += (item.kind == "F") - (item.kind in "BW")
-            largest = max(largest, held / len({each.stage for each in work}))
+            largest = max(largest, held / len({other.stage for other in work}))
     return largest
 
 

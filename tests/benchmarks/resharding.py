@@ -93,9 +93,9 @@ class Witness(CheckpointManager):
         if extra is not None:
             assert extra["step"] == SAVED
             saved = torch.load(self._oracle, weights_only=True, mmap=True)
-            mine = {name: torch.equal(tensor, saved[name]) for name, tensor in _whole(state).items()}
-            found = {name: same for part in self._ranks.all(mine) for name, same in part.items()}
-            wrong = [name for name in saved if not found.get(name)]  # a pipeline stage has some of the names
+            own = {name: torch.equal(tensor, saved[name]) for name, tensor in _whole(state).items()}
+            equal = {name: same for part in self._ranks.all(own) for name, same in part.items()}
+            wrong = [name for name in saved if not equal.get(name)]  # a pipeline stage has some of the names
             if self._ranks.rank == 0:
                 storage.store(self._verdict.parent).write_json(VERDICT, {"tensors": len(saved), "unequal": wrong})
         return extra

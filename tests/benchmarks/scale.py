@@ -47,8 +47,8 @@ class Row:
 
     def rates(self) -> dict[str, float]:
         """Return the documents per second on Ray, by stage and for the whole run."""
-        found = {stage["name"]: stage["documents_in"] / max(stage["seconds"], 1e-3) for stage in self.ray.stages}
-        return {**{name: found[name] for name in FLAT}, "whole run": self.documents / self.ray.seconds}
+        rate_of = {stage["name"]: stage["documents_in"] / max(stage["seconds"], 1e-3) for stage in self.ray.stages}
+        return {**{name: rate_of[name] for name in FLAT}, "whole run": self.documents / self.ray.seconds}
 
     def bound(self) -> float:
         """Return the MB that a worker may take."""
@@ -62,7 +62,7 @@ class Row:
         """Return the cells of the table's row, in the order of `HEAD`."""
         memory = [self.ray.partition_bytes / 1e6, self.ray.peaks.get("worker", 0), self.bound(),
                   self.ray.peaks.get("driver", 0), self.plain.peaks.get("driver", 0)]
-        return [f"{self.copies}x", *(f"{number:,.0f}" for number in (self.documents, *self.rates().values(), *memory)),
+        return [f"{self.copies}x", *(f"{figure:,.0f}" for figure in (self.documents, *self.rates().values(), *memory)),
                 f"{self.ray.seconds:.0f} s, {self.plain.seconds:.0f} s",
                 f"{self.ray.cpu_seconds:.1f} s, {self.plain.cpu_seconds:.1f} s, {self.overhead():+.0%}"]
 
@@ -109,11 +109,11 @@ class Sweep:
 
     def compare(self, copies: int) -> None:
         """Assert that the outputs of a size are the same, and remove them."""
-        places = [self.root / f"{copies}-{name}" for name in ("ray", "plain")]
-        if set_hashes(str(places[0])) != set_hashes(str(places[1])):
+        outputs = [self.root / f"{copies}-{name}" for name in ("ray", "plain")]
+        if set_hashes(str(outputs[0])) != set_hashes(str(outputs[1])):
             raise SystemExit("runs with and without Ray gave different bytes")
-        for place in places:
-            shutil.rmtree(place)
+        for output in outputs:
+            shutil.rmtree(output)
 
 
 def fit(rows: list[Row]) -> tuple[float, float]:
@@ -147,8 +147,8 @@ def plot(path: str, sizes: list[int], lines: dict[str, list[float]]) -> None:
             figure.line(across(size), up(value), across(next_size), up(next_value), stroke=colour, width=2)
     ends = sorted((up(values[-1]), name, colour) for (name, values), colour in zip(lines.items(), COLOURS))
     free = 0.0
-    for place, name, colour in ends:
-        free = max(place, free)  # labels of lines with nearby ends go below each other
+    for height, name, colour in ends:
+        free = max(height, free)  # labels of lines with nearby ends go below each other
         figure.text(860, free + 4, f"{name}, documents/s", fill=colour)
         free += 15
     body = "".join(str(part) for part in figure.parts)

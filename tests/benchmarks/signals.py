@@ -30,8 +30,8 @@ from tidewheel.data.filters.language import BUNDLED, Language
 from tidewheel.data.filters.urls import UrlFilter
 from tidewheel.data.filters.words import WordFilter
 
-LISTED = (*(f"listed{number}" for number in range(400)), "xylophone", "sadly", "great deal", "as a matter of fact")
-DOMAINS = tuple(f"site{number}.example{number % 7}.com" for number in range(300_000))
+LISTED = (*(f"listed{index}" for index in range(400)), "xylophone", "sadly", "great deal", "as a matter of fact")
+DOMAINS = tuple(f"site{index}.example{index % 7}.com" for index in range(300_000))
 GOOD, POOR = ("encyclopedic", "books", "prose"), ("web", "lists", "boilerplate", "lowquality", "docs")
 MIN_CHARACTERS = 20
 PIECES = 300  # documents that plain Python deduplicates
@@ -63,8 +63,8 @@ def by_fasttext(texts: list[str]) -> list[str]:
 def lines(table: pa.Table) -> dedup_lines.Cut:
     """Deduplicate the lines of one partition."""
     rows = dedup_lines.rows(table["text"], order(len(table)).set_column(0, "id", table["id"]), "line", MIN_CHARACTERS)
-    found = dedup_lines.repeats(rows, max_repeats=1, keep="first")
-    return dedup_lines.cut(table, found, "line", MIN_CHARACTERS)
+    repeats = dedup_lines.repeats(rows, max_repeats=1, keep="first")
+    return dedup_lines.cut(table, repeats, "line", MIN_CHARACTERS)
 
 
 def main() -> None:
@@ -87,18 +87,19 @@ def main() -> None:
 
     line("urls, 300,000 domains", lambda: judged(table, UrlFilter(domains=DOMAINS, words=("casino",))))
     ours, (reasons, _) = line("words, 404 entries", lambda: judged(table["text"], WordFilter(words=LISTED)))
-    theirs, found = line("the same as a regular expression", lambda: by_regex(texts), 1)
-    same = sum(bool(one) == other for one, other in zip(reasons, found, strict=True)) / len(texts)
+    theirs, matched = line("the same as a regular expression", lambda: by_regex(texts), 1)
+    same = sum(bool(reason) == match for reason, match in zip(reasons, matched, strict=True)) / len(texts)
     print(f"| | | | {theirs / ours:.0f} times slower, same verdict in {same:.1%} |")
-    everything = Language(allow=())
-    ours, (_, _, metas, _) = line("language", lambda: judged(table, everything))
-    theirs, found = line("fastText by hand", lambda: by_fasttext(texts), 1)
-    same = sum(json.loads(meta)["language"] == name for meta, name in zip(metas.to_pylist(), found, strict=True))
+    all_languages = Language(allow=())
+    ours, (_, _, metas, _) = line("language", lambda: judged(table, all_languages))
+    theirs, languages = line("fastText by hand", lambda: by_fasttext(texts), 1)
+    same = sum(json.loads(meta)["language"] == name for meta, name in zip(metas.to_pylist(), languages, strict=True))
     print(f"| | | | {ours / theirs:.2f} of its time, same language in {same / len(texts):.1%} |")
     whole = judged(table, Language(max_characters=0))[0]
-    agreed = sum(bool(one) == bool(other) for one, other in zip(judged(table, Language())[0], whole, strict=True))
+    agreed = sum(bool(a) == bool(b) for a, b in zip(judged(table, Language())[0], whole, strict=True))
     print(f"| | | | first 10,000 characters against all: same verdict in {agreed / len(texts):.1%} |")
-    good, poor = ([text for text, kind in zip(texts, kinds, strict=True) if kind in kept] for kept in (GOOD, POOR))
+    good = [text for text, kind in zip(texts, kinds, strict=True) if kind in GOOD]
+    poor = [text for text, kind in zip(texts, kinds, strict=True) if kind in POOR]
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         trained = train(good, poor, TrainClassifier())
         Path(file.name).write_bytes(trained.model)
@@ -108,10 +109,10 @@ def main() -> None:
     some = table.slice(0, PIECES)
     part = sum(len(text.encode()) for text in some["text"].to_pylist())
     ours, _ = line("dedup_lines", lambda: lines(table), note=lambda cut: f"{int((cut.pieces > 0).sum())} edited")
-    theirs, found = line("the same in Python", lambda: by_search(
+    theirs, cut_texts = line("the same in Python", lambda: by_search(
         some["text"].to_pylist(), some["id"].to_pylist(), "line", MIN_CHARACTERS, 1, "first"), 1, count=PIECES,
         volume=part)
-    same = sum(one == other for one, other in zip(lines(some).texts.to_pylist(), found, strict=True)) / PIECES
+    same = sum(a == b for a, b in zip(lines(some).texts.to_pylist(), cut_texts, strict=True)) / PIECES
     print(f"| | | | {theirs / ours:.0f} times slower, same text in {same:.1%} |")
 
 

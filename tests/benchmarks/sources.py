@@ -46,12 +46,12 @@ def write(folder: Path, documents: list[dict], pages: int) -> dict[str, Callable
     with pa.ipc.new_file(str(folder / "table.arrow"), table.schema) as sink:
         sink.write_table(table)
     (folder / "texts.warc.wet.gz").write_bytes(b"".join(
-        gzip.compress(_block("conversion", "text/plain", number, each["text"].encode()))
-        for number, each in enumerate(documents)))
+        gzip.compress(_block("conversion", "text/plain", index, document["text"].encode()))
+        for index, document in enumerate(documents)))
     shown = [_page(document["text"]) for document in documents[:pages]]
     (folder / "pages.warc.gz").write_bytes(b"".join(gzip.compress(_block(
-        "response", "application/http", number, b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" + page))
-        for number, page in enumerate(shown)))
+        "response", "application/http", index, b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" + page))
+        for index, page in enumerate(shown)))
 
     def loads(stream: Any) -> int:
         with stream:
@@ -60,8 +60,8 @@ def write(folder: Path, documents: list[dict], pages: int) -> dict[str, Callable
     def extract() -> int:
         import trafilatura
 
-        found = [trafilatura.extract(page, favor_precision=True, include_comments=False) for page in shown]
-        return sum(text is not None for text in found)
+        texts = [trafilatura.extract(page, favor_precision=True, include_comments=False) for page in shown]
+        return sum(text is not None for text in texts)
 
     return {
         "plain.jsonl": lambda: loads((folder / "plain.jsonl").open("rb")),
@@ -74,13 +74,13 @@ def write(folder: Path, documents: list[dict], pages: int) -> dict[str, Callable
     }
 
 
-def _block(kind: str, media: str, number: int, content: bytes) -> bytes:
-    return (f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:{number}>\r\nWARC-Target-URI: http://a.org/\r\n"
+def _block(kind: str, media: str, index: int, content: bytes) -> bytes:
+    return (f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:{index}>\r\nWARC-Target-URI: http://a.org/\r\n"
             f"Content-Type: {media}\r\nContent-Length: {len(content)}\r\n\r\n").encode() + content + b"\r\n\r\n"
 
 
 def _page(text: str) -> bytes:
-    menu = "".join(f"<li><a href='/{number}'>Link {number}</a></li>" for number in range(30))
+    menu = "".join(f"<li><a href='/{index}'>Link {index}</a></li>" for index in range(30))
     body = "".join(f"<p>{html.escape(part)}</p>" for part in text.split("\n") if part.strip())
     return f"<html><body><nav><ul>{menu}</ul></nav><article>{body}</article></body></html>".encode()
 
@@ -128,10 +128,10 @@ def main() -> None:
                 return len(texts)
 
             count, seconds = measure(read, options.rounds)
-            there, least = measure(peer, options.rounds)
-            assert count == there, f"{file}: {count} documents, its peer finds {there}"
+            peer_count, peer_seconds = measure(peer, options.rounds)
+            assert count == peer_count, f"{file}: {count} documents, its peer finds {peer_count}"
             shown.add_row(file, f"{count / seconds:,.0f}", f"{sum(texts) / seconds / 1e6:.1f}",
-                          f"{least / seconds:.0%} of the time")
+                          f"{peer_seconds / seconds:.0%} of the time")
         Console().print(shown)
         with (Path(name) / "long.jsonl").open("wb") as sink:
             sink.truncate(200_000_000)

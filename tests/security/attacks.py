@@ -81,7 +81,7 @@ def warc(body: bytes, more: str = "") -> bytes:
 
 def page_attributes(folder: Path) -> str:
     """Read a page with a tag of 200,000 attributes."""
-    page = "<div " + " ".join(f"a{number}=1" for number in range(200_000)) + "><p>text</p>"
+    page = "<div " + " ".join(f"a{index}=1" for index in range(200_000)) + "><p>text</p>"
     reasons = _read(folder, "a.warc", warc(page.encode()))
     assert reasons == ["page_too_complex"], reasons
     return "quarantined: page_too_complex"

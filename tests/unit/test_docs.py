@@ -186,11 +186,11 @@ def known_fields(kind: type[Config]) -> dict[str, Any]:
 def test_named_settings_exist(name):
     groups = configs()
     for span in _SPAN.findall((ROOT / name).read_text()):
-        found = re.fullmatch(r"(\w+)((?:\.[a-z_]\w*)+)(?:[:=].*)?", span)
-        if not found or found.group(1) not in groups or span.endswith((".py", ".md", ".yaml", ".jsonl")):
+        match = re.fullmatch(r"(\w+)((?:\.[a-z_]\w*)+)(?:[:=].*)?", span)
+        if not match or match.group(1) not in groups or span.endswith((".py", ".md", ".yaml", ".jsonl")):
             continue
-        kind: Any = groups[found.group(1)]
-        for part in found.group(2)[1:].split("."):
+        kind: Any = groups[match.group(1)]
+        for part in match.group(2)[1:].split("."):
             fields = known_fields(kind)
             assert part in fields, f"{name}: `{span}`: {kind.__name__} has no {part}"
             inner = _configs_in(fields[part])

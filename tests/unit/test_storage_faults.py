@@ -134,11 +134,11 @@ def test_all_kinds_of_faults_are_outlasted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_few_silent_requests_are_outlasted() -> None:
-    with S3Server(faults=Faults(0.3, 2, ("silent",))) as server:  # of the requests below, the fourth
+    with S3Server(faults=Faults(0.3, 2, ("silent",))) as server:  # the fourth request below
         bucket = server.create_bucket("nap")
         target = S3Store(bucket, RetryPolicy(request_seconds=3.0, budget_seconds=60.0))
-        for number in range(4):
-            target.write(f"k{number}", b"data")
+        for index in range(4):
+            target.write(f"k{index}", b"data")
         assert len(target.list()) == 4
         assert server.fault_counts()["silent"] > 0
 
@@ -164,10 +164,10 @@ def test_an_object_is_created_once_even_if_answers_are_lost() -> None:
     """The second try finds the object that the first one created, and recognises it as its own."""
     with S3Server(faults=Faults(0.4, 0, ("reset_after",))) as server:
         target = store(server.create_bucket("once"))
-        for number in range(12):
-            assert target.create(f"k{number}", b"first")
-            assert not target.create(f"k{number}", b"second")
-            assert target.read(f"k{number}") == b"first"
+        for index in range(12):
+            assert target.create(f"k{index}", b"first")
+            assert not target.create(f"k{index}", b"second")
+            assert target.read(f"k{index}") == b"first"
         assert server.fault_counts()["reset_after"] > 0
 
 

@@ -189,8 +189,8 @@ def test_each_failure_is_recorded_and_charged_once(tmp_path, quiet):
     assert coordinator.failed("said again", [], True) == "kept"
     assert coordinator.failed("ours", [0], False) == "none"
     coordinator.end()
-    found = [event["detail"] for event in jsonlog.read(store(tmp_path), "events.jsonl") if event["kind"] == "failure"]
-    assert [one["error"] for one in found] == ["lost"]
+    events = jsonlog.read(store(tmp_path), "events.jsonl")
+    assert [event["detail"]["error"] for event in events if event["kind"] == "failure"] == ["lost"]
 
 
 def test_names_differ_by_run():
