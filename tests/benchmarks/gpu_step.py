@@ -33,7 +33,7 @@ from tidewheel.models.families import Llama
 from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.metrics.measure import peak_flops
+from tidewheel.train.metrics.gpu_peaks import peak_of_device
 from tidewheel.train.optim.build import build_optimizer
 from tidewheel.train.precision import native_fp8
 from tidewheel.train.runtime import Runtime
@@ -123,7 +123,7 @@ def _measure(name: str, make: Callable[[Case], Step], case: Case, options: Any) 
         if cuda:
             torch.cuda.empty_cache()
     speed, first, last = case.rows * case.length / seconds, float(losses[0]), float(losses[-1])
-    peak = peak_flops(_device_name(case.device))
+    peak = peak_of_device(_device_name(case.device))
     mfu = speed * case.model.flops_per_token(case.vocabulary, case.length) / peak if peak else None
     return {"": name, "tokens/s": f"{speed:,.0f}", "MFU": f"{mfu:.1%}" if mfu else "-",
             "ms a step": f"{1000 * seconds:.1f}", "peak GiB": f"{peak_memory:.1f}" if peak_memory else "-",

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from tidewheel.config import Config
 from tidewheel.plan.config import FailureConfig
+from tidewheel.train.metrics.gpu_peaks import peak
 
 GB = 1e9
 LINK_SHARE = 0.82
@@ -52,19 +53,19 @@ class Gpu(Config):
 
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (
-    Gpu(name="h100", memory=80 * GB, peak=989e12, matmul=794.5e12, matmul_fp8=1402.6e12, fp32=67e12, attention=346e12,
-        hbm=3.35e12, node_link=450 * GB, network=50 * GB, host_link=55 * GB),
+    Gpu(name="h100", memory=80 * GB, peak=peak("H100 SXM"), matmul=794.5e12, matmul_fp8=1402.6e12, fp32=67e12,
+        attention=346e12, hbm=3.35e12, node_link=450 * GB, network=50 * GB, host_link=55 * GB),
     # a device copy was measured at 4.3 of 4.8 TB/s; the others keep their data sheets' figures
-    Gpu(name="h200", memory=141 * GB, peak=989e12, matmul=794.5e12, matmul_fp8=1453.4e12, fp32=67e12, attention=346e12,
-        hbm=4.3e12, node_link=450 * GB, network=50 * GB, host_link=55 * GB),
-    Gpu(name="a100", memory=80 * GB, peak=312e12, matmul=271.2e12, fp32=19.5e12, attention=225e12, hbm=2.04e12,
+    Gpu(name="h200", memory=141 * GB, peak=peak("H200 SXM"), matmul=794.5e12, matmul_fp8=1453.4e12, fp32=67e12,
+        attention=346e12, hbm=4.3e12, node_link=450 * GB, network=50 * GB, host_link=55 * GB),
+    Gpu(name="a100", memory=80 * GB, peak=peak("A100"), matmul=271.2e12, fp32=19.5e12, attention=225e12, hbm=2.04e12,
         node_link=300 * GB, network=25 * GB, host_link=25 * GB),
     # FlashAttention-2 runs on Ampere's instructions: H100's rate, an assumption
-    Gpu(name="b200", memory=180 * GB, peak=2250e12, matmul=1745e12, matmul_fp8=3432.5e12, fp32=80e12, attention=346e12,
-        hbm=8e12, node_link=900 * GB, network=50 * GB, host_link=55 * GB),
+    Gpu(name="b200", memory=180 * GB, peak=peak("B200"), matmul=1745e12, matmul_fp8=3432.5e12, fp32=80e12,
+        attention=346e12, hbm=8e12, node_link=900 * GB, network=50 * GB, host_link=55 * GB),
     # matmul and attention are not published: A100's shares of the peak, an assumption; 200 Gb/s per two GPUs as in OVX
-    Gpu(name="l40s", memory=48 * GB, peak=362e12, matmul=314e12, matmul_fp8=637e12, fp32=91.6e12, attention=260e12,
-        hbm=0.864e12, node_link=25 * GB, network=12.5 * GB, host_link=25 * GB))}
+    Gpu(name="l40s", memory=48 * GB, peak=peak("L40S"), matmul=314e12, matmul_fp8=637e12, fp32=91.6e12,
+        attention=260e12, hbm=0.864e12, node_link=25 * GB, network=12.5 * GB, host_link=25 * GB))}
 """GPUs by name. `network` is a 400 Gb/s adapter per GPU (DGX H100, H200, B200), 200 Gb/s with A100."""
 
 

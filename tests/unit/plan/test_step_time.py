@@ -11,12 +11,11 @@ from tests.benchmarks.pipeline_schedules import timeline
 from tests.benchmarks.plan_published import RUNS, predicted
 from tidewheel.config import build
 from tidewheel.plan.communication import FACTORS, group, sent
-from tidewheel.plan.hardware import GPUS, LINK_SHARE, ClusterConfig
+from tidewheel.plan.hardware import LINK_SHARE, ClusterConfig
 from tidewheel.plan.layout import Job, Layout
 from tidewheel.plan.step_time import bubble, passes, step_time
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.memory.config import MemoryConfig
-from tidewheel.train.metrics.measure import PEAK_FLOPS
 from tidewheel.train.parallel.config import ParallelConfig
 from tidewheel.train.parallel.stages import SCHEDULES, default_per_rank, takes
 
@@ -115,8 +114,3 @@ def layout_share(job: Job):
     from tidewheel.plan.layout import shares
 
     return shares(job, Layout(ParallelConfig(data="zero3"), MemoryConfig(), 1, 8, 1))[0]
-
-
-def test_peaks_are_those_of_training():
-    for name, peak in PEAK_FLOPS.items():
-        assert GPUS[name.lower()].peak == peak

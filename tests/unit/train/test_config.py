@@ -6,7 +6,6 @@ from tidewheel.config import build
 from tidewheel.errors import ConfigError
 from tidewheel.provenance import without_secrets
 from tidewheel.train.config import TrainConfig
-from tidewheel.train.metrics.measure import peak_flops
 
 
 @pytest.mark.parametrize(("values", "says"), [
@@ -48,8 +47,3 @@ def test_secrets_stay_out_of_run_json():
     assert without_secrets(values) == {
         "uri": "s3://bucket/path", "nested": {"plain": "s3://bucket/a@b"}, "steps": 3,
         "paths": ["s3://bucket/a", {"b": "https://host/b"}]}
-
-
-def test_an_unknown_device_has_no_peak():
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("AMD EPYC") is None

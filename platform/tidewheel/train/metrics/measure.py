@@ -1,4 +1,4 @@
-"""Measure a process: its memory, its own working time, and the peak of its device."""
+"""Measure a process: its memory and its own working time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ import sys
 import time
 
 import torch
-
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s by device name, from NVIDIA's data sheets. Other devices have no MFU."""
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a device by its name, None if it is not in `PEAK_FLOPS`."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
 def memory(device: torch.device) -> dict[str, int]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tidewheel.train.metrics.measure import memory, peak_flops
+from tidewheel.train.metrics.gpu_peaks import peak_of_device
+from tidewheel.train.metrics.measure import memory
 
 
 @dataclass
@@ -17,7 +18,7 @@ class Meter:
 
     MFU = tokens/s x FLOPs per token / (peak of one device x devices), with `Model.flops_per_token` (6 N + 12
     layers x heads x head width x L: full attention, without recomputation) and the dense bf16 peak of
-    `measure.PEAK_FLOPS`. A device with an unknown peak has no MFU.
+    `gpu_peaks`. A device with an unknown peak has no MFU.
     """
 
     every_steps: int
@@ -33,7 +34,7 @@ class Meter:
 
     def __post_init__(self) -> None:
         if self.peak is None:
-            self.peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+            self.peak = peak_of_device(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def step(self, step: int, *, tokens: int, seconds: float, waited: float) -> dict[str, Any] | None:
         """Count a step, and return the figures of a line if one is due.
