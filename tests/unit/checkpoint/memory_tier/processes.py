@@ -16,7 +16,8 @@ from tidewheel.checkpoint.memory_tier.client import MemoryTier
 from tidewheel.checkpoint.memory_tier.protocol import Address
 
 TOKEN = "secret"
-RUN = "killed"
+RUN = f"killed-{os.getpid()}"
+"""Name of the run, which the folders of its agents have. Other tests on this machine have other ones."""
 CONTEXT = multiprocessing.get_context("forkserver")
 ELEMENTS = 1 << 20
 
@@ -34,8 +35,8 @@ def whole(step: int, world_size: int) -> dict[str, Any]:
     return {group: {name: tensor for each in parts for name, tensor in each[group].items()} for group in parts[0]}
 
 
-def _agent(address: Any) -> None:
-    agent = Agent("127.0.0.1", TOKEN, RUN)
+def _agent(address: Any, run: str) -> None:
+    agent = Agent("127.0.0.1", TOKEN, run)
     address.send(tuple(agent.address))
     agent.stopped.wait()
 
@@ -73,7 +74,7 @@ class AgentProcess(Killable):
     @classmethod
     def start(cls) -> AgentProcess:
         ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_agent, args=(theirs,), daemon=True)
+        process = CONTEXT.Process(target=_agent, args=(theirs, RUN), daemon=True)
         process.start()
         return cls(process, Address(*ours.recv()))
 
