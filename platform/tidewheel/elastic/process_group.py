@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 START_SECONDS = 300.0
 """Time limit of collectives until the guards set their own."""
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""torch.distributed's backend for each type of device."""
 
 
 def serve_store(host: str) -> dist.TCPStore:
@@ -89,7 +92,8 @@ class GenerationGroup:
         self._also: list[Callable[[], None]] = []
         self.broken = False
 
-    def open(self, store: tuple[str, int], generation: int, rank: int, world_size: int, *, cuda: bool) -> None:
+    def open(self, store: tuple[str, int], generation: int, rank: int, world_size: int,
+             device: torch.device | str) -> None:
         """Meet the other ranks. A single rank has nothing to do.
 
         Args:
@@ -97,7 +101,7 @@ class GenerationGroup:
             generation: number of the generation.
             rank: rank of this process.
             world_size: number of ranks.
-            cuda: use NCCL instead of gloo.
+            device: this rank's device, which is the current device on CUDA.
 
         Raises:
             RuntimeError: another rank does not come, or `break_off` was called.
@@ -108,8 +112,19 @@ class GenerationGroup:
         with self._connections.recorded():
             client = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=START_SECONDS))
             self._store = dist.PrefixStore(f"generation/{generation}", client)
-        dist.init_process_group("nccl" if cuda else "gloo", store=self._store, rank=rank, world_size=world_size,
-                                timeout=timedelta(seconds=START_SECONDS))
+        device = torch.device(device)
+        # with a device, NCCL connects at once, and later groups split from this one instead of meeting again
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(BACKENDS[device.type], store=self._store, rank=rank, world_size=world_size,
+                                timeout=timedelta(seconds=START_SECONDS), device_id=bound)
+
+    def is_whole(self) -> bool:
+        """Return whether no collective of the group was broken off.
+
+        An aborted collective of NCCL raises nothing: it ends early and leaves any values in its output. So values that
+        are read back from the device count only if the group is whole after that.
+        """
+        return not self.broken
 
     def also_break(self, function: Callable[[], None]) -> None:
         """Call `function` too when the group is broken off, for other code that may wait for ranks."""
@@ -119,8 +134,8 @@ class GenerationGroup:
 
     def break_off(self) -> None:
         """Make every present and later collective of this rank fail."""
-        self.broken = True
-        if dist.is_initialized() and dist.get_backend() == "nccl":
+        self.broken = True  # before the abort: who reads what it leaves must know
+        if dist.is_initialized() and dist.get_backend() != "gloo":
             with contextlib.suppress(RuntimeError, ValueError):  # it is being torn down already
                 distributed_c10d._abort_process_group()
         self._connections.shut_down()

@@ -19,6 +19,7 @@ from tidewheel.elastic.process_log import ray_log_folder
 from tidewheel.errors import clear_frames
 from tidewheel.placement import is_spot
 from tidewheel.time_limit import TimeLimit
+from tidewheel.train.cuda_environment import prepare_environment, release_memory
 
 if TYPE_CHECKING:
     from tidewheel.checkpoint.tiers import Placement
@@ -54,6 +55,8 @@ def run_worker(settings: dict[str, Any]) -> Any:
     from tidewheel.parts import Code
     from tidewheel.train.config import TrainConfig
 
+    if settings["config"].get("elastic", {}).get("gpus_per_worker"):
+        prepare_environment()  # before anything, also a user's code, starts CUDA
     for code in settings.get("code", ()):
         Code(**code).load()
     config = TrainConfig.model_validate(settings["config"])
@@ -117,6 +120,7 @@ def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool
                     if member.terminated:
                         end_process()
                     gc.collect()  # free the old model and its groups before the next are built
+                    release_memory()
     finally:
         members.remove(member)
         member.close()
@@ -160,12 +164,13 @@ def _train(run: Run, order: Join, node: str, control: RunControl,
     limit = TimeLimit(what="the generation's work")
     group.also_break(lambda: limit.end("its ranks have parted"))
     try:
-        group.open(order.store, generation, order.rank, order.world_size, cuda=bool(config.elastic.gpus_per_worker))
+        device = _device(config)
+        group.open(order.store, generation, order.rank, order.world_size, device)
         with limit.applied(), _checkpoints(run, order, control, group) as checkpoints:
-            train(run, Runtime(rank=order.rank, world_size=order.world_size, device=_device(config),
+            train(run, Runtime(rank=order.rank, world_size=order.world_size, device=device,
                                generation=generation, checkpoints=checkpoints, control=control,
                                gauges=_gauges(config.run.id), node=node, history=order.past, limit=limit,
-                               sampler=text_sample, evaluated_beside=True))
+                               sampler=text_sample, evaluated_beside=True, group=group))
     except Preempted as preempted:
         return Report(ExitReason.PREEMPTED, saved_step=preempted.step), None
     except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tidewheel.train.runtime import Runtime
+from tidewheel.train.runtime import AbortedError, Runtime
 
 
 class Collectives:
@@ -15,11 +15,13 @@ class Collectives:
 
     Raises:
         RuntimeError: the world size is above 1 and torch.distributed is not initialised.
+        AbortedError: a method that returns values to the host was called, and the process group was broken off.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.rank, self.world_size = runtime.rank, runtime.world_size
         self.device = torch.device(runtime.device)
+        self._group = runtime.group
         if self.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(f"world size {self.world_size} without torch.distributed: initialise it first")
 
@@ -29,6 +31,28 @@ class Collectives:
         if self.world_size > 1:
             dist.all_reduce(total)
         return total
+
+    def check_whole(self) -> None:
+        """Raise unless the values that were just read back from the device are the collectives' results.
+
+        Call it after every read and before the values are used, on every rank. A collective that NCCL aborts raises no
+        error; see `Group.is_whole`.
+
+        Raises:
+            AbortedError: the process group was broken off.
+        """
+        if not self._group.is_whole():
+            raise AbortedError("the process group was broken off, so the results of its collectives do not count")
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in host memory.
+
+        Raises:
+            AbortedError: the process group was broken off, so the values mean nothing.
+        """
+        read = values.cpu()
+        self.check_whole()
+        return read
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
         """Return a CPU tensor on the training device; the host does not wait for the copy."""
@@ -47,12 +71,12 @@ class Collectives:
             The vectors in rank order on the group's first rank, None on the others.
         """
         if group is None:
-            return values.cpu()
+            return self.to_host(values)
         mine = values.to(self.device, torch.int64)
         is_first = dist.get_rank(group) == 0
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_first else None
         dist.gather(mine, parts, group=group, group_dst=0)
-        return torch.cat(parts).cpu() if parts is not None else None
+        return self.to_host(torch.cat(parts)) if parts is not None else None
 
     def gather_all(self, values: torch.Tensor) -> torch.Tensor | None:
         """Concatenate the vectors of all ranks on rank 0; see `gather`."""
@@ -64,7 +88,7 @@ class Collectives:
             return value
         box = torch.tensor([value], device=self.device, dtype=torch.int64)
         dist.broadcast(box, src=0)
-        return int(box.item())
+        return int(self.to_host(box))
 
     def bytes_from_first(self, data: bytes) -> bytes:
         """Return rank 0's `data` on every rank."""
@@ -76,4 +100,4 @@ class Collectives:
             box = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         box = box.to(self.device)
         dist.broadcast(box, src=0)
-        return box.cpu().numpy().tobytes()
+        return self.to_host(box).numpy().tobytes()

@@ -107,7 +107,7 @@ def validate(model: ParallelModel, sets: list[ValidationSet], config: TrainConfi
     """
     sums = [_sums(model, validation_set, config, collectives) for validation_set in sets]
     model.reshard()
-    whole = collectives.sum(torch.cat(sums, dim=1)).cpu()
+    whole = collectives.to_host(collectives.sum(torch.cat(sums, dim=1)))
     totals = [part.sum(dim=1).tolist() for part in whole.split([part.shape[1] for part in sums], dim=1)]
     return {validation_set.name: Score.of(nats, int(tokens), int(size))
             for validation_set, (nats, tokens, size) in zip(sets, totals)}

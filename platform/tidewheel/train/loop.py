@@ -73,7 +73,8 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
         if config.reproducible:
             stack.enter_context(deterministic_kernels())
         watch = Watch(config.guards, runtime.rank, runtime.world_size, name=str(runtime.generation),
-                      on_hang=lambda finding: runtime.control.event("hang", found=finding))
+                      on_hang=lambda finding: runtime.control.event("hang", found=finding),
+                      break_off=runtime.group.break_off)
         stack.callback(watch.close)
         try:
             loop = Loop.open(run, runtime, timeline, watch, retry)

@@ -142,6 +142,30 @@ def read_again(control: Control, where: str, what: str) -> None:
     control.event("shard_read_again", shard=where, problem=what)
 
 
+class AbortedError(RuntimeError):
+    """The ranks of this generation have parted, and values that the step left on the device mean nothing."""
+
+
+class Group(Protocol):
+    """The process group of a generation, which may be broken off at any time."""
+
+    def is_whole(self) -> bool:
+        """Return whether no collective of the group was broken off."""
+
+    def break_off(self) -> None:
+        """Make every present and later collective of this rank end."""
+
+
+class LastingGroup(Group):
+    """A `Group` that nobody breaks off: of one rank, or of a program that ends with its first failure."""
+
+    def is_whole(self) -> bool:
+        return True
+
+    def break_off(self) -> None:
+        return
+
+
 class NoCheckpoints(Checkpointer):
     """A `Checkpointer` that keeps nothing."""
 
@@ -212,6 +236,7 @@ class Runtime:
     """Number of the generation; 0 for the first of a run."""
     checkpoints: Checkpointer = field(default_factory=NoCheckpoints)
     control: Control = field(default_factory=NoControl)
+    group: Group = field(default_factory=LastingGroup)
     gauges: Callable[[], Sink] | None = None
     """Creates the cluster's own gauges of metrics; None without a cluster."""
     node: str = field(default_factory=socket.gethostname)

@@ -109,7 +109,8 @@ class Saving:
     def is_safe(self, step: int) -> bool:
         """Return whether the memory tier's copies of `step` survive the loss of any one node."""
         unsafe = torch.tensor([float(not self._checkpoints.is_safe(step))], dtype=torch.float64)
-        return not self._training.collectives.sum(unsafe).item()
+        collectives = self._training.collectives
+        return not collectives.to_host(collectives.sum(unsafe)).item()
 
     def make_way(self, step: int) -> None:
         """Commit what is saved and end this generation, for a planned resize or drain.

@@ -88,6 +88,9 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         asked: requests of rank 0 to all ranks.
         guard: judges the step.
         before_update: called before any parameter changes.
+
+    Raises:
+        AbortedError: the process group was broken off, so neither the result nor the parameters count.
     """
     model.zero_grad()
     tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
@@ -120,7 +123,8 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     optimizer.step(skip=skip)
     model.refresh()
     metrics = columns[:, 1:].sum(dim=0) / targets
-    values = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, judged]).tolist()
+    on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, judged])
+    values = collectives.to_host(on_device).tolist()
     return StepResult.of(values[:-4], guard.verdict(values[-4:]) if guard is not None else Verdict(), names)
 
 

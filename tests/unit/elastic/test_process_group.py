@@ -76,7 +76,7 @@ def test_a_listening_socket_is_spared_and_no_group_is_made_after_the_end():
 
 def test_one_rank_alone_needs_no_group():
     group = GenerationGroup()
-    group.open(("127.0.0.1", 1), 0, 0, 1, cuda=False)
+    group.open(("127.0.0.1", 1), 0, 0, 1, "cpu")
     assert not dist.is_initialized()
     group.break_off()
     group.close()
@@ -96,7 +96,7 @@ def member(rank: int, port: int, leave: Any, answers: Any) -> None:
     """Run one of two ranks: rank 1 skips a collective, rank 0 breaks it off, then both reduce again."""
     torch.set_num_threads(1)
     group = GenerationGroup()
-    group.open(("127.0.0.1", port), 1, rank, 2, cuda=False)
+    group.open(("127.0.0.1", port), 1, rank, 2, "cpu")
     total = torch.ones(4) * (rank + 1)
     dist.all_reduce(total)
     if rank == 1:
@@ -110,7 +110,7 @@ def member(rank: int, port: int, leave: Any, answers: Any) -> None:
         leave.set()
     group.close()
     following = GenerationGroup()
-    following.open(("127.0.0.1", port), 2, rank, 2, cuda=False)
+    following.open(("127.0.0.1", port), 2, rank, 2, "cpu")
     again = torch.ones(4) * (rank + 1)
     dist.all_reduce(again)
     following.close()

@@ -5,7 +5,8 @@ few seconds, so that no step waits for the network. A rank without progress for 
 mark nor a new collective) surveys all ranks. A rank is behind if its thread is silent (the process is stopped,
 swapped out or gone), or if its marks or collectives are fewer than the others'. If no rank is behind, all ranks do
 long work and training continues. Otherwise the waiting rank ends: the collective that it waits in times out and
-raises, or, failing that, its process ends.
+raises (gloo), or is aborted (NCCL, whose watchdog raises nothing here; see `cuda_environment`). Failing that, the
+rank's process ends.
 """
 
 from __future__ import annotations
@@ -86,11 +87,14 @@ class Watch:
         world_size: ranks to watch.
         name: distinguishes this watch from others in the same store.
         on_hang: called with the finding, on the rank that surveyed; must be quick.
+        break_off: makes this rank's collectives end, for backends whose collectives have no time limit.
     """
 
     def __init__(self, config: GuardsConfig, rank: int, world_size: int, *, name: str = "0",
-                 on_hang: Callable[[str], None] | None = None) -> None:
+                 on_hang: Callable[[str], None] | None = None,
+                 break_off: Callable[[], None] = lambda: None) -> None:
         self._config, self._rank, self._world_size, self._on_hang = config, rank, world_size, on_hang
+        self._break_off = break_off
         self._marks, self._place = 0, (0, "start")
         self._finding = Finding("")
         self._found, self._closed = threading.Event(), threading.Event()
@@ -99,6 +103,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         if world_size > 1:
             self._groups: list[Any] = [distributed_c10d._get_default_group()]
+            self._times_out = dist.get_backend() == "gloo"
             self._set_limits()
             # two connections, because one that waits for an answer would delay the beats
             shared: Any = distributed_c10d._get_default_store()
@@ -165,6 +170,8 @@ class Watch:
                 self._ask()
                 since = time.monotonic()
                 if self._finding.text:
+                    if not self._times_out:
+                        self._break_off()
                     threading.Thread(target=self._end, name="hang end", daemon=True).start()
 
     def _ask(self) -> None:
