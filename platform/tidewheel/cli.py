@@ -50,6 +50,8 @@ def train(
     set_: Overrides = None,
     address: Address = None,
     local: Annotated[bool, Parameter(negative="", help="Train in this process, without Ray: for debugging.")] = False,
+    device: Annotated[str, Parameter(help="With --local: cpu, cuda or cuda:1; default: the first GPU, or else "
+                                          "cpu.")] = "",
     take_over: Annotated[bool, Parameter(negative="", help="Take the run over from a driver that still trains it. "
                                                            "What that driver writes afterwards is ignored.")] = False,
     dry_run: DryRun = False,
@@ -63,6 +65,9 @@ def train(
     from tidewheel.train.config import TrainConfig
 
     settings = load(TrainConfig, config, set_ or ())
+    if device and not local:
+        raise ConfigError("a cluster's workers choose their devices themselves", where="--device",
+                          fix="add --local, or set elastic.gpus_per_worker")
     if dry_run:
         from tidewheel.train.plan import plan
 
@@ -83,8 +88,12 @@ def train(
 
     with training_bar(settings.steps) as on_progress:
         if local:
+            from tidewheel.train.local_device import describe, local_device
+
+            chosen = local_device(device)
+            console.print(f"training on {describe(chosen)}", markup=False)
             with stopping(ends_itself=True) as stop:
-                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop)
+                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop, device=chosen)
         else:
             from tidewheel.cluster.session import session
 

@@ -35,6 +35,8 @@ from tidewheel.train.run import Run
 from tidewheel.train.runtime import Control, Runtime
 
 if TYPE_CHECKING:
+    import torch
+
     from tidewheel.elastic.coordinator import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -180,7 +182,7 @@ def _lost(coordinator: Any) -> OwnershipError | None:
 
 
 def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, take_over: bool = False,
-              stop: Stop | None = None) -> TrainResult:
+              stop: Stop | None = None, device: torch.device | str = "cpu") -> TrainResult:
     """Train in this process with one worker and without Ray: for debugging, and as an undisturbed reference.
 
     Args:
@@ -188,6 +190,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
         on_progress: see `fit`; called in the thread that trains.
         take_over: see `fit`.
         stop: when it is requested, save and raise `Stopped`.
+        device: trains there; see `train.local_device`.
 
     Raises:
         OwnershipError: another driver trains the run, or has taken it over.
@@ -216,7 +219,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)
         try:
             with logging_process(config.logs, run.store, run=config.run.id, node=socket.gethostname(), capture=False):
-                return train(run, Runtime(checkpoints=manager, control=control, generation=generation,
+                return train(run, Runtime(device=device, checkpoints=manager, control=control, generation=generation,
                                           sampler=text_sample))
         finally:
             renewal.close()

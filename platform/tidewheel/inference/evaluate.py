@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tidewheel.checkpoint import conversion
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_of
@@ -21,6 +19,7 @@ from tidewheel.train import evaluation, parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import Score, ValidationSet
+from tidewheel.train.local_device import local_device
 from tidewheel.train.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Evaluator:
         if not self._config.data.validation_sets:
             raise ConfigError("the run has no validation set", where=run.uri,
                               fix="give one: --data URI, the validation/ folder that a pipeline wrote")
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = local_device(device)
         if chosen.type == "cpu" and self._config.precision == "fp8":
             self._config = self._config.model_copy(update={"precision": "bf16"})
         self._runtime = Runtime(device=chosen)

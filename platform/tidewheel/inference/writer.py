@@ -15,6 +15,7 @@ from tidewheel.errors import CheckpointError, ConfigError
 from tidewheel.inference.generate import generate
 from tidewheel.models.decoder import Decoder
 from tidewheel.shards.tokenizer import Encoder, load, of_manifest
+from tidewheel.train.local_device import local_device
 from tidewheel.train.record import recorded_source
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Writer:
             model = Decoder(config, vocabulary_size)
         parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
         model.load_state_dict(conversion.read_weights(place, name, manifest, parameters), assign=True)
-        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model.to(local_device(device))
         logger.info("loaded %s", place.at(name))
         return cls(place.at(name), model, encoder, min(context or 1 << 31, config.max_sequence_length))
 
