@@ -68,6 +68,25 @@ def test_a_restored_optimizer_continues_bit_for_bit(kind: str):
         assert torch.equal(second.held[name], expected), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [("embedding.weight", "output.weight"), ("blocks.0.attention.wq.weight",),
+                                   ("blocks.0.ffn_norm.weight", "blocks.0.attention.bias")])
+def test_a_pipeline_rank_without_blocks_or_without_anything_else_updates_what_it_has(kind: str, share: tuple):
+    whole, optimizer = made(kind)
+    whole.take(optimizer, range(3))
+    part = Weights()
+    part.held = {name: part.held[name] for name in share}
+    optimizer = build_optimizer(part, optimizers.KIND.build(kind, {}))
+    for step in range(3):
+        for name, gradient in part.gradients(step).items():
+            if name in share:
+                part.held[name].grad = gradient
+        optimizer.set_learning_rate(1e-2)
+        optimizer.step()
+    for name in share:
+        assert torch.equal(part.held[name], whole.held[name]), name
+
+
 def by_hand(weights: Weights, rule: type[torch.optim.Optimizer], *, chosen=lambda name: True, **settings):
     """Return torch's optimizer of the chosen parameters, without weight decay of embedding, norm and bias."""
     decayed = [p for name, p in weights.held.items() if chosen(name) and p.ndim > 1 and "embedding" not in name]
