@@ -393,6 +393,12 @@ class LocalStore(Store):
             self._require_root()
             raise
 
+    def _make_folder(self, path: Path, key: str) -> None:
+        """Create the folder of `path`, and identify the root before the first write into it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self._written is None:
+            self._written = key, _identity(self.root)
+
     def _path(self, key: str) -> Path:
         return self.root / safe_key(key)
 
@@ -407,7 +413,7 @@ class LocalStore(Store):
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
         self._require_root()
         with self._writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folder(path, key)
             sink = temporary.open("wb")
         try:
             with closing(sink, path):
@@ -430,7 +436,7 @@ class LocalStore(Store):
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
         self._require_root()
         with self._writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folder(path, key)
             try:
                 with temporary.open("wb") as sink:
                     sink.write(data)

@@ -505,18 +505,23 @@ def test_a_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "folder") == ["y"]
 
 
-def test_a_folder_that_goes_away_during_a_write_is_the_error_that_is_raised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_folder_that_goes_away_during_a_write_is_the_error_that_is_raised(tmp_path: Path, is_first: bool) -> None:
     root = tmp_path / "root"
+    LocalStore(root).write("before", b"1")
     disk = LocalStore(root)
-    disk.write("before", b"1")
+    if not is_first:
+        disk.write("before", b"1")
 
     def write() -> None:
         with disk.writer("during") as sink:
             sink.write(b"2")
             root.rename(tmp_path / "elsewhere")
 
-    with pytest.raises(StorageAwayError, match="the folder is gone"):
-        write()
+    for attempt in range(2):
+        with pytest.raises(StorageAwayError, match="the folder is gone"):
+            write() if attempt == 0 else disk.write("again", b"1")
+        assert not root.exists()
     (tmp_path / "elsewhere").rename(root)
     disk.write("after", b"3")
     assert disk.read("before") == b"1"

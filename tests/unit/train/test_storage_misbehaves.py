@@ -182,7 +182,7 @@ def test_training_outlasts_a_folder_that_turns_read_only(disk: Path, shards: Pat
 
 
 def test_training_outlasts_a_folder_that_disappears_and_returns(tmp_path: Path, shards: Path) -> None:
-    """An earlier save has identified the folder, so another folder in its place is not used."""
+    """An earlier save, whether done or not, has identified the folder, so no other folder in its place is used."""
     settings = settings_of(shards, str(tmp_path / "runs"))
     settings = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"every_steps": 5})})
     run, away = Path(settings.run_uri), tmp_path / "away"
@@ -192,5 +192,12 @@ def test_training_outlasts_a_folder_that_disappears_and_returns(tmp_path: Path, 
             assert not (run / "checkpoints").exists()  # nothing was written in place of the missing folder
             away.rename(run)
 
-    control = trained(settings, lambda: run.rename(away), come_back)
+    def go_away() -> None:
+        until = time.monotonic() + 60
+        while not (run / "checkpoints").exists():  # on a busy machine the first save has not begun yet
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        run.rename(away)
+
+    control = trained(settings, go_away, come_back)
     assert "the folder is gone" in control.reasons[0]
