@@ -30,6 +30,10 @@ SMALL = ("steps=150", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micr
 """Settings of runs that are about their workers, not their model: quick steps."""
 
 
+ONE_SAVE = "checkpoint.every_steps=100000"
+"""Setting of runs in which no save fails: a worker that is lost during a save would make that one fail, rightly."""
+
+
 def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault: Fault | None) -> None:
     """A worker's process. Until there is a file "hurry" beside the run, steps are slow, and the last ones so slow that
     the run is never over before the test is done with it."""

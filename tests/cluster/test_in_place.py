@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.in_place import SMALL, Group, finished, prepare
+from tests.cluster.in_place import ONE_SAVE, SMALL, Group, finished, prepare
 from tests.unit.train.helpers import config
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic.coordinator import Coordinator
@@ -23,7 +23,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     groups = []
 
     def start(**changes: Any) -> Group:
-        settings = prepare(tmp_path).model_copy(update=changes)
+        settings = prepare(tmp_path, ONE_SAVE).model_copy(update=changes)
         groups.append(Group(settings, tmp_path))
         groups[-1].add("a", "b", anew=True)
         groups[-1].wait(lambda: groups[-1].step() >= 5)

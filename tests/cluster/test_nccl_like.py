@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import nccl_like
-from tests.cluster.in_place import SMALL, Group, finished, prepare
+from tests.cluster.in_place import ONE_SAVE, SMALL, Group, finished, prepare
 from tests.unit.train.helpers import config
 from tidewheel.checkpoint.digest import digest
 from tidewheel.elastic.coordinator import Coordinator
@@ -26,7 +26,7 @@ def on_nccl(node: str, path: Path) -> None:
 
 def test_workers_are_killed_and_frozen_and_the_bits_are_those_of_a_quiet_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
-    group = Group(prepare(tmp_path), tmp_path, fault=on_nccl)
+    group = Group(prepare(tmp_path, ONE_SAVE), tmp_path, fault=on_nccl)
     try:
         group.add("a", "b", anew=True)
         group.wait(lambda: group.step() >= 5)
