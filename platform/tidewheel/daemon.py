@@ -1,17 +1,49 @@
-"""Daemon threads for calls that may hang in storage and must not delay the exit of the process."""
+"""Daemon threads for calls that may hang in storage and must not hold up the exit of the process for long.
+
+Python ends daemon threads by force when the process exits. One that is inside C++ code then (torch, pyarrow) makes the
+process abort with "terminate called without an active exception", and the exit code is lost. So the exit waits a few
+seconds for the threads of this module.
+"""
 
 from __future__ import annotations
 
-import math
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from tidewheel.time_limit import TimeLimit
-
+EXIT_SECONDS = 5.0
+"""The exit of the process waits this long for all threads together; one that still runs then hangs in storage."""
 T = TypeVar("T")
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_queues: weakref.WeakSet[DaemonThread] = weakref.WeakSet()
+_lock = threading.Lock()
+"""Held while one of the two sets changes or is read."""
+
+
+def start_daemon(work: Callable[[], Any], name: str) -> threading.Thread:
+    """Run `work` in a daemon thread of its own, and return the thread."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    with _lock:
+        _threads.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for the threads that are at work."""
+    with _lock:
+        queues, threads = list(_queues), list(_threads)
+    for each in queues:
+        each.stop(wait=False)
+    until = time.monotonic() + EXIT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class DaemonThread:
@@ -28,6 +60,8 @@ class DaemonThread:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped = False
+        with _lock:
+            _queues.add(self)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run `function(*arguments)` after earlier calls, and return its future.
@@ -40,8 +74,7 @@ class DaemonThread:
         future: Future[T] = Future()
         self._calls.put((future, lambda: function(*arguments)))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = start_daemon(self._run, self._name)
         return future
 
     def stop(self, *, wait: bool = True) -> None:
@@ -67,18 +100,3 @@ class DaemonThread:
             except BaseException as error:  # raised again by `Future.result`
                 future.set_exception(error)
             del call, future, function  # these names keep the call's arguments alive
-
-
-def result(future: Future[T], limit: TimeLimit) -> T:
-    """Return the result of `future`, and wait for it until `limit` at most.
-
-    Raises:
-        StorageAwayError: the limit passed without a result.
-    """
-    woken = threading.Event()
-    future.add_done_callback(lambda _: woken.set())
-    with limit.watched(woken.set):
-        woken.wait(None if math.isinf(limit.left) else limit.left)
-    if not future.done():
-        limit.check()
-    return future.result()

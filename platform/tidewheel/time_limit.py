@@ -16,8 +16,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from tidewheel.daemon import start_daemon
 from tidewheel.errors import StorageAwayError
 
 GRACE_SECONDS = 2.0
@@ -128,8 +130,7 @@ def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
             errors.append(error)
         done.set()
 
-    thread = threading.Thread(target=run, name="bounded", daemon=True)
-    thread.start()
+    thread = start_daemon(run, "bounded")
     with limit.watched(done.set):
         done.wait(None if math.isinf(limit.left) else limit.left)
     thread.join(GRACE_SECONDS)
@@ -139,3 +140,18 @@ def bounded(work: Callable[[], T], limit: TimeLimit) -> T:
         raise errors[0]
     limit.check()
     raise StorageAwayError("the storage does not answer", where="storage", fix="look at the store's health")
+
+
+def result(future: Future[T], limit: TimeLimit) -> T:
+    """Return the result of `future`, and wait for it until `limit` at most.
+
+    Raises:
+        StorageAwayError: the limit passed without a result.
+    """
+    woken = threading.Event()
+    future.add_done_callback(lambda _: woken.set())
+    with limit.watched(woken.set):
+        woken.wait(None if math.isinf(limit.left) else limit.left)
+    if not future.done():
+        limit.check()
+    return future.result()

@@ -6,11 +6,31 @@ import threading
 
 import pytest
 
-from tidewheel.daemon import DaemonThread, result
+from tidewheel.daemon import DaemonThread
 from tidewheel.errors import StorageAwayError
-from tidewheel.time_limit import TimeLimit
+from tidewheel.time_limit import TimeLimit, result
 
 SECONDS = 60
+AT_WORK = """
+import sys, threading, time
+import torch
+from tidewheel.daemon import DaemonThread, start_daemon
+
+begun = threading.Event()
+
+def work():
+    until, matrix = time.monotonic() + 1.0, torch.randn(200, 200)
+    while time.monotonic() < until:  # nearly always inside torch, without the interpreter's lock
+        matrix @ matrix
+        begun.set()
+
+if sys.argv[1] == "thread":
+    start_daemon(work, "at work")
+else:
+    DaemonThread("at work").submit(work)
+begun.wait()
+sys.exit(3)
+"""
 
 
 @pytest.fixture
@@ -62,6 +82,13 @@ def test_stopping_abandons_a_hanging_call_and_cancels_those_after_it(held):
 def test_a_process_exits_while_a_call_hangs():
     code = "import threading as t; from tidewheel.daemon import DaemonThread; DaemonThread('x').submit(t.Event().wait)"
     subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=True)
+
+
+@pytest.mark.parametrize("how", ["thread", "queue"])
+def test_the_exit_waits_for_a_thread_in_torch_which_would_abort_the_process(how):
+    """Without the wait the process ends with SIGABRT, nearly always."""
+    done = subprocess.run([sys.executable, "-c", AT_WORK, how], timeout=SECONDS, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_a_time_limit_ends_the_wait(held):

@@ -22,6 +22,7 @@ from tidewheel.checkpoint.peers import Peers
 from tidewheel.checkpoint.retention import Keep, abort_abandoned_uploads, collect
 from tidewheel.checkpoint.staging import Snapshot, Stage, flatten, local
 from tidewheel.checkpoint.verify import verify_files
+from tidewheel.daemon import start_daemon
 from tidewheel.errors import CheckpointError, OwnershipError, StorageAwayError, StorageError, TidewheelError
 from tidewheel.storage import Stamp, Store
 from tidewheel.time_limit import TimeLimit, bounded
@@ -148,10 +149,8 @@ class CheckpointManager:
         if not self._asynchronous:
             upload()
             return
-        # a daemon thread: a process that is told to stop must not wait for an upload
-        self._upload = threading.Thread(target=upload, name=f"checkpoint-{step}", daemon=True)
         self._stalled = time.monotonic() - began
-        self._upload.start()
+        self._upload = start_daemon(upload, f"checkpoint-{step}")
 
     def settle(self) -> None:
         """Return once the state given to `save` may change."""

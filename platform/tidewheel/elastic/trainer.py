@@ -222,6 +222,7 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
                 return train(run, Runtime(device=device, checkpoints=manager, control=control, generation=generation,
                                           sampler=text_sample))
         finally:
+            manager.break_off()  # an upload that the run did not wait for must not go on beside the next one
             renewal.close()
             control.log.flush()
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tidewheel.daemon import DaemonThread, result
+from tidewheel.daemon import DaemonThread
 from tidewheel.models.decoder import IGNORED, next_tokens
 from tidewheel.shards.digest import sequence_digest
 from tidewheel.shards.loader import Loader
 from tidewheel.shards.manifest import Manifest
 from tidewheel.shards.reader import Rows
 from tidewheel.shards.source import Source
-from tidewheel.time_limit import TimeLimit
+from tidewheel.time_limit import TimeLimit, result
 from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.micro_batch_share import MicroBatchShare

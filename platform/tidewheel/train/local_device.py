@@ -22,17 +22,17 @@ def local_device(name: str = "") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"{name!r} is not a device", where="--device", fix="give cpu, cuda or cuda:1") from None
+        raise ConfigError(f"{name!r} is not a device", where="device", fix="give cpu, cuda or cuda:1") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
-        raise ConfigError(f"{name!r} is neither a CPU nor an NVIDIA GPU", where="--device",
+        raise ConfigError(f"{name!r} is neither a CPU nor an NVIDIA GPU", where="device",
                           fix="give cpu, cuda or cuda:1")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         gpus = f"{count or 'no'} GPU{'s' if count > 1 else ''}"
-        raise ConfigError(f"this machine has {gpus} that torch can use, so there is no {name}", where="--device",
-                          fix="leave --device out, or give cpu; `tidewheel doctor` says why torch does not find a GPU")
+        raise ConfigError(f"this machine has {gpus} that torch can use, so there is no {name}", where="device",
+                          fix="leave it out, or give cpu; `tidewheel doctor` says why torch does not find a GPU")
     device = torch.device("cuda", device.index or 0)
     prepare_environment()
     torch.cuda.set_device(device)

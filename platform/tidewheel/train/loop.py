@@ -152,7 +152,7 @@ class Loop:
         recorded = training.retry(training.record.last_step) if training.leads else 0
         progress.recorded = training.collectives.from_first(recorded)
         self._metrics.open(step=progress.step, recorded=progress.recorded)
-        logger.info("goes on after step %d of %d", progress.step, training.config.steps)
+        logger.info("continuing after step %d of %d", progress.step, training.config.steps)
         kind = "start" if runtime.generation == 0 and extra is None else "resume"
         training.event(kind, step=progress.step, world_size=runtime.world_size, generation=runtime.generation,
                        redo=max(0, progress.recorded - progress.step),
