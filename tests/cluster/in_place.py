@@ -1,4 +1,4 @@
-"""Workers of one run as plain processes, with a coordinator in the test's own; Ray would only start and bury them."""
+"""A run without Ray: its workers are plain processes, and the test's own process has the coordinator."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
 
 Fault = Callable[[str, Path], None]
-"""Called in each worker with its node and a path before it takes part: it breaks something there, once there is a file
-of that name."""
+"""Called in each worker with its node and a path before the worker joins. It breaks something once that file exists."""
 STEP_SECONDS, LATE_STEP_SECONDS, LAST_STEPS = 0.1, 5.0, 40
 SMALL = ("steps=150", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
          "evaluation.every_steps=0")
-"""Settings of runs that are about their workers, not their model: quick steps."""
+"""Settings of runs with quick steps, for tests of the workers."""
 
 
 ONE_SAVE = "checkpoint.every_steps=100000"
-"""Setting of runs in which no save fails: a worker that is lost during a save would make that one fail, rightly."""
+"""Setting of runs in which no save may fail: a worker lost during a save would rightly fail it."""
 
 
 def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault: Fault | None) -> None:
-    """A worker's process. Until there is a file "hurry" beside the run, steps are slow, and the last ones so slow that
-    the run is never over before the test is done with it."""
+    """Run a worker. Until a file "hurry" exists beside the run, steps are slow, and the last ones so slow that the run
+    cannot end before the test does."""
     step, hurry = loop.Loop._step, Path(settings.run.uri) / "hurry"
 
     def slow_step(self: loop.Loop, number: int, *arguments: Any) -> Any:
@@ -49,12 +48,12 @@ def work(settings: TrainConfig, endpoint: Endpoint, name: str, node: str, fault:
     loop.Loop._step = slow_step  # type: ignore[method-assign]
     if fault is not None:
         fault(node, Path(settings.run.uri) / "fault")
-    signal.signal(signal.SIGTERM, lambda *_: notice())  # in a cluster `ray_workers` does
+    signal.signal(signal.SIGTERM, lambda *_: notice())  # on a cluster, `ray_workers` installs it
     take_part(settings, endpoint, name=name, node=node)
 
 
 class Group:
-    """A coordinator here, and workers of it."""
+    """A coordinator in this process, and its workers."""
 
     def __init__(self, settings: TrainConfig, folder: Path, sizes: tuple[int, ...] = (1, 2),
                  fault: Fault | None = None) -> None:
@@ -99,7 +98,7 @@ class Group:
 
 
 def prepare(folder: Path, *overrides: str, **elastic: Any) -> TrainConfig:
-    """Shards in `folder`, and a run over them that resizes and finds losses quickly."""
+    """Write shards to `folder`, and return the settings of a run over them that resizes and notices losses quickly."""
     write_shards(folder / "shards", rows=200)
     write_shards(folder / "validation", shards=1, rows=11, seed=1)
     settings = config(folder, "run", *SMALL, "checkpoint.every_steps=25", "reproducible=true", *overrides)

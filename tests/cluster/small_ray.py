@@ -14,7 +14,7 @@ from tidewheel.cluster.session import KEEP_WORKERS
 
 @contextlib.contextmanager
 def small_ray(cpus: int) -> Iterator[None]:
-    """A Ray of so many CPUs for the block."""
+    """Run Ray with this many CPUs during the block."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="twp-", dir="/tmp")  # short: socket paths are limited

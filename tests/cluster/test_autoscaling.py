@@ -1,4 +1,4 @@
-"""Ray's autoscaler and our work: a pipeline and a training each get their nodes, and every one is let go.
+"""Ray's autoscaler adds nodes for a pipeline and for a training, and removes them all afterwards.
 
 `python -m tests.benchmarks.autoscaling` prints the times.
 """

@@ -1,4 +1,4 @@
-"""`tidewheel cluster up ... down` as people type it: groups, tokens, drains, and a job whose connection is lost."""
+"""`tidewheel cluster` from up to down, as a user types it: groups, tokens, drains, a job whose connection is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB = ("import os, time\nprint('cluster', os.environ['RAY_ADDRESS'])\n"
 
 
 class Proxy:
-    """Passes TCP connections on to a port; `cut` closes them all and refuses new ones for a while."""
+    """Proxy of a TCP port. `cut` closes all connections and refuses new ones for a while."""
 
     def __init__(self, port: int) -> None:
         self._target, self._open, self._refusing = port, [], False
@@ -95,7 +95,7 @@ def cluster(environment, tmp_path_factory):
         assert not Path(state.folder).exists()
         assert not list(Path(environment["TIDEWHEEL_STATE"]).iterdir())
         assert "no cluster 'local' is up" in tidewheel(environment, "cluster", "status").stdout
-        assert not list(Path(environment["HOME"]).rglob("auth_token"))  # nothing of it was left elsewhere
+        assert not list(Path(environment["HOME"]).rglob("auth_token"))  # no copy of the token is elsewhere
 
 
 def alive(pid: int) -> bool:
@@ -133,14 +133,14 @@ def test_a_job_is_followed_through_lost_connections(cluster, environment):
     assert following.returncode == 7, err
     assert [int(number) for number in re.findall(r"^line (\d+)$", out, re.MULTILINE)] == list(range(LINES))
     assert "lost" in err or "does not answer" in err
-    assert "evaluate.py" in err  # what was uploaded
-    assert f"cluster {cluster.address}\n" in out  # this one, whatever others run on this machine
+    assert "evaluate.py" in err  # the list of uploaded files
+    assert f"cluster {cluster.address}\n" in out  # this cluster, even if the machine runs others
     jobs = status(environment)["jobs"]
     assert [(job["id"], job["status"]) for job in jobs] == [("one", "FAILED")]
 
 
 def test_without_the_token_nobody_gets_in(cluster, environment):
-    stranger = {**environment, "TIDEWHEEL_STATE": environment["HOME"]}  # does not know of the cluster
+    stranger = {**environment, "TIDEWHEEL_STATE": environment["HOME"]}  # without the cluster's token
     refused = tidewheel(stranger, "job", "list", "--address", cluster.dashboard_url)
     assert refused.returncode == 2
     assert "token" in refused.stdout

@@ -1,4 +1,4 @@
-"""Workers outlive a coordinator that cannot be reached for a while. Real processes, without Ray."""
+"""Workers survive while the coordinator cannot be reached. Real processes, without Ray."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tidewheel.train.config import TrainConfig
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 CONTEXT = multiprocessing.get_context("forkserver")
 BLIP_SECONDS = SILENT_SECONDS + 2.0
-"""Longer than the kernel keeps a connection on which nothing is acknowledged."""
+"""Longer than the kernel keeps a connection without acknowledgements."""
 NAMES = ("a", "b")
 
 
 def coordinate(settings: TrainConfig, pipe: Any) -> None:
-    """A coordinator in a process of its own, until the pipe says something."""
-    Coordinator._watch = lambda self: None  # type: ignore[method-assign]  # it asks Ray
+    """Run a coordinator in this process until a message arrives on the pipe."""
+    Coordinator._watch = lambda self: None  # type: ignore[method-assign]  # it would ask Ray
     coordinator = Coordinator(settings.run_uri, settings.elastic, (1, 2),
                               epoch=acquire(storage.store(settings.run_uri)).epoch)
     coordinator.start("127.0.0.1")
@@ -45,7 +45,7 @@ def coordinate(settings: TrainConfig, pipe: Any) -> None:
 
 
 class Run:
-    """A run of two workers, its coordinator behind a network that can fail."""
+    """A run of two workers, whose coordinator is behind a network that can fail."""
 
     def __init__(self, folder: Path) -> None:
         write_shards(folder / "shards", rows=200)
@@ -66,7 +66,7 @@ class Run:
         self.settings = settings
 
     def steps(self) -> int:
-        """Steps that rank 0 has recorded."""
+        """Return the number of steps that rank 0 has recorded."""
         return max((line["step"] for line in jsonlog.read(self.store, "batches.jsonl")), default=0)
 
     def wait(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -78,7 +78,7 @@ class Run:
             time.sleep(0.05)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Let it come to its end; its events."""
+        """Let the run finish, and return its events."""
         (Path(self.settings.run.uri) / "hurry").touch()
         end = time.monotonic() + 120
         while not self.store.exists("result.json"):
@@ -117,7 +117,7 @@ def test_a_run_survives_a_network_outage_longer_than_a_connection(run):
     time.sleep(BLIP_SECONDS)
     held = run.steps()
     time.sleep(2)
-    assert run.steps() == held < run.settings.steps  # rank 0 waits: it might have been replaced
+    assert run.steps() == held < run.settings.steps  # rank 0 waits, since it may have been replaced
     run.network.back()
     run.wait(lambda: run.steps() > held)
     events = run.finish()
@@ -129,7 +129,7 @@ def test_a_run_survives_a_network_outage_longer_than_a_connection(run):
 def test_a_run_survives_a_stopped_coordinator(run):
     os.kill(run.coordinator.pid, signal.SIGSTOP)
     time.sleep(BLIP_SECONDS)
-    run.network.reset()  # some connections do not outlive it: their workers wait for the process
+    run.network.reset()  # some workers lose their connection and must wait for the process
     time.sleep(1)
     os.kill(run.coordinator.pid, signal.SIGCONT)
     since = run.steps()

@@ -1,4 +1,4 @@
-"""Whoever survives is not held by what the broken generation was waiting for."""
+"""A survivor leaves a broken generation although one of its threads still waits for storage."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tidewheel.shards.loader import Loader
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 AHEAD = 4
-"""Batches that are read before the training needs them."""
+"""Batches that are read ahead."""
 
 
 def slow_shard(node: str, flag: Path) -> None:
-    """On a's node one read, begun once there is the flag, hangs until the test's end."""
+    """Make one read on a's node hang until the test ends, once the flag exists."""
     batch, hung = Loader.batch, []
 
     def slow(self: Loader, *arguments: Any) -> Any:
@@ -36,7 +36,7 @@ def slow_shard(node: str, flag: Path) -> None:
 
 @pytest.mark.parametrize("waits", [False, True], ids=["reads ahead", "waits for the batch"])
 def test_a_survivor_leaves_though_a_read_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool):
-    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it would ask Ray
     settings = prepare(tmp_path, f"data.prefetch={AHEAD}", "checkpoint.every_steps=1000")
     folder, group = Path(settings.run.uri), Group(settings, tmp_path, (1, 2), slow_shard)
     try:
@@ -48,7 +48,7 @@ def test_a_survivor_leaves_though_a_read_hangs(tmp_path: Path, monkeypatch: pyte
             before = group.step()
             group.wait(lambda: group.step() >= before + AHEAD - 1)
             still = group.step()
-            time.sleep(1.0)  # nothing tells that a thread waits; if it does not yet, the test shows less
+            time.sleep(1.0)  # nothing shows that the thread waits; if it does not wait yet, the test proves less
             assert group.step() <= still + 1
         group.signal("b", signal.SIGKILL)
         group.wait(lambda: group.coordinator.snapshot().generation == 1 and group.step() > 5)
@@ -58,7 +58,7 @@ def test_a_survivor_leaves_though_a_read_hangs(tmp_path: Path, monkeypatch: pyte
         [failure] = group.events("failure")
         assert failure["detail"]["ranks"] == [1]
         assert "did not leave" not in failure["detail"]["error"]
-        assert group.processes["a"].exitcode == 0  # the thread that hangs does not hold its end either
+        assert group.processes["a"].exitcode == 0  # the hanging thread does not prevent its exit either
     finally:
         (folder / "released").touch()
         group.end()

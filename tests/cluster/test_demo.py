@@ -1,4 +1,4 @@
-"""`tidewheel demo` as a user starts it, on an S3-protocol server, in few steps."""
+"""`tidewheel demo` as a user starts it, with few steps, on an S3-protocol server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(960)]
 
 
 def demo(folder: Path, *options: str) -> tuple[str, str]:
-    """Run the demo in `folder` on an object store; return what it writes to the console and the report's HTML."""
+    """Run the demo in `folder` on an object store, and return its console output and the report's HTML."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))}
     ended = subprocess.run(
         [sys.executable, "-m", "tidewheel.cli", "demo", "--storage", "s3", "--output", str(folder), *options],
@@ -22,7 +22,7 @@ def demo(folder: Path, *options: str) -> tuple[str, str]:
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     report = folder / "report.html"
-    assert ended.stdout.splitlines()[-1] == str(report)  # the last line, and the file outlives the server
+    assert ended.stdout.splitlines()[-1] == str(report)  # it outlives the server
     return ended.stderr, report.read_text().lower().replace("_", " ")
 
 
@@ -33,7 +33,7 @@ def test_demo_on_an_object_store_ends_with_a_report(tmp_path):
         assert word in page
 
 
-@pytest.mark.long  # `test_elastic.py` kills and adds a node, `test_disturbance.py` has the demo's choice of moments
+@pytest.mark.long  # `test_elastic.py` kills and adds a node; `test_disturbance.py` tests when the demo does it
 def test_demo_on_an_object_store_with_a_killed_and_a_joined_node(tmp_path):
     console, page = demo(tmp_path, "--steps", "140")
     assert "killed node" in console

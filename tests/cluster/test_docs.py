@@ -1,7 +1,7 @@
-"""Every command of the task pages in `docs/`, page by page, as a reader types them: in one shell, in a fresh copy of
-this checkout. `tests/docs_pages.py` says what becomes of which block.
+"""Run every command of the task pages in `docs/` as a reader types it, one shell per page, in a copy of the checkout.
 
-The pages begin with what the first block of `docs/README.md` makes, which is run once.
+`tests/docs_pages.py` says how each kind of block is tested. All pages build on the first block of `docs/README.md`,
+which runs once.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ ON_ONE_CLUSTER = ("first_run", "bring_your_data", "clean_text", "csv_to_model", 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """An S3-protocol server on loopback, to which the environment points."""
+    """Start an S3-protocol server on loopback and point the environment to it."""
     with S3Server() as server:
         yield server.create_bucket("bucket")
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
-    """A copy of this checkout, with the environment of these tests as its own, and what the pages begin with.
+    """Return a copy of this checkout with the tests' environment, after the block that all pages build on.
 
-    Machine code of compiled filters travels along: `copy2` keeps the times by which it is known to be up to date.
+    The compiled filters are copied too: `copy2` keeps the times that show them to be up to date.
     """
     place = tmp_path_factory.mktemp("docs") / "checkout"
     place.mkdir()
@@ -56,14 +56,14 @@ def start(tmp_path_factory: pytest.TempPathFactory, bucket: str) -> Path:
         (shutil.copytree if source.is_dir() else shutil.copy2)(source, place / name)
     (place / ".venv").mkdir()
     (place / ".venv/bin").symlink_to(Path(sys.executable).parent)
-    (place / ".venv/.installed").touch()  # as `make` leaves it: newer than what it was made of
+    (place / ".venv/.installed").touch()  # as `make` leaves it: newer than its prerequisites
     run("\n".join(["set -eo pipefail", blocks(DOCS / "README.md")[0].text]), place)
     return place
 
 
 @pytest.fixture(scope="module")
 def cluster(start: Path) -> Iterator[dict[str, str]]:
-    """The environment of a cluster that is there."""
+    """Return the environment of a running cluster."""
     with LocalCluster(nodes=0, head_cpus=2) as running:
         yield {"RAY_ADDRESS": running.address, **running.client_environment}
 
@@ -80,16 +80,16 @@ def test_every_command_of_the_page(start, tmp_path, page, request):
 
 @pytest.mark.parametrize("page", TASKS)
 def test_every_diff_of_the_page_applies(page):
-    """Also of the long pages: whoever moves the code finds out at once."""
+    """Diffs of the long pages too, so that a change of the code they patch shows at once."""
     for block in blocks(DOCS / f"{page}.md"):
         if block.language == "diff":
             subprocess.run(["git", "apply", "-C1", "--check", "-"], input=block.text, text=True, cwd=ROOT, check=True)
 
 
 def run(text: str, place: Path, cluster: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What bash says to a script, in `place`; fails with it unless the script ends with 0.
+    """Run a script with bash in `place`, and return its output. Fail with that output unless the script succeeds.
 
-    Whatever the script has left running is ended. `cluster` is added to its environment.
+    Processes that the script leaves behind are killed. `cluster` is added to its environment.
     """
     state = place.parent / f"{place.name}-state"
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "MAKE", "MFLAGS"))}

@@ -1,4 +1,4 @@
-"""Training that loses a node and gains one: on a real cluster of three raylets, with real SIGKILLs."""
+"""Training loses nodes and gains nodes, on a real cluster of three raylets with real SIGKILLs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> str:
-    """Random walks over the vocabulary, two documents a row: something to learn, written with the real format."""
+    """Write shards of random walks over the vocabulary, which a model can learn: two documents per row."""
     place = store(tmp_path_factory.mktemp("shards"))
     random = np.random.default_rng(0)
     tokens = (np.cumsum(random.integers(0, 4, (ROWS, LENGTH)), axis=1) % (VOCABULARY - 2) + 2).astype(np.uint16)
@@ -89,8 +89,10 @@ STEP_SECONDS, LATE_STEP_SECONDS = 0.1, 3.0
 
 
 def unhurried(steps: int, hurry: Path) -> Any:
-    """The worker, with slow steps, and in the last third of them very slow ones, until there is the file `hurry`: the
-    run is never over before the test is done with it, however slow the machine."""
+    """Return a worker whose steps are slow, and very slow in the last third, until the file `hurry` exists.
+
+    So the run cannot end before the test does, even on a slow machine.
+    """
     def worker(settings: dict[str, Any]) -> Any:
         from tidewheel.elastic.worker import run_worker
         from tidewheel.train.loop import Loop
@@ -111,9 +113,9 @@ def unhurried(steps: int, hurry: Path) -> Any:
 
 
 class At:
-    """Calls each action once, on its own thread, when the run has reached its step.
+    """Calls each action once, in its own thread, when the run reaches its step.
 
-    The first one waits for both workers: on a busy machine the run begins with the one that is up, and grows.
+    The first action waits for both workers: on a busy machine, a run starts with one and grows.
     """
 
     def __init__(self, *plan: tuple[int, Any]) -> None:
@@ -160,7 +162,7 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     found = audit(config.run_uri)
     assert found.ok, found.summary()
     assert found.world_sizes[-4:] == (2, 1, 2, 1)
-    assert found.redone <= 1  # the step that was under way; nothing is redone by a planned change
+    assert found.redone <= 1  # the step in progress; planned changes repeat nothing
 
     before = [event for event in events(config, "start", "resume") if event["time"] < disturb.times[0]]
     lost, grown, left = [event for event in events(config, "resume") if event["time"] > disturb.times[0]]
@@ -169,8 +171,8 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     assert events(config, "node_lost")
     assert events(config, "node_joined")
     recovery = lost["time"] - disturb.times[0]
-    record_property("kill_to_resume_seconds", recovery)  # 0.1-0.2 on an idle machine of two cores
-    # formed by the survivor itself: Ray Train restarted nothing
+    record_property("kill_to_resume_seconds", recovery)  # 0.1-0.2 on two idle cores
+    # the survivor formed the next generation itself; Ray Train restarted nothing
     assert lost["detail"]["generation"] == before[-1]["detail"]["generation"] + 1
     failures = [event for event in events(config, "failure") if event["time"] > disturb.times[0]]
     assert [event["detail"]["recovery"] for event in failures] == ["in_place"]
@@ -198,13 +200,15 @@ def test_a_node_is_killed_one_joins_and_one_is_drained(cluster, shards, tmp_path
     assert any("rank=1" in path.read_text() for path in copies)
 
     assert [event["detail"]["tier"] for event in (lost, grown)] == ["memory", "memory"]
-    assert fit(config).steps == config.steps  # a run that is over does nothing
+    assert fit(config).steps == config.steps  # a finished run does nothing
     assert len(list_checkpoints(store(config.run_uri).child("checkpoints"))) <= config.checkpoint.keep_last
 
 
 class Stopped:
-    """No process of a worker comes up on a node until it is released: each is stopped as soon as it is there, as on a
-    machine whose disk is slow."""
+    """Keeps worker processes of a node from starting until `release`, as a slow disk would.
+
+    Each is stopped as soon as it exists.
+    """
 
     def __init__(self, cluster: LocalCluster, node: NodeHandle) -> None:
         self.cluster, self.node = cluster, node
@@ -232,7 +236,7 @@ class Stopped:
 
 
 def test_training_begins_without_a_node_whose_worker_does_not_start(cluster, shards, tmp_path):
-    """Training begins with the others; it joins when it is up."""
+    """Training starts with the other worker, and this one joins later."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
     config, hurry = settings(shards, tmp_path, "late"), tmp_path / "hurry"
@@ -257,7 +261,7 @@ def test_training_begins_without_a_node_whose_worker_does_not_start(cluster, sha
 
 
 def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and_let_in(cluster, shards, tmp_path):
-    """Its process is ended, the other trains on; it is one worker's fault, though a fatal one."""
+    """Its process ends and the other worker continues: one worker's error, even a fatal one, does not end the run."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
     config, hurry, flag = settings(shards, tmp_path, "blamed"), tmp_path / "hurry", tmp_path / "fault"
@@ -293,14 +297,14 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
     assert found.world_sizes[-3:] == (2, 1, 2)
     [out] = events(config, "worker_left_out")
     assert (out["detail"]["node"], out["detail"]["level"]) == (victim, "process")
-    assert out["detail"]["until"] == out["time"]  # for the first time the probe decides at once
+    assert out["detail"]["until"] == out["time"]  # after the first failure, the probe may readmit at once
     [failure] = events(config, "failure")
     assert failure["detail"]["error"] == out["detail"]["reason"] == "ValueError: this node only"
     assert [event["detail"]["node"] for event in events(config, "worker_readmitted")] == [victim]
 
 
 def test_a_node_on_which_workers_cannot_start_is_excluded(cluster, shards, tmp_path):
-    """A package is missing there, say; the run is trained by the others."""
+    """A package may be missing there, for example. The other workers train the run."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
     config, victim = settings(shards, tmp_path, "unfit"), cluster.nodes[-1].node_id
@@ -336,7 +340,7 @@ def trainers(cluster: LocalCluster) -> list[int]:
 
 @pytest.mark.long  # `test_in_place.py` has a frozen worker without Ray
 def test_a_frozen_worker_is_replaced(cluster, shards, tmp_path, record_property):
-    """It is stopped by a signal, alive for Ray, silent for the coordinator: it is cut off, and the run goes on."""
+    """SIGSTOP leaves it alive for Ray and silent for the coordinator, which cuts it off; the run continues."""
     while len(cluster.nodes) < 2:
         cluster.add_node()
     config, hurry = settings(shards, tmp_path, "still", steps=40), tmp_path / "hurry"
@@ -405,7 +409,7 @@ def test_a_workers_own_error_reaches_the_driver(cluster, tmp_path):
     config = settings(str(tmp_path / "nothing"), tmp_path, "missing")
     with pytest.raises(ShardError, match=r"manifest\.json"):
         fit(config)
-    assert not (tmp_path / "missing").exists()  # nothing was started for it
+    assert not (tmp_path / "missing").exists()  # nothing was started
 
     def damaged(settings: dict[str, Any]) -> None:
         raise ShardError("damaged on this node only", where="x.arrow", fix="none")

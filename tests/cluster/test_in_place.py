@@ -1,4 +1,4 @@
-"""Recovery in place with real processes and real signals; without Ray, which only starts and buries them."""
+"""Recovery in place with real processes and real signals, without Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it would ask Ray
     groups = []
 
     def start(**changes: Any) -> Group:
@@ -38,7 +38,7 @@ def test_one_is_killed_one_joins_and_one_is_asked_to_leave(started):
     group = started()
     survivor = group.processes["a"].pid
     group.signal("b", signal.SIGKILL)
-    group.wait(lambda: len(group.events("recovered")) == 1)  # alone: the newcomer comes after it
+    group.wait(lambda: len(group.events("recovered")) == 1)  # with one worker; the new one comes later
     group.add("c")
     group.wait(lambda: len(group.events("recovered")) == 2)
     assert group.processes["a"].pid == survivor
@@ -62,11 +62,11 @@ def test_a_frozen_worker_is_cut_off_and_one_that_stands_by_takes_its_place(start
     group.signal("a", signal.SIGSTOP)  # rank 0
     group.wait(lambda: group.coordinator.snapshot().generation == 1)
     group.signal("a", signal.SIGCONT)
-    group.wait(lambda: not group.processes["a"].is_alive())  # it finds itself cut off
+    group.wait(lambda: not group.processes["a"].is_alive())  # it notices that it was cut off
     finished(group)
     assert [event["detail"]["world_size"] for event in group.events("start", "resume")] == [2, 2]
     still = config(group.folder, "still", *SMALL, "checkpoint.every_steps=25", "reproducible=true")
-    fit_local(still)  # the survivor's rank has changed among as many: nothing of the old one may be left
+    fit_local(still)  # the survivor's rank changed and the world size did not: no state of its old rank may remain
     assert digest(group.settings.run_uri).state == digest(still.run_uri).state
     [failure] = group.events("failure")
     assert "no sign of life" in failure["detail"]["error"]

@@ -1,4 +1,4 @@
-"""The jobs as `ray job submit` and the SDK run them, against a real job server: logs, exit codes."""
+"""Jobs through `ray job submit` and the SDK, against a real job server: logs and exit codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 
 def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[str]:
-    """`ray job submit --working-dir . -- COMMAND`, as the README has it."""
+    """Run `ray job submit --working-dir . -- COMMAND`, as in the README."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= cluster.client_environment
     return subprocess.run(
@@ -50,14 +50,14 @@ def submit(cluster: LocalCluster, *command: str) -> subprocess.CompletedProcess[
 
 
 def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_first(cluster, place):
-    """By `ray job submit` and by `tidewheel submit`. `tidewheel job stop` is SIGTERM, as `ray job stop` is.
+    """Use `ray job submit`, then `tidewheel submit`. `tidewheel job stop` sends SIGTERM, as `ray job stop` does.
 
-    The training's model family, optimizer, schedule and objective are in the folder that is submitted.
+    The training's model family, optimizer, schedule and objective are in the submitted folder.
     """
     prepared = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
                       "--input", str(place / "raw"), "--output", str(place / "clean"))
     assert prepared.returncode == 0, prepared.stdout
-    assert "shards:" in prepared.stdout  # the logs reach the one who submits
+    assert "shards:" in prepared.stdout  # the user sees the job's logs
     assert (place / "clean/shards/manifest.json").is_file()
 
     run, own = place / "runs/stopped", place / "own"
@@ -91,7 +91,7 @@ def test_data_is_prepared_then_a_training_of_own_parts_is_stopped_and_saves_firs
     assert set(store(run).read_json("run.json")["code"]) == {"model", "optimizer", "schedule", "objective"}
 
 
-@pytest.mark.long  # `test_bad_input.py` has the message, `test_background.py` a job's exit code
+@pytest.mark.long  # `test_bad_input.py` tests the message, `test_background.py` a job's exit code
 def test_a_mistake_gives_exit_code_and_message(cluster, place):
     failed = submit(cluster, "python", "-m", "jobs.prepare_data", "--config", "pipelines/demo.yaml",
                     "--input", str(place / "nowhere"), "--output", str(place / "never"))
@@ -102,8 +102,10 @@ def test_a_mistake_gives_exit_code_and_message(cluster, place):
 
 
 def test_a_workflow_of_the_sdk_is_submitted_then_found_done(cluster, tmp_path):
-    """Two trainings share one corpus and tokenizer and run side by side on two nodes. Run again, it does nothing.
-    The recipe has a filter from the folder that is uploaded."""
+    """Two trainings share a corpus and a tokenizer and run at the same time on two nodes. A second run does nothing.
+
+    The recipe uses a filter from the uploaded folder.
+    """
     build_corpus(store(tmp_path / "raw"), max_bytes=600_000)
     tokenizer = tw.Tokenizer("bpe", "corpus/*.jsonl", vocabulary_size=512, sample_bytes=200_000)
     corpus = (
@@ -130,8 +132,8 @@ def test_a_workflow_of_the_sdk_is_submitted_then_found_done(cluster, tmp_path):
         output, input=raw, address="127.0.0.1:1").records.items() if record.kind == "train"}  # needs no cluster
     sizes = {name: [event["detail"]["world_size"] for event in found if event["kind"] == "start"]
              for name, found in events.items()}
-    assert sizes == {"first": [1], "second": [1]}  # each took its half
+    assert sizes == {"first": [1], "second": [1]}  # each training had one node
     done = flow.run(output, input=raw, address="127.0.0.1:1")
     assert done.runs["first"].steps == 4
     assert done.runs["first"].validation_loss is not None
-    assert done.hashes["first"] != done.hashes["second"]  # the same batches, for other weights
+    assert done.hashes["first"] != done.hashes["second"]  # same batches, other weights

@@ -1,4 +1,4 @@
-"""One worker's fault is not the run's: real processes, of which one meets what the others do not."""
+"""A fault that only one worker has does not end the run. Real processes, without Ray."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mistake(node: str, flag: Path) -> None:
 
 
 def bad_gpu(node: str, flag: Path) -> None:
-    """It fails whatever process uses it."""
+    """A device that fails in every process of its node."""
     from tidewheel.elastic import probe
     from tidewheel.train import loop
 
@@ -65,8 +65,8 @@ def bad_gpu(node: str, flag: Path) -> None:
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
-    """Two workers, one that stands by, and a fault on b's node, which has a rank."""
-    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    """Two workers, one standby worker, and a fault on the node of b, which has a rank."""
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it would ask Ray
     settings = prepare(tmp_path, readmit_after_seconds=0.5, readmit_at_most_seconds=60.0)
     group = Group(settings, tmp_path, (2,), request.param)
     group.add("a", "b", anew=True)
@@ -83,7 +83,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
                                                    for fault in (mistake, disk_full, bad_gpu))], indirect=True)
 def test_a_worker_that_fails_is_left_out_and_the_run_continues(group: Group):
     group.wait(lambda: group.events("worker_left_out") != [])
-    group.wait(lambda: not group.processes["b"].is_alive())  # its process is ended
+    group.wait(lambda: not group.processes["b"].is_alive())  # its process ends
     group.wait(lambda: group.coordinator.snapshot().generation == 1)
     finished(group)
     [failure] = group.events("failure")
@@ -91,7 +91,7 @@ def test_a_worker_that_fails_is_left_out_and_the_run_continues(group: Group):
     assert (out["detail"]["node"], out["detail"]["level"]) == (BAD, "process")
     assert failure["detail"]["recovery"] == "in_place"
     assert failure["detail"]["error"][:300] == out["detail"]["reason"]
-    assert "losed" not in failure["detail"]["error"]  # what a peer says of its connection is not the cause
+    assert "losed" not in failure["detail"]["error"]  # a peer's closed connection is not the cause
     assert group.processes["a"].exitcode == 0
     assert group.processes["c"].exitcode == 0
 

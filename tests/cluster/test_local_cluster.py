@@ -1,4 +1,4 @@
-"""A local cluster starts, loses nodes, gains nodes, and leaves nothing behind, whatever becomes of its owner."""
+"""A local cluster starts, loses and gains nodes, and leaves nothing behind, however its owner ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_nodes_die_and_join():
             assert all(row["NodeManagerAddress"].startswith("127.") for row in rows)
             assert len({row["NodeManagerAddress"] for row in rows}) == 3
             head = ray.get_runtime_context().get_node_id()
-            assert head not in {node.node_id for node in cluster.nodes}  # losing a node never takes the driver along
+            assert head not in {node.node_id for node in cluster.nodes}  # losing a node never kills the driver
             where = ray.remote(num_cpus=1)(lambda: ray.get_runtime_context().get_node_id())
             assert ray.get(where.remote()) != head
 

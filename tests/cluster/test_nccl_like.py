@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def on_nccl(node: str, path: Path) -> None:
-    """Let the worker use the backend, with the environment of a worker with a GPU."""
+    """Give the worker the backend, and the environment of a worker with a GPU."""
     prepare_environment()
     nccl_like.install()
 
 
 def test_workers_are_killed_and_frozen_and_the_bits_are_those_of_a_quiet_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it asks Ray
+    monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # it would ask Ray
     group = Group(prepare(tmp_path, ONE_SAVE), tmp_path, fault=on_nccl)
     try:
         group.add("a", "b", anew=True)
@@ -41,7 +41,7 @@ def test_workers_are_killed_and_frozen_and_the_bits_are_those_of_a_quiet_run(tmp
         group.signal("c", signal.SIGSTOP)
         group.wait(lambda: len(group.events("recovered")) == 3)
         group.signal("c", signal.SIGCONT)
-        group.wait(lambda: not group.processes["c"].is_alive())  # it finds itself cut off
+        group.wait(lambda: not group.processes["c"].is_alive())  # it notices that it was cut off
         finished(group)
     finally:
         group.end()

@@ -1,6 +1,6 @@
-"""A pipeline and a training side by side on a real Ray: the training is at work before the pipeline has ended.
+"""A training starts before its pipeline has ended, on a real Ray cluster.
 
-`tests/unit/workflow/test_overlap.py` does the same without Ray, and is part of `make test`.
+`tests/unit/workflow/test_overlap.py` tests the same without Ray as part of `make test`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class FromHere(RayLauncher):
-    """Runs the pipeline's driver in this process, where the test can hold a wave back."""
+    """Launcher that runs the pipeline's driver in this process, where the test can hold back a wave."""
 
     def launch(self, node: Node, max_workers: int | None) -> dict[str, Any]:
         if node.kind == "pipeline":

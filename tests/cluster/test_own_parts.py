@@ -1,5 +1,7 @@
-"""A user's model family, optimizer, schedule, objective, callback and tracker on Ray: workers find the code, also after
-one was killed, and what that one said last is in the run's logs."""
+"""A user's own parts of six kinds on Ray: workers find the code, also after one is killed.
+
+The last output of the killed worker is in the run's logs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_own_parts_travel_and_a_killed_worker_changes_no_bit(tmp_path: Path, mon
     write_shards(tmp_path / "validation", rows=4, seed=1)
     module, file, hold = write_parts(tmp_path), tmp_path / "calm.yaml", tmp_path / "hold"
     with small_ray(2):
-        monkeypatch.chdir(tmp_path)  # only now: Ray's workers have not inherited it
+        monkeypatch.chdir(tmp_path)  # only now, so that Ray's workers do not inherit it
         file.write_text(yaml.safe_dump(config(tmp_path, "calm", *SMALL, *overrides(module)).canonical()))
         calm = load(TrainConfig, file)
         killed = tw.Train(
@@ -63,7 +65,7 @@ def test_own_parts_travel_and_a_killed_worker_changes_no_bit(tmp_path: Path, mon
     assert digest(killed.run_uri).state == digest(calm.run_uri).state
     assert measured(tmp_path / "runs/killed") == measured(tmp_path / "runs/calm")
     failures = [line["detail"] for line in lines(tmp_path / "runs/killed/events.jsonl") if line["kind"] == "failure"]
-    assert len([one for one in failures if one["generation"] >= 0]) == 1  # on a busy machine workers come up late
+    assert len([one for one in failures if one["generation"] >= 0]) == 1  # on a busy machine, a worker may start late
     said = [line for line in RunLogs(store(killed.run_uri)).new(LineFilter()) if line.text.startswith("told of step")]
     last = [line for line in said if f"-{victim}-" in line.process][-1]
     assert last.text == "told of step 5 first"
@@ -78,5 +80,5 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def measured(run: Path) -> dict[int, float]:
-    """Accuracy by step, as the run's metrics have it."""
+    """Return the accuracy of each step in the run's metrics."""
     return {line["step"]: line["objective"]["accuracy"] for line in lines(run / "metrics.jsonl") if "objective" in line}

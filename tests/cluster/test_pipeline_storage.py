@@ -1,4 +1,4 @@
-"""A pipeline whose storage misbehaves: it waits, or ends with the cause; run again, the bytes are the same."""
+"""A pipeline whose storage fails waits, or ends with the cause. A second run gives the same bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def given(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """The input, and the hashes of its shards on storage that is well. One Ray for all, which knows the server."""
+    """Return the input and the hashes of its shards on intact storage, under one Ray that knows the server."""
     folder = tmp_path_factory.mktemp("given")
     write(folder / "in")
     with small_ray(2):
@@ -38,7 +38,7 @@ def given(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_a_store_is_silent_for_a_while(given: tuple[str, dict[str, list[str]]], server: S3Server) -> None:
-    """It takes a hundred requests, then it answers nobody until two have been cut off."""
+    """After a hundred requests, it answers none until two have timed out."""
     output = server.create_bucket("silent") + "/out"
     over, before = threading.Event(), server.fault_counts()["requests"]
 
@@ -71,7 +71,7 @@ def test_a_disk_is_full(given: tuple[str, dict[str, list[str]]], tmp_path: Path)
         with (disk / "ballast").open("wb", buffering=0) as sink, contextlib.suppress(OSError):
             while True:
                 sink.write(bytes(4096))
-        with pytest.raises(Exception, match="No space left") as error:  # Ray wraps what its tasks raise
+        with pytest.raises(Exception, match="No space left") as error:  # Ray wraps errors of tasks
             pipeline.run(recipe(), input=given[0], output=str(disk / "out"))
         cause = root_cause(error.value)
         assert isinstance(cause, StorageError)

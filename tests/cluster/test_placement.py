@@ -1,4 +1,4 @@
-"""Work goes where the labels say: one local cluster of three groups, data, gpu-on-demand and gpu-spot."""
+"""Labels place work, on a local cluster of three groups: data, gpu-on-demand and gpu-spot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def cluster():
     with LocalCluster(nodes=0) as running:
-        for name in ("gpu-spot", "data", "gpu-on-demand"):  # in this order, so that no order helps
+        for name in ("gpu-spot", "data", "gpu-on-demand"):  # an order that favours none of the tests
             running.add_node(group=Group(name, cpus=1, resources={"accelerator": 1} if "gpu" in name else {}))
         ray.init(address=running.address, log_to_driver=False, logging_level="ERROR")
         yield running
@@ -38,12 +38,12 @@ def cluster():
 
 
 def groups(key: str) -> dict[str, str]:
-    """Group of each node, by its id or its address."""
+    """Return the group of each node by its id or its address."""
     return {row[key]: row["Labels"].get(GROUP_LABEL, "head") for row in ray.nodes()}
 
 
 def test_ray_reads_selectors_as_we_do(cluster):
-    """Nodes without a label meet its contrary: the head, which has none."""
+    """A node without a label matches a negated selector: the head has no labels."""
     rows = [row for row in ray.nodes() if row["Alive"]]
     for selector in ({MARKET_LABEL: "!spot"}, {GROUP_LABEL: "in(data,gpu-spot)"}, {GROUP_LABEL: "!in(data,gpu-spot)"},
                      {GROUP_LABEL: "gpu-on-demand", MARKET_LABEL: "!spot"}):
@@ -66,9 +66,9 @@ def test_a_pipeline_runs_on_the_nodes_of_its_group(cluster, tmp_path: Path):
     where, group = defaultdict(set), groups("NodeManagerAddress")
     for event in ray.timeline():
         name = event["cat"].removeprefix("task::")
-        if event["cat"] != name and "Actor" not in name and name != "<lambda>":  # Ray's own; the other test's
+        if event["cat"] != name and "Actor" not in name and name != "<lambda>":  # not Ray's own or the other test's
             where[name].add(group[event["pid"]])
-    assert any("Shuffle" in name for name in where), where  # which Ray does not place by itself
+    assert any("Shuffle" in name for name in where), where  # Ray does not place these by itself
     assert set(map(tuple, where.values())) == {("data",)}, where
     with pytest.raises(ClusterError, match=r"no node with ray\.io/node-group=cpu has CPUs"):
         pipeline.run(load(PipelineConfig, "pipelines/demo.yaml", ["placement.groups=[cpu]"]),

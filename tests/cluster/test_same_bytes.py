@@ -1,4 +1,4 @@
-"""The bytes of a pipeline's shards depend on its input and recipe: not on CPUs, file order or a store's bad days."""
+"""The bytes of shards depend only on input and recipe, not on CPUs, file order or a store's faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def hashes(server, tmp_path_factory):
-    """Hashes of the shards of one input: from a folder, and from a store that fails at 5 % of its requests."""
+    """Return the hashes of one input's shards: from a folder, and from a store that fails 5 % of its requests."""
     folder, uri = tmp_path_factory.mktemp("bytes"), server.create_bucket("pipeline")
     write(folder / "in")
     place = store(uri)

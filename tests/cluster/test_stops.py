@@ -1,4 +1,4 @@
-"""SIGTERM to a pipeline on a Ray of its own: one sentence, where Ray's handler printed a C++ stack trace."""
+"""SIGTERM to a pipeline with its own Ray prints one sentence; Ray's handler printed a C++ stack trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_pipeline_says_one_sentence_and_goes_on(tmp_path):
     said += process.communicate(timeout=200)[0]
     assert process.returncode == 143, said
     assert said.splitlines()[-1] == "stopped; give the same command again to continue"
-    assert "SIGTERM received" not in said, said  # how the dump begins
+    assert "SIGTERM received" not in said, said  # the first line of that trace
     assert not (tmp_path / "out/summary.json").exists()
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert again.returncode == 0, again.stderr  # nothing is locked
+    assert again.returncode == 0, again.stderr  # no lock remains

@@ -1,4 +1,4 @@
-"""Two drivers on one run: the second is told who owns it; one that was taken over writes nothing that counts."""
+"""Two drivers on one run: the second learns who owns the run, and a fenced driver commits nothing."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_killed_driver_s_run_is_taken_over_at_once(folder):
 
 
 def test_the_audit_refuses_what_two_drivers_wrote(folder):
-    """Without owners, as it was: both drivers wrote as worker group 0."""
+    """Without owners, as before: both drivers write as generation 0."""
     settings = config(folder, "run", "steps=6")
     fit_local(settings)
     run = store(settings.run_uri)

@@ -1,8 +1,8 @@
-"""A user's own parts with the installed wheel: a folder of their own, no checkout on the path, a cluster of two nodes.
+"""A user's own parts with the installed wheel: a separate folder, no checkout on the path, a cluster of two nodes.
 
 A filter, a plain function that filters, an optimizer, a schedule, a model family, an objective, a callback and a
-tracker are used from YAML, from the SDK and through `tidewheel submit`. Each run is killed once and goes on, and ends
-with the parameters of a run that nothing disturbed.
+tracker are used from YAML, from the SDK and through `tidewheel submit`. Each run is killed once, continues, and
+ends with the parameters of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -81,22 +81,22 @@ class User:
     environment: dict[str, str]
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start `tidewheel WORDS` in the folder."""
+        """Start `tidewheel WORDS` in the user's folder."""
         return self.run_with(str(self.python.parent / "tidewheel"), *words)
 
     def run_with(self, *command: str) -> subprocess.Popen[str]:
-        """Start a command in the folder."""
+        """Start a command in the user's folder."""
         return subprocess.Popen(command, cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, start_new_session=True)
 
     def finish(self, process: subprocess.Popen[str], seconds: float = 240) -> str:
-        """Wait until a command has succeeded; return what it printed."""
+        """Wait for a command to succeed, and return its output."""
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output
         return output
 
     def waiting(self, process: subprocess.Popen[str]) -> list[int]:
-        """Process ids of the two workers, once both wait in the schedule at step 6."""
+        """Return the process ids of the two workers once both wait in the schedule at step 6."""
         until = time.monotonic() + 180
         while len(waits := list(self.folder.glob("waits-*"))) < 2:
             assert process.poll() is None, process.communicate()[0]
@@ -105,7 +105,7 @@ class User:
         return [int(path.name.partition("-")[2]) for path in waits]
 
     def let_go(self) -> None:
-        """End the wait of the workers, those of this run and of the next."""
+        """Let the waiting workers continue, in this run and the next."""
         (self.folder / "hold").unlink()
         for path in self.folder.glob("waits-*"):
             path.unlink()
@@ -113,9 +113,9 @@ class User:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The Python of an environment with the wheel, and everything else from the environment that runs the tests."""
+    """Return the Python of an environment with the wheel; all other packages come from the tests' environment."""
     place = tmp_path_factory.mktemp("wheel")
-    for name in PACKED:  # building leaves nothing in the checkout
+    for name in PACKED:  # so that the build leaves no files in the checkout
         target = place / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         source = ROOT / name
@@ -132,13 +132,13 @@ def installed(tmp_path_factory) -> Path:
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
     own = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True,
                          text=True, capture_output=True).stdout.strip()
-    Path(own, "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # its own .pth files are not read
+    Path(own, "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # .pth files there are not read
     return python
 
 
 @pytest.fixture(scope="module")
 def user(installed: Path, tmp_path_factory):
-    """A user's folder with parts and documents, and a cluster in the background that was started from there."""
+    """Return a user with a folder of parts and documents, and a background cluster started from there."""
     folder = tmp_path_factory.mktemp("mine")
     parts = (OWN_PARTS + OWN_FILTERS).replace("HERE = Path(__file__).parent", f"HERE = Path({str(folder)!r})")
     seen = "\nwith open(HERE / 'imported', 'a') as file:\n    file.write(tw.__file__ + '\\n')\n"
@@ -172,14 +172,14 @@ def user(installed: Path, tmp_path_factory):
 
 
 def reference_package() -> str:
-    """The package of the tests themselves, which train the undisturbed run."""
+    """Return the file of the tests' own package, which trains the undisturbed run."""
     import tidewheel
 
     return str(tidewheel.__file__)
 
 
 def write_training(user: User, name: str, **changes: Any) -> Path:
-    """Write a training's configuration of the user's own parts; return the file."""
+    """Write a training configuration that uses the user's parts, and return the file."""
     values = {**TRAINING, "run": {"id": name, "uri": str(user.folder / "runs")},
               "data": {"uri": str(user.folder / "data/shards"), "validation": ""}, **changes}
     path = user.folder / f"{name}.yaml"
@@ -192,12 +192,12 @@ def write_training(user: User, name: str, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def calm(user: User) -> str:
-    """State of the run of YAML files that nothing disturbs."""
+    """Return the state of the undisturbed run of the YAML files."""
     return undisturbed(user, lambda: load(TrainConfig, write_training(user, "calm")))
 
 
 def undisturbed(user: User, configure: Callable[[], TrainConfig]) -> str:
-    """Train in this process, alone and in one go; return the state."""
+    """Train in this process without interruption, and return the state."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(user.folder)
         patch.syspath_prepend(str(user.folder))
@@ -207,7 +207,7 @@ def undisturbed(user: User, configure: Callable[[], TrainConfig]) -> str:
 
 
 def check(user: User, run: Path, table: Path, expected: str) -> None:
-    """Compare a run with the undisturbed one, and read what its parts have written."""
+    """Compare a run with the undisturbed one, and check the output of its parts."""
     assert digest(str(run)).state == expected
     starts = [event["detail"] for event in read(store(run), "events.jsonl") if event["kind"] in ("start", "resume")]
     assert {start["world_size"] for start in starts} == {2}, "a worker on each of the two nodes"
@@ -218,7 +218,7 @@ def check(user: User, run: Path, table: Path, expected: str) -> None:
 
 
 def dropped(output: Path) -> dict[str, int]:
-    """Reasons for which the filter stage of a pipeline has dropped documents."""
+    """Return the reasons for which a pipeline's filter stage dropped documents."""
     stages = json.loads((output / "summary.json").read_text())["stages"]
     (stage,) = (stage for stage in stages if stage["name"] == "filter")
     return {reason: count for reason, count in stage["dropped"].items() if count}
