@@ -34,7 +34,7 @@ def settings(folder: Path, run_id: str, steps: int, *, workers: int, overrides: 
         "batch": {"global_sequences": 16, "micro_sequences": 4, "virtual_ranks": VIRTUAL_RANKS},
         "schedule": {"warmup_steps": 5}, "evaluation": {"sample_tokens": 0},
         "checkpoint": {"every_steps": SAVE_EVERY}, "guards": {"collective_timeout_seconds": 5},
-        "metrics": {"tensorboard": False, "prometheus": False},
+        "metrics": {"trackers": []},
         "elastic": {"min_workers": 1, "max_workers": workers, "join_wait_seconds": 1, "resize_interval_seconds": 2},
     }, overrides)
 
