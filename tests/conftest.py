@@ -18,6 +18,7 @@ settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tidewheel"))
 
 LONGEST_FIRST = (
+    "unit/test_types.py",
     "cluster/test_docs.py", "cluster/test_elastic.py", "cluster/test_jobs.py", "cluster/test_demo.py",
     "cluster/test_left_out.py", "chaos/test_pipeline_kill.py", "cluster/test_two_drivers.py",
     "unit/train/reproducible/test_ranks.py", "unit/test_storage_faults.py", "unit/train/parallel/test_equivalence.py",

@@ -235,6 +235,7 @@ class Stopped:
         self.pids.clear()
 
 
+@pytest.mark.long  # `test_ray_workers.py` starts such a group without Ray
 def test_training_begins_without_a_node_whose_worker_does_not_start(cluster, shards, tmp_path):
     """Training starts with the other worker, and this one joins later."""
     while len(cluster.nodes) < 2:
@@ -260,6 +261,7 @@ def test_training_begins_without_a_node_whose_worker_does_not_start(cluster, sha
     assert not events(config, "failure")
 
 
+@pytest.mark.long  # `test_left_out.py` has a worker that is left out, and a probe, without Ray
 def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and_let_in(cluster, shards, tmp_path):
     """Its process ends and the other worker continues: one worker's error, even a fatal one, does not end the run."""
     while len(cluster.nodes) < 2:

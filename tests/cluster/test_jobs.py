@@ -101,6 +101,7 @@ def test_a_mistake_gives_exit_code_and_message(cluster, place):
     assert not (place / "never/shards").exists()
 
 
+@pytest.mark.long  # `tests/unit/workflow` runs every kind of step, and the test above submits a job
 def test_a_workflow_of_the_sdk_is_submitted_then_found_done(cluster, tmp_path):
     """Two trainings share a corpus and a tokenizer and run at the same time on two nodes. A second run does nothing.
 

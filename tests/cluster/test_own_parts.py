@@ -28,7 +28,8 @@ from tidewheel.train import objectives, optimizers, schedules
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.logs.read import LineFilter, RunLogs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+# `test_wheel.py` does the same with the parts of a wheel's user
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300)]
 SMALL = ("steps=8", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
          "evaluation.every_steps=0", "evaluation.sample_tokens=0", "checkpoint.every_steps=2")
 

@@ -335,6 +335,9 @@ def test_objects_are_listed_matched_and_deleted(target: Store) -> None:
 
 
 def test_more_than_a_page_of_objects_is_listed(target: Store) -> None:
+    """A page of s3 and gs has 1,000 objects; one of az has 5,000, which its emulator takes a minute to store."""
+    if target.uri.startswith("az://"):
+        pytest.skip("5,000 objects a page")
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: target.write(f"many/{n:05d}", b""), range(1010)))
     assert [entry.key for entry in target.list("many")] == [f"many/{n:05d}" for n in range(1010)]
