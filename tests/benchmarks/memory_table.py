@@ -7,8 +7,9 @@ forward and a backward pass on torch's fake tensors and fake process group. Shap
 are real; values and the other ranks are not. The table counts the existing tensors: parameters between the forward and
 the backward pass, gradients after the backward pass, and the optimizer's state.
 
-The formulas are ZeRO's (https://arxiv.org/abs/1910.02054, section 3.1 and figure 1): bf16 parameters and gradients, and
-fp32 master weights and two moments, 2 + 2 + 12 bytes per parameter.
+The formulas are ZeRO's (https://arxiv.org/abs/1910.02054, section 3.1 and figure 1): 16-bit parameters and gradients,
+and fp32 master weights and two moments, 2 + 2 + 12 bytes per parameter. Tidewheel's gradients are fp32, so they must
+take twice the formula's bytes: 2 + 4 + 12.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def measure(shape: Mapping[str, object], vocabulary: int, ranks: int, data: str)
             layout = parallelize(decoder, config, mesh, device, count)
             rows = [parameter for _, parameter in layout.named_parameters()]
             optimizer, shards = build_optimizer(layout, config.optimizer), size(rows)
+            layout.zero_grad()  # as each step begins
             tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
             loss = decoder(tokens, tokens, tokens, tokens)
             whole = size(parameter for parameter in decoder.parameters() if not isinstance(parameter, DTensor))
@@ -131,8 +133,8 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 
 def within(row: Row, measured: Measured) -> bool:
-    """Return whether every figure matches the published one."""
-    figures = (measured.parameters, measured.gradients, measured.optimizer)
+    """Return whether every figure matches the published one, and the gradients twice theirs."""
+    figures = (measured.parameters, measured.gradients / 2, measured.optimizer)
     return all(abs(ours - theirs) <= TOLERANCE * theirs for ours, theirs in zip(figures, row.published))
 
 
@@ -161,7 +163,8 @@ def main() -> int:
             good &= matches
             note = "" if matches else "  <- not as published"
             print("| " + " | ".join(cells(row, measured)) + " |" + note, flush=True)
-    print(f"\nGB (1e9 bytes) on a rank; every figure is within {TOLERANCE:.1%} of the published one."
+    print(f"\nGB (1e9 bytes) on a rank; parameters and optimizer state are within {TOLERANCE:.1%} of the published "
+          "figures; gradients, which are fp32 here, of twice the published ones."
           if good else "\nsome figures are not as published")
     return 0 if good else 1
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tidewheel.checkpoint import conversion
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.manifest import CheckpointManifest, read_manifest, step_of
@@ -20,6 +22,7 @@ from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.evaluation import Score, ValidationSet
 from tidewheel.train.local_device import local_device
+from tidewheel.train.precision import fp32_products
 from tidewheel.train.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -94,7 +97,9 @@ class Evaluator:
         _, place, name = locate(uri)
         CheckpointManager(place).load_from(place.at(name), {"model": self._weights})
         self._model.refresh()
-        scores = evaluation.validate(self._model, self._sets, self._config, Collectives(self._runtime))
+        tf32 = self._config.tf32 and not self._config.reproducible
+        with fp32_products(torch.device(self._runtime.device), tf32):
+            scores = evaluation.validate(self._model, self._sets, self._config, Collectives(self._runtime))
         result = Evaluation(place.at(name), step_of(name), scores)
         logger.info("evaluated %s: loss %.4f", result.checkpoint, result.loss)
         return result

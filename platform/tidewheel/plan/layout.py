@@ -15,6 +15,9 @@ KEEP_PARAMETERS = 100_000_000
 """`data: auto` is zero2 up to this many parameters, and zero3 above; as in `train.parallel.model`, which needs
 torch."""
 
+GRADIENT_BYTES = 4
+"""Bytes of a gradient: fp32, also for bf16 parameters."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -53,7 +56,7 @@ class Job:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a parameter, and of its gradient."""
+        """Bytes of a parameter."""
         return 2 if self.config.parameters == "bf16" else 4
 
     @property

@@ -1,16 +1,16 @@
 """Bytes on the fullest GPU of a layout, by part, from shapes and from the tensors that the training code keeps.
 
-The arithmetic of parameters, gradients and optimizer state is ZeRO's (arXiv:1910.02054, section 3.1); of activations,
-a count of the tensors that a block saves for its backward pass (as in arXiv:2205.05198, section 4, but of our block:
-no dropout, flash attention, SwiGLU). Letters: D width, H and K query and key heads of E, F inner width, T tensor
-ranks, r, a bytes of the residual stream and of operands.
+The arithmetic of parameters, gradients and optimizer state is ZeRO's (arXiv:1910.02054, section 3.1), with fp32
+gradients; of activations, a count of the tensors that a block saves for its backward pass (as in arXiv:2205.05198,
+section 4, but of our block: no dropout, flash attention, SwiGLU). Letters: D width, H and K query and key heads of E, F
+inner width, T tensor ranks, r, a bytes of the residual stream and of operands.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tidewheel.plan.layout import Job, Layout, Share, shares
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 4096
 """Above this many bytes, logits are computed for `CHUNK_TOKENS` tokens at a time; as in `models.loss`, which needs
@@ -36,9 +36,6 @@ class Memory:
     """Logits, their gradient, and the output matrix's gradient where it is made with the loss."""
     communication: float
     """Gathered blocks, and gradients that are being reduced."""
-    update: float
-    """Temporary memory of the optimizer's step, which is not needed at the same time as activations, logits and
-    communication."""
 
     @property
     def state(self) -> float:
@@ -47,8 +44,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The larger of two sums: during a backward pass, and during the optimizer's step."""
-        return self.state + self.copies + max(self.activations + self.logits + self.communication, self.update)
+        """All bytes of the GPU."""
+        return self.state + self.copies + self.activations + self.logits + self.communication
 
     def parts(self) -> dict[str, float]:
         """Return the bytes of each part by name."""
@@ -85,26 +82,26 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
             parameters, copies = (parameters, 0.0) if keeps else (0.0, copies)
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
-        gradients = 4.0 * whole if waiting else 0.0 if host else rows * weight
+        gradients = GRADIENT_BYTES * (whole if waiting else 0.0 if host else rows)
         moving = 0.0 if keeps else 2 * block * gathered  # the block in use and the one being prefetched
         if not waiting:
-            moving += block * (gathered + 4)  # its gradient, and the previous block's in fp32, which is being reduced
-            loss_gradient += ends * weight  # embedding and output, until the backward pass ends
+            block_gradient = GRADIENT_BYTES if weight == 2 else gathered
+            moving += block * (block_gradient + 4)  # its gradient; the previous block's in fp32, which is being reduced
+            loss_gradient += ends * GRADIENT_BYTES  # embedding and output, until the backward pass ends
         optimizer = 0.0 if host else rows * job.optimizer_bytes
-        update = 0.0 if host or weight == 4 else 4.0 * rows
     else:
         ranks = layout.data * parallel.context
         rows = whole / ranks if parallel.data == "zero1" else whole
-        parameters, gradients, optimizer = whole * weight, whole * weight, rows * job.optimizer_bytes
+        parameters, gradients, optimizer = whole * weight, whole * GRADIENT_BYTES, rows * job.optimizer_bytes
         copies = _casts(job, layout, share, block)
         flat = 4.0 * whole if ranks > 1 else 0.0  # fp32 buckets of the all-reduce, all kept until the last one returns
-        moving, update = flat, 4.0 * rows if weight == 2 else 0.0
+        moving = flat
     again = max(0.0, kept_per_token(job, layout, "none") - kept_per_token(job, layout))
     tokens = layout.micro_sequences * job.sequence_length / parallel.context
     activations = tokens * (share.in_flight * share.blocks * _average_kept(job, layout) + again)
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
-    return Memory(parameters, copies, gradients, optimizer, activations, logits, moving, update)
+    return Memory(parameters, copies, gradients, optimizer, activations, logits, moving)
 
 
 def _ends(job: Job, layout: Layout, share: Share) -> float:

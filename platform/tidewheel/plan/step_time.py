@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tidewheel.plan import communication
 from tidewheel.plan.communication import Axis
 from tidewheel.plan.hardware import ClusterConfig, Gpu
-from tidewheel.plan.layout import Job, Layout, Share, shares
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
 
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward pass over its forward pass: flash attention recomputes the scores (arXiv:2205.14135,
@@ -169,7 +169,7 @@ def _computed_again(layout: Layout) -> tuple[float, float, float]:
 def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> float:
     """Return the seconds of the optimizer's update, by memory traffic.
 
-    AdamW moves 28 bytes per parameter, 12 more to and from fp32 copies beside bf16 parameters, and 4 for the norm. With
+    AdamW moves 28 bytes per parameter, 6 more between master weights and bf16 parameters, and 4 for the norm. With
     offload, parameters and gradients go over the link to the host; the update on the host is not counted.
 
     Args:
@@ -182,6 +182,6 @@ def optimizer_seconds(job: Job, layout: Layout, parameters: float, gpu: Gpu) -> 
         layout.data * layout.parallel.context if layout.parallel.data == "zero1" else 1)
     rows = parameters / ranks
     if layout.sharded and layout.parallel.offload:
-        return rows * 2 * job.weight_bytes / gpu.host_link
-    extra = 12.0 if job.weight_bytes == 2 else 0.0
+        return rows * (job.weight_bytes + GRADIENT_BYTES) / gpu.host_link
+    extra = 6.0 if job.weight_bytes == 2 else 0.0
     return rows * (OPTIMIZER_TRAFFIC + extra + 4) / gpu.hbm

@@ -8,7 +8,7 @@ from typing import Any
 
 from tidewheel.console import print_table
 from tidewheel.plan.hardware import GB, ClusterConfig
-from tidewheel.plan.layout import Job
+from tidewheel.plan.layout import GRADIENT_BYTES, Job
 from tidewheel.plan.layouts import Planned, Ranking
 from tidewheel.plan.summary import Summary
 from tidewheel.train.config import TrainConfig
@@ -95,7 +95,7 @@ def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
     """
     values = {
         "model": f"{job.parameters / 1e9:.2f} B parameters; their state "
-                 f"{job.parameters * (2 * job.weight_bytes + job.optimizer_bytes) / GB:,.1f} GB",
+                 f"{job.parameters * (job.weight_bytes + GRADIENT_BYTES + job.optimizer_bytes) / GB:,.1f} GB",
         "run": f"{job.config.steps:,} steps, {found.tokens / 1e9:,.1f} B tokens",
         "checkpoint": f"{found.checkpoint_bytes / GB:,.1f} GB; stops training {found.save_stall_seconds:.2f} s, is in "
                       f"storage {found.upload_seconds:.0f} s later, loads in {found.load_seconds:.0f} s",

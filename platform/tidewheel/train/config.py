@@ -233,8 +233,11 @@ class TrainConfig(Config):
     """Matrix products in this type; weights, moments, norms, loss and reductions stay fp32. fp16 scales the loss
     dynamically; fp8 (blocks' linear layers, the rest bf16) needs an NVIDIA GPU, Ada, Hopper or later."""
     parameters: Literal["fp32", "bf16"] = "fp32"
-    """Type of the model's weights and gradients in memory. With bf16 the optimizer has fp32 master weights: with AdamW
-    2 + 2 + 12 bytes a parameter instead of 4 + 4 + 8."""
+    """Type of the model's weights in memory. With bf16 the optimizer has fp32 master weights, and gradients stay fp32:
+    with AdamW 2 + 4 + 12 bytes a parameter instead of 4 + 4 + 8."""
+    tf32: bool = True
+    """Compute the fp32 matrix products of NVIDIA GPUs in TF32: 10 bits of mantissa instead of 23, and several times as
+    fast. Reproducible mode never does."""
     reproducible: bool = False
     """Parameters and losses are bit for bit the same for every number of data-parallel workers and every history of
     losses and resizes: sums over workers have one order, see docs/reproducible.md. A few percent slower."""

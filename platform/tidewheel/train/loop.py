@@ -27,7 +27,7 @@ from tidewheel.train.guards.policy import Guard
 from tidewheel.train.logs.line import HERE
 from tidewheel.train.metrics.reporter import Reporter
 from tidewheel.train.parallel import legal
-from tidewheel.train.precision import check_precision
+from tidewheel.train.precision import check_precision, fp32_products
 from tidewheel.train.record import TrainResult
 from tidewheel.train.recording import Recording
 from tidewheel.train.reproducible.kernels import deterministic_kernels
@@ -70,6 +70,7 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
     timeline = Timeline(ledger(run.store, runtime), runtime, began)
     with contextlib.ExitStack() as stack:
         stack.callback(timeline.close)
+        stack.enter_context(fp32_products(torch.device(runtime.device), config.tf32 and not config.reproducible))
         if config.reproducible:
             stack.enter_context(deterministic_kernels())
         watch = Watch(config.guards, runtime.rank, runtime.world_size, name=str(runtime.generation),

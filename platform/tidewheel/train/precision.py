@@ -7,6 +7,8 @@ operands of the blocks' matrix products just before them (torchao), and everythi
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,6 +37,28 @@ def precision_context(device: torch.device, precision: Precision) -> AbstractCon
     if precision == "fp32":
         return torch.autocast(device.type, torch.bfloat16, enabled=False)
     return torch.autocast(device.type, AUTOCAST[precision])
+
+
+@contextlib.contextmanager
+def fp32_products(device: torch.device, tf32: bool) -> Iterator[None]:
+    """Compute fp32 matrix products of a CUDA device in TF32, or in full fp32, inside the block.
+
+    TF32 rounds the operands to 10 bits of mantissa and adds in fp32
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
+
+    Args:
+        device: device of the model.
+        tf32: whether to use TF32.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def check_precision(device: torch.device, precision: Precision) -> None:

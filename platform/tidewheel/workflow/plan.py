@@ -4,8 +4,8 @@ Time scales that of earlier steps of the same kind below the same output by the 
 for training. Without an earlier step it is unknown. Storage is a pipeline's stages and shards, and a training's
 checkpoints.
 
-GPU memory is the model's state on one worker (weights, gradients, fp32 master copy and moments: 16 bytes per parameter
-with AdamW, arXiv:1910.02054), divided by the ranks that shard it. Activations come on top.
+GPU memory is the model's state on one worker (weights, gradients and AdamW's two moments in fp32: 16 bytes per
+parameter), divided by the ranks that shard it. Activations come on top.
 """
 
 from __future__ import annotations

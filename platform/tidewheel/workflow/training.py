@@ -64,8 +64,8 @@ class Train:
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
                  precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
-                 parameters: Literal["fp32", "bf16"] | None = None, reproducible: bool | None = None,
-                 compile: bool | None = None, compile_cache: str | None = None,
+                 parameters: Literal["fp32", "bf16"] | None = None, tf32: bool | None = None,
+                 reproducible: bool | None = None, compile: bool | None = None, compile_cache: str | None = None,
                  memory: Settings | MemoryConfig | None = None,
                  evaluation: Settings | EvaluationConfig | None = None,
                  checkpoint: Settings | CheckpointConfig | None = None, guards: Settings | GuardsConfig | None = None,
@@ -90,9 +90,9 @@ class Train:
         given: dict[str, Any] = {
             "run": run, "data": reading, "model": model, "objective": objective, "optimizer": optimizer,
             "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps, "seed": seed,
-            "precision": precision, "parameters": parameters, "reproducible": reproducible, "compile": compile,
-            "compile_cache": compile_cache, "memory": memory, "evaluation": evaluation, "checkpoint": checkpoint,
-            "guards": guards, "metrics": metrics, "logs": logs, "profile": profile,
+            "precision": precision, "parameters": parameters, "tf32": tf32, "reproducible": reproducible,
+            "compile": compile, "compile_cache": compile_cache, "memory": memory, "evaluation": evaluation,
+            "checkpoint": checkpoint, "guards": guards, "metrics": metrics, "logs": logs, "profile": profile,
             "callbacks": callbacks, "elastic": elastic}
         self.settings: dict[str, Setting] = {
             name: _written(value, name) for name, value in given.items() if value is not None}

@@ -41,7 +41,7 @@ def layout(ranks: int = 1, micro_batches: int = 1, kept: str = "none", **paralle
 
 
 def state(name: str, ranks: int, data: str) -> Memory:
-    """Of one of the published models, 16 bytes a parameter."""
+    """Of one of the published models, 18 bytes a parameter."""
     shape, vocabulary = MODELS[name]
     return memory(job(shape, vocabulary, parameters="bf16"), layout(ranks, data=data, reduce="auto"))
 
@@ -50,10 +50,14 @@ def state(name: str, ranks: int, data: str) -> Memory:
     ("7b", 1, "ddp", (14, 14, 84)), ("7b", 8, "zero1", (14, 14, 10.5)), ("7b", 8, "zero2", (14, 1.75, 10.5)),
     ("7b", 8, "zero3", (1.75, 1.75, 10.5)), ("70b", 1, "ddp", (140, 140, 840)), ("70b", 8, "zero3", (17.5, 17.5, 105))])
 def test_published_model_states(name: str, ranks: int, data: str, published: tuple[float, float, float]):
-    """ZeRO's worked examples: 112 GB, 38.5, 26.25 and 14 GB for 7B; 1,120 and 140 GB for 70B."""
+    """ZeRO's worked examples: 112 GB, 38.5, 26.25 and 14 GB for 7B; 1,120 and 140 GB for 70B.
+
+    Their gradients are 16-bit; ours are fp32 and take twice as much.
+    """
     found = state(name, ranks, data)
-    assert (found.parameters / GB, found.gradients / GB, found.optimizer / GB) == pytest.approx(published, rel=1e-3)
-    assert found.state / GB == pytest.approx(sum(published), rel=1e-3)
+    parts = (found.parameters / GB, found.gradients / GB / 2, found.optimizer / GB)
+    assert parts == pytest.approx(published, rel=1e-3)
+    assert found.state / GB == pytest.approx(sum(published) + published[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("data", STAGES)

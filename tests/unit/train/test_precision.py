@@ -93,3 +93,17 @@ def test_the_loss_scale_equals_torchs(finite: list[bool], interval: int):
         resumed.restore(ours.state())
         assert resumed == ours
         assert (ours.scale, ours.good) == (float(scale), int(growth))
+
+
+@pytest.mark.parametrize(("device", "tf32", "expected"), [
+    ("cuda", True, "high"), ("cuda", False, "highest"), ("cpu", True, "medium")])
+def test_fp32_products_in_tf32_only_on_gpus_and_only_inside_the_block(device: str, tf32: bool, expected: str):
+    """Torch keeps one setting for the process; "medium" stands for what the user had chosen."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with precision.fp32_products(torch.device(device), tf32):
+            assert torch.get_float32_matmul_precision() == expected
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

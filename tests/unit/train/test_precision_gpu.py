@@ -10,7 +10,7 @@ from tidewheel.train import parallel
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer
-from tidewheel.train.precision import native_fp8
+from tidewheel.train.precision import fp32_products, native_fp8
 from tidewheel.train.runtime import Runtime
 from tidewheel.train.step import MicroBatch, train_step
 
@@ -64,3 +64,16 @@ def test_the_fused_update_is_withheld_on_the_device_and_does_not_depend_on_shard
         results.append(torch.cat([parameter.detach() for parameter in pieces.held.values()]))
     assert not torch.equal(results[0], weights)
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_tf32_rounds_the_operands_and_full_fp32_does_not():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no TF32 on this GPU")
+    device = torch.device("cuda")
+    left, right = torch.randn(512, 512, device=device), torch.randn(512, 512, device=device)
+    exact = left.double() @ right.double()
+    errors = []
+    for tf32 in (True, False):
+        with fp32_products(device, tf32):
+            errors.append(float(((left @ right) - exact).norm() / exact.norm()))
+    assert errors[0] > 1e-4 > 1e-5 > errors[1]

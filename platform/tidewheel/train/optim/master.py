@@ -1,4 +1,4 @@
-"""fp32 master weights of bf16 parameters: 2 + 2 + 12 bytes a parameter with AdamW."""
+"""fp32 master weights of bf16 parameters: 2 + 4 + 12 bytes a parameter with AdamW."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tidewheel.train.optim.base import Named, Optimizer
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
@@ -15,8 +16,7 @@ class MasterWeights(ModelOptimizer):
     """An optimizer that updates fp32 copies of the parameters, and rounds the parameters from them after each update.
 
     It is the mixed precision of https://arxiv.org/abs/1710.03740, as ZeRO counts it (https://arxiv.org/abs/1910.02054,
-    section 3.1). Updates smaller than half a unit in the last place of a parameter are not lost. During `step` there is
-    also an fp32 copy of the gradients.
+    section 3.1), but with fp32 gradients. Updates smaller than half a unit in the last place of a parameter are kept.
 
     Args:
         named: (name, parameter) of less precision than fp32.
@@ -36,7 +36,7 @@ class MasterWeights(ModelOptimizer):
     @torch.no_grad()
     def step(self, skip: torch.Tensor | None = None) -> None:
         for (_, parameter), (_, master) in zip(self._parameters, self._masters):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = None if parameter.grad is None else _in_fp32(parameter.grad)
         super().step(skip)
         for (_, parameter), (_, master) in zip(self._parameters, self._masters):
             parameter.copy_(master)
@@ -44,3 +44,14 @@ class MasterWeights(ModelOptimizer):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {**super().tensors(), **{f"{name}.master": master.detach() for name, master in self._masters}}
+
+
+def _in_fp32(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient in fp32, without a copy if it is fp32.
+
+    FSDP2 gives a gradient the metadata of its parameter, dtype included, which the optimizer's operators refuse.
+    """
+    if not isinstance(gradient, DTensor):
+        return gradient.float()
+    return DTensor.from_local(gradient.to_local().float(), gradient.device_mesh, gradient.placements, run_check=False,
+                              shape=gradient.shape, stride=gradient.stride())

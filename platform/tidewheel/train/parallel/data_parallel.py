@@ -1,6 +1,7 @@
 """Data parallelism: how gradients are summed and where optimizer state is kept.
 
-Gradients are summed over ranks, never averaged. The step divides once, by the global number of targets.
+Gradients are summed over ranks, never averaged. The step divides once, by the global number of targets. They are fp32,
+also those of bf16 parameters: a sum of many micro-batches in bf16 loses the small ones.
 
 Each class implements one kind of data parallelism for one part of a model (a whole decoder or a pipeline stage):
 
@@ -42,6 +43,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
+    """Let autograd convert the gradients of 16-bit parameters to fp32 before it adds them up."""
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            parameter.grad_dtype = torch.float32
+
+
 class SingleProcess:
     """Data parallelism over one rank, and the interface of the other kinds.
 
@@ -51,6 +59,7 @@ class SingleProcess:
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
+        accumulate_in_fp32(part.parameters())
 
     def named_parameters(self) -> Named:
         """Return (name, parameter) as the optimizer and checkpoints use them."""
@@ -178,6 +187,7 @@ class ShardedOptimizer(Replicated):
         self.mesh = mesh
         self._rows = [(name, nn.Parameter(_shard_rows(parameter.detach(), mesh))) for name, parameter in
                       part.named_parameters()]
+        accumulate_in_fp32(rows for _, rows in self._rows)
 
     def named_parameters(self) -> Named:
         return self._rows
@@ -228,6 +238,7 @@ class FullyShard(SingleProcess):
                  order: GradientOrder | None = None, sums: Callable[[], OrderedSum] | None = None) -> None:
         super().__init__(part)
         self._reduce_always, self._order = reduce_always, order
+        self._in_fp32 = all(parameter.dtype == torch.float32 for parameter in part.parameters())
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         for block in blocks(part):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy,
@@ -242,6 +253,29 @@ class FullyShard(SingleProcess):
 
     def _units(self) -> Iterator[FSDPModule]:
         return (module for module in self.part.modules() if isinstance(module, FSDPModule))
+
+    def zero_grad(self) -> None:
+        if not self._in_fp32:
+            self._reduce_in_fp32()
+            self._in_fp32 = True
+        super().zero_grad()
+
+    def _reduce_in_fp32(self) -> None:
+        """Let FSDP2 keep the gradients of 16-bit parameters in fp32, before and after their reduction.
+
+        Called before the first forward pass, when the parameters have their final storage. FSDP2 has no option for it:
+        it adds up the uses of a gathered parameter in that parameter's dtype, and rounds the reduced gradient to it.
+        """
+        root = self.part._get_fsdp_state()  # type: ignore[operator]
+        root._lazy_init()
+        for unit in self._units():
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                unit.unshard()  # makes the gathered parameters, which FSDP2 uses from now on, and sets dtypes
+                accumulate_in_fp32(parameter.unsharded_param for parameter in group.fsdp_params)
+                unit.reshard()
+                group._orig_dtype = torch.float32
+        accumulate_in_fp32(self.part.parameters())
 
     def begin(self, number: int, count: int) -> None:
         if self._order is not None:

@@ -26,5 +26,5 @@ def test_seven_billion_parameters(ranks: int, data: str, published: tuple[float,
 def test_a_wrong_figure_is_seen():
     row = Row("7b", 8, "zero3", arithmetic(7, 8, 3))
     assert row.published == (1.75, 1.75, 10.5)
-    assert within(row, Measured(1.75, 0, 1.75, 10.5, 7))
-    assert not within(row, Measured(1.75, 0, 3.5, 10.5, 7))
+    assert within(row, Measured(1.75, 0, 3.5, 10.5, 7))
+    assert not within(row, Measured(1.75, 0, 1.75, 10.5, 7))
