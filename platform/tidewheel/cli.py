@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import cyclopts
 from cyclopts import Parameter
@@ -26,6 +26,11 @@ from tidewheel.console import Output, console, print_table
 from tidewheel.errors import ConfigError, ShardError, TidewheelError, root_cause
 from tidewheel.printable import printable_lines
 from tidewheel.stopping import SIGNALS, Stopped, stopping
+
+if TYPE_CHECKING:
+    from tidewheel.elastic.torchrun import Place
+    from tidewheel.train.config import TrainConfig
+    from tidewheel.train.record import TrainResult
 
 app = cyclopts.App(
     name="tidewheel",
@@ -62,12 +67,19 @@ def train(
     saves and exits with code 130 or 143; a second signal ends it at once.
     """
     from tidewheel.config import load
+    from tidewheel.elastic.torchrun import place
     from tidewheel.train.config import TrainConfig
 
     settings = load(TrainConfig, config, set_ or ())
-    if device and not local:
+    where = place()
+    if where is not None and (local or address):
+        raise ConfigError("torchrun has started the ranks, which train without Ray", where="--local, --address",
+                          fix="leave them out, or start without torchrun")
+    if device and not local and where is None:
         raise ConfigError("a cluster's workers choose their devices themselves", where="--device",
                           fix="add --local, or set elastic.gpus_per_worker")
+    if where is not None:
+        return _train_rank(settings, where, device, take_over=take_over, dry_run=dry_run)
     if dry_run:
         from tidewheel.train.plan import plan
 
@@ -83,7 +95,6 @@ def train(
         locate(settings.model.init_from)
     from tidewheel.elastic.leave import leaving
     from tidewheel.elastic.trainer import fit, fit_local
-    from tidewheel.report.run import write_run_report
     from tidewheel.train.progress import training_bar
 
     with training_bar(settings.steps) as on_progress:
@@ -99,11 +110,50 @@ def train(
 
             with leaving(run.uri), session(address):
                 result = fit(run, on_progress=on_progress, take_over=take_over)
+    _print_result(result)
+    return 0
+
+
+def _train_rank(settings: TrainConfig, where: Place, device: str, *, take_over: bool, dry_run: bool) -> int:
+    """Train as one of torchrun's ranks, of which rank 0 alone prints; return the exit code."""
+    if dry_run:
+        from tidewheel.train.plan import plan
+
+        if where.leads:
+            print_table(plan(settings), title="what would run")
+        return 0
+    from tidewheel.elastic.torchrun import device_of, fit_ranks
+    from tidewheel.train.local_device import describe
+    from tidewheel.train.progress import training_bar
+
+    chosen = device_of(where, device)
+    with contextlib.ExitStack() as stack:
+        on_progress = None
+        if where.leads:
+            on_progress = stack.enter_context(training_bar(settings.steps))
+            console.print(f"training on {where.world_size} rank(s) of torchrun; rank 0 on {describe(chosen)}",
+                          markup=False)
+        try:
+            with stopping(ends_itself=True) as stop:
+                result = fit_ranks(settings, where, device=chosen, on_progress=on_progress, take_over=take_over,
+                                   stop=stop)
+        except Stopped as stopped:
+            if where.leads:
+                raise
+            return stopped.exit_code
+    if where.leads:
+        _print_result(result)
+    return 0
+
+
+def _print_result(result: TrainResult) -> None:
+    """Print a run's figures, and write its report."""
+    from tidewheel.report.run import write_run_report
+
     loss = f", loss {result.loss:.4f}" if result.loss is not None else ""
     validation = f", validation loss {result.validation_loss:.4f}" if result.validation_loss is not None else ""
     print(f"{result.steps} steps, {result.tokens:,} tokens{loss}{validation}")
     print(f"report: {write_run_report(result.run_uri)}")
-    return 0
 
 
 @app.command

@@ -37,7 +37,7 @@ LEVELS = [
     ("elastic", "plan", "kubernetes"),
     ("workflow", "demo", "filters"),
     ("commands",),
-    ("cli",),
+    ("cli",), ("__main__",),
 ]
 # The levels inside `data`. A name stands for a module or a folder; for each module the longest matching name counts.
 DATA_LEVELS = [

@@ -106,12 +106,37 @@ class GenerationGroup:
         Raises:
             RuntimeError: another rank does not come, or `break_off` was called.
         """
+        def connect() -> dist.Store:
+            client = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=START_SECONDS))
+            return dist.PrefixStore(f"generation/{generation}", client)
+
+        self._open(connect, rank, world_size, device)
+
+    def open_from_environment(self, rank: int, world_size: int, device: torch.device | str) -> None:
+        """Meet the other ranks at the store of the launcher that started this process, such as torchrun.
+
+        Args:
+            rank: rank of this process.
+            world_size: number of ranks.
+            device: this rank's device, which is the current device on CUDA.
+
+        Raises:
+            RuntimeError: another rank does not come, or `break_off` was called.
+        """
+        def connect() -> dist.Store:
+            store: dist.Store
+            meeting = dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=START_SECONDS))
+            store, _, _ = next(iter(meeting))
+            return store
+
+        self._open(connect, rank, world_size, device)
+
+    def _open(self, connect: Callable[[], dist.Store], rank: int, world_size: int, device: torch.device | str) -> None:
         if world_size == 1:
             return
         self._restore = _recording(self._connections)
         with self._connections.recorded():
-            client = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-            self._store = dist.PrefixStore(f"generation/{generation}", client)
+            self._store = connect()
         device = torch.device(device)
         # with a device, NCCL connects at once, and later groups split from this one instead of meeting again
         bound = device if device.type == "cuda" else None

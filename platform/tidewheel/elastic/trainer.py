@@ -208,13 +208,8 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
     run.check()
     run.check_files()
     run.store.check()
-    with _owning(run.store, take_over) as record:
-        generation = first_generation(record.epoch)
-        control = LocalControl(JsonLog(run.store, "events.jsonl", order=generation), on_progress, stop)
-        for change in starts.record_start(run.store, config, record.epoch):
-            if change.is_reported:
-                control.event("setting_changed", **_change_detail(change))
-        renewal = Renewal(run.store, record.epoch, control.lose)
+    with owned_here(run, on_progress, take_over, stop) as (epoch, control):
+        generation = first_generation(epoch)
         manager = CheckpointManager.of(run.checkpoints, config.checkpoint,
                                        lambda kind, detail: control.event(kind, **detail), generation=generation)
         try:
@@ -223,6 +218,32 @@ def fit_local(run: Run | TrainConfig, *, on_progress: OnProgress | None = None, 
                                           sampler=text_sample))
         finally:
             manager.break_off()  # an upload that the run did not wait for must not go on beside the next one
+
+
+@contextlib.contextmanager
+def owned_here(run: Run, on_progress: OnProgress | None, take_over: bool,
+               stop: Stop | None) -> Iterator[tuple[int, LocalControl]]:
+    """Own the run in this process during the block; yield the owner's epoch and the run's control.
+
+    Args:
+        run: the open run.
+        on_progress: see `fit`.
+        take_over: see `fit`.
+        stop: a request to stop.
+
+    Raises:
+        OwnershipError: another driver trains the run.
+    """
+    with _owning(run.store, take_over) as record:
+        log = JsonLog(run.store, "events.jsonl", order=first_generation(record.epoch))
+        control = LocalControl(log, on_progress, stop)
+        for change in starts.record_start(run.store, run.config, record.epoch):
+            if change.is_reported:
+                control.event("setting_changed", **_change_detail(change))
+        renewal = Renewal(run.store, record.epoch, control.lose)
+        try:
+            yield record.epoch, control
+        finally:
             renewal.close()
             control.log.flush()
 
