@@ -33,7 +33,8 @@ def settings(folder: Path, run_id: str, steps: int, *, workers: int, overrides: 
         "optimizer": {"learning_rate": 1e-4, "clip_norm": 0.5},
         "batch": {"global_sequences": 16, "micro_sequences": 4, "virtual_ranks": VIRTUAL_RANKS},
         "schedule": {"warmup_steps": 5}, "evaluation": {"sample_tokens": 0},
-        "checkpoint": {"every_steps": SAVE_EVERY}, "guards": {"collective_timeout_seconds": 5},
+        "checkpoint": {"every_steps": SAVE_EVERY, "memory_tier": {"every_steps": 1}},
+        "guards": {"collective_timeout_seconds": 5},
         "metrics": {"trackers": []},
         "elastic": {"min_workers": 1, "max_workers": workers, "join_wait_seconds": 1, "resize_interval_seconds": 2},
     }, overrides)

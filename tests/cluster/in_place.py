@@ -25,7 +25,7 @@ Fault = Callable[[str, Path], None]
 """Called in each worker with its node and a path before the worker joins. It breaks something once that file exists."""
 STEP_SECONDS, LATE_STEP_SECONDS, LAST_STEPS = 0.1, 5.0, 40
 SMALL = ("steps=150", "model.num_layers=1", "batch.virtual_ranks=2", "batch.micro_sequences=4",
-         "evaluation.every_steps=0")
+         "evaluation.every_steps=0", "checkpoint.memory_tier.every_steps=1")
 """Settings of runs with quick steps, for tests of the workers."""
 
 

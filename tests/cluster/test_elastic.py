@@ -76,7 +76,7 @@ def settings(shards: str, folder: Any, run_id: str, **changes: Any) -> TrainConf
         "model": {"dim": 64, "num_layers": 1, "num_heads": 4, "tie_embeddings": True},
         "batch": {"global_sequences": 16, "micro_sequences": 8, "virtual_ranks": 2},
         "schedule": {"warmup_steps": 5}, "evaluation": {"sample_tokens": 0},
-        "checkpoint": {"every_steps": SAVE_EVERY},
+        "checkpoint": {"every_steps": SAVE_EVERY, "memory_tier": {"every_steps": 1}},
         "elastic": {"min_workers": 1, "max_workers": 2, "join_wait_seconds": 0.5, "resize_interval_seconds": 1},
         **changes})
 

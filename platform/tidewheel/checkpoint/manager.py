@@ -27,7 +27,7 @@ from tidewheel.errors import CheckpointError, OwnershipError, StorageAwayError, 
 from tidewheel.storage import Stamp, Store
 from tidewheel.time_limit import TimeLimit, bounded
 from tidewheel.train.checkpoint_config import CheckpointConfig
-from tidewheel.train.runtime import Saves
+from tidewheel.train.runtime import Keeps, Saves
 
 logger = logging.getLogger(__name__)
 
@@ -203,9 +203,21 @@ class CheckpointManager:
         return self._saves
 
     # without a memory tier there are only checkpoints in storage
+    def has_memory(self) -> bool:
+        """Return False: there is no memory tier."""
+        return False
+
     def keeps(self, step: int) -> bool:
         """Return False: there is no memory tier."""
         return False
+
+    def may_keep(self) -> bool:
+        """Return True: nothing is under way."""
+        return True
+
+    def keeping(self) -> Keeps:
+        """Return that nothing is kept."""
+        return Keeps()
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Do nothing, since there is no memory tier.

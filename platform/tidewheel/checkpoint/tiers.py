@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.interval import KeepInterval
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.replicas import replica_candidates
 from tidewheel.checkpoint.memory_tier.restore import Recoverable, candidates, inventory, load
 from tidewheel.checkpoint.verify import newest_committed
 from tidewheel.commit_log import epoch_of
 from tidewheel.errors import CheckpointError, StorageError
-from tidewheel.train.runtime import Saves
+from tidewheel.train.runtime import Keeps, Saves
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 LIST_SECONDS = 3.0
@@ -49,25 +50,44 @@ class TieredCheckpoints:
         rank: this worker's.
         world_size: number of ranks.
         generation: number of the worker group.
-        every_steps: keep the state in memory every this many steps; 0: never.
+        every_steps: keep the state in memory every this many steps; 0: never; auto: as often as `share` allows, and
+            never while an earlier copy is under way.
+        share: for auto, the share of the time that copies may take.
         replica: keep a copy on another node.
         on_event: called on rank 0 with ("memory_refused", detail) when a state in memory is damaged, and on any rank
             with the events of `MemoryTier`.
     """
 
     def __init__(self, saved: CheckpointManager, placement: Placement, *, rank: int, world_size: int, generation: int,
-                 every_steps: int = 1, replica: bool = True, on_event: OnEvent | None = None) -> None:
+                 every_steps: int | Literal["auto"] = 1, share: float = 0.02, replica: bool = True,
+                 on_event: OnEvent | None = None) -> None:
         self._saved, self._placement, self._on_event = saved, placement, on_event
         self._rank, self._generation, self._every_steps = rank, generation, every_steps
+        self._interval = KeepInterval(every_steps, share)
         mine = placement.agents[rank]
         replicas = replica_candidates(placement.known, mine, placement.domains) if replica else ()
         self._tier = MemoryTier(dict(enumerate(placement.agents)), mine, replicas, rank, world_size, placement.token,
                                 generation=generation, checkpoints=saved.store.uri, on_event=on_event)
 
     # -- memory --------------------------------------------------------------------------------
+    def has_memory(self) -> bool:
+        """Return whether the settings ask for a memory tier."""
+        return self._every_steps != 0
+
     def keeps(self, step: int) -> bool:
-        """Return whether the state of this step goes to the memory tier."""
-        return bool(self._every_steps) and self._tier.working and step % self._every_steps == 0
+        """Return whether the state of this step is to go to the memory tier; called on rank 0."""
+        return self.has_memory() and self._tier.working and self._interval.due(step, self._tier.costs)
+
+    def may_keep(self) -> bool:
+        """Return whether this rank can keep a state: the tier works, and an automatic copy would not have to wait."""
+        if not self.has_memory():
+            return True
+        under_way = self._every_steps == "auto" and self._tier.under_way()
+        return self._tier.working and not under_way
+
+    def keeping(self) -> Keeps:
+        """Return what this rank has kept."""
+        return Keeps(self._tier.last.get("step", -1), self._tier.waits)
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Copy a state to the memory tier.
@@ -77,6 +97,7 @@ class TieredCheckpoints:
             state: tensors by name.
             extra: JSON values, such as the position.
         """
+        self._interval.began()
         self._tier.snapshot(step, state, extra)
 
     def settle(self) -> None:

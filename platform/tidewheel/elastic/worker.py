@@ -195,10 +195,11 @@ def _checkpoints(run: Run, order: Join, control: RunControl, group: GenerationGr
         if order.memory is None:
             yield saved
             return
+        memory = run.config.checkpoint.memory_tier
         tiers = TieredCheckpoints(
             saved, tier_placement(order.memory), rank=order.rank, world_size=order.world_size,
-            generation=order.generation, on_event=on_event, every_steps=run.config.checkpoint.memory_tier.every_steps,
-            replica=run.config.checkpoint.memory_tier.replica)
+            generation=order.generation, on_event=on_event, every_steps=memory.every_steps, share=memory.share,
+            replica=memory.replica)
         group.also_break(tiers.break_off)
         try:
             yield tiers

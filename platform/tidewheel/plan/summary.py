@@ -8,6 +8,7 @@ from tidewheel.plan.config import TIERS, GoodputConfig, TierConfig
 from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import Job
 from tidewheel.plan.layouts import Planned
+from tidewheel.plan.memory_tier import MemoryTierCost, memory_tier
 from tidewheel.plan.requests import Requests, requests
 
 DAY = 86_400.0
@@ -39,6 +40,8 @@ class Summary:
     days: float
     gpu_hours: float
     cost: float | None
+    memory_tier: MemoryTierCost | None
+    """Cost of the memory tier; None without one."""
     requests: tuple[Requests, ...]
     """Requests to an object store per day."""
 
@@ -57,7 +60,8 @@ def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
     seconds = planned.time.seconds
     stored = size / (cluster.storage_gbytes_per_gpu * GB * cluster.gpus)
     stall = size / cluster.gpus / cluster.kind.host_link
-    tier = _tier(job, seconds, stall, stored)
+    in_memory = memory_tier(job, planned.layout, cluster, seconds)
+    tier = _tier(job, in_memory, seconds, stall, stored)
     every = job.config.checkpoint.every_steps
     mtbf = cluster.failures.mtbf_seconds(cluster.gpus)
     if every == "auto":
@@ -78,21 +82,21 @@ def summary(job: Job, planned: Planned, cluster: ClusterConfig) -> Summary:
     price = cluster.price_per_gpu_hour
     return Summary(size, stall, stored, stored, interval, own.goodput, best.interval_seconds, best.goodput, mtbf,
                    rate * DAY, tokens, tokens / rate / DAY, hours, None if price is None else hours * price,
-                   tuple(requests(job, cluster, seconds, size, interval)))
+                   in_memory, tuple(requests(job, cluster, seconds, size, interval)))
 
 
-def _tier(job: Job, seconds: float, stall: float, stored: float) -> TierConfig:
+def _tier(job: Job, in_memory: MemoryTierCost | None, seconds: float, stall: float, stored: float) -> TierConfig:
     """Return the way to recover: measured detection and restart (`plan.config.TIERS`), and times computed from the size
     of the state."""
     checkpoint = job.config.checkpoint
     upload = stored if checkpoint.asynchronous else 0.0
     paused = stall if checkpoint.asynchronous else stall + stored
-    if not checkpoint.memory_tier.every_steps:
+    if in_memory is None:
         return TIERS["restart from storage"].model_copy(update={
             "load_seconds": stored, "save_stall_seconds": paused, "upload_seconds": upload})
     base = TIERS["in place, memory tier"]
     from_storage = TIERS["restart from storage"].restart_seconds + stored
     return base.model_copy(update={
         "load_seconds": stall, "save_stall_seconds": paused, "upload_seconds": upload,
-        "refresh_seconds": checkpoint.memory_tier.every_steps * seconds, "refresh_stall_seconds": stall,
+        "refresh_seconds": in_memory.every_steps * seconds, "refresh_stall_seconds": in_memory.stall_seconds,
         "storage_seconds": from_storage})

@@ -10,6 +10,7 @@ from tidewheel.console import print_table
 from tidewheel.plan.hardware import GB, ClusterConfig
 from tidewheel.plan.layout import GRADIENT_BYTES, Job
 from tidewheel.plan.layouts import Planned, Ranking
+from tidewheel.plan.memory_tier import MemoryTierCost
 from tidewheel.plan.summary import Summary
 from tidewheel.train.config import TrainConfig
 
@@ -99,6 +100,7 @@ def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
         "run": f"{job.config.steps:,} steps, {found.tokens / 1e9:,.1f} B tokens",
         "checkpoint": f"{found.checkpoint_bytes / GB:,.1f} GB; stops training {found.save_stall_seconds:.2f} s, is in "
                       f"storage {found.upload_seconds:.0f} s later, loads in {found.load_seconds:.0f} s",
+        "memory tier": _memory_tier(found.memory_tier),
         "failures": f"one every {found.mtbf_seconds / 3600:.1f} h ({cluster.failures.rate})",
         "goodput": f"{100 * found.goodput:.2f} % saving every {found.interval_seconds / 60:.1f} min as configured; "
                    f"best {100 * found.best_goodput:.2f} % every {found.best_interval_seconds / 60:g} min",
@@ -107,6 +109,15 @@ def summary_rows(job: Job, cluster: ClusterConfig, found: Summary) -> list[Row]:
     if found.cost is not None:
         values["cost"] = f"{found.cost:,.0f}"
     return [{"what": name, "value": value} for name, value in values.items()]
+
+
+def _memory_tier(cost: MemoryTierCost | None) -> str:
+    if cost is None:
+        return "none"
+    every = "every step" if cost.every_steps == 1 else f"every {cost.every_steps} steps"
+    sent = (f"a node sends {cost.network_bytes_per_second / GB:.2f} GB/s on average" if cost.push_seconds
+            else "no copies on other nodes")
+    return f"a copy {every}; takes {cost.host_bytes / GB:,.0f} GB of a node's host memory; {sent}"
 
 
 def request_rows(found: Summary) -> list[Row]:

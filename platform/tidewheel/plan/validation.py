@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,8 @@ def observe(place: Store) -> Observed:
     checkpoint = config["checkpoint"]
     memory_tier = checkpoint.get("memory_tier", checkpoint.get("memory", {}))  # "memory" in runs of earlier releases
     refresh_steps = memory_tier.get("every_steps", 0) if in_memory else 0
+    if refresh_steps == "auto":
+        refresh_steps = _refresh_steps(jsonlog.read(place, "metrics.jsonl"))
     tier = TierConfig(
         detect_seconds=sum(detections) / max(1, len(detections)),
         restart_seconds=parts.get("restart", 0.0) / max(1, len(redos)), load_seconds=0.0,
@@ -119,6 +121,12 @@ def observe(place: Store) -> Observed:
         failures=tuple(time - start for time in redos), seconds=end - start,
         goodput=(parts.get("productive", 0.0) + parts.get("data_wait", 0.0)) / (end - start),
         step_seconds=working / max(1, done), every_steps=_interval(saves), refresh_steps=refresh_steps, tier=tier)
+
+
+def _refresh_steps(lines: Sequence[Mapping[str, Any]]) -> int:
+    """Return the average number of steps between copies to the memory tier, from a run's metrics; 0 without copies."""
+    kept = sorted({line["kept_step"] for line in lines if line.get("kept_step", -1) >= 0})
+    return max(1, round((kept[-1] - kept[0]) / (len(kept) - 1))) if len(kept) > 1 else len(kept)
 
 
 def _interval(saves: Sequence[int]) -> int:

@@ -28,12 +28,22 @@ def _renamed(values: Any, former: str, name: str) -> Any:
     return renamed
 
 
+def _checked_interval(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{value} steps is no interval: give 0 or more, or auto")
+    return value
+
+
 class MemoryTierConfig(Config):
     """The newest states, kept in the memory of the nodes to recover at once from the loss of a worker or node."""
 
-    every_steps: int = Field(default=1, ge=0)
-    """Copy the state to shared memory every this many steps; 0: never. A node needs free memory of five times the state
-    of its workers. Without it the run goes on without the tier and records an event."""
+    every_steps: int | Literal["auto"] = "auto"
+    """Copy the state to shared memory every this many steps; training then waits for the copy before if that is still
+    on its way. auto: as often as `share` allows, and never while a copy is on its way. 0: never. A node needs free
+    memory of five times the state of its workers. Without it the run goes on without the tier and records an event."""
+    share: float = Field(default=0.02, gt=0, le=1)
+    """For auto: the share of the time that copies may take, counting the time that training stands still for a copy and
+    the time that the copy is on the network."""
     replica: bool = True
     """Keep a second copy on another node, so that the loss of a node loses nothing."""
 
@@ -41,6 +51,11 @@ class MemoryTierConfig(Config):
     @classmethod
     def _accept_former_name(cls, values: Any) -> Any:
         return _renamed(values, "buddy", "replica")
+
+    @pydantic.field_validator("every_steps")
+    @classmethod
+    def _not_negative(cls, value: int | str) -> int | str:
+        return _checked_interval(value)
 
 
 class CheckpointConfig(Config):
@@ -81,6 +96,4 @@ class CheckpointConfig(Config):
     @pydantic.field_validator("every_steps")
     @classmethod
     def _not_negative(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"{value} steps is no interval: give 0 or more, or auto")
-        return value
+        return _checked_interval(value)

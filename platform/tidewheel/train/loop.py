@@ -207,8 +207,10 @@ class Loop:
         done = training.progress.step
         waited = 0.0
         while not self._growth.reaches(end := training.positions.end(step)):
-            asked = self._growth.wait(step, end, partial(saving.ask, done))
+            asked = self._growth.wait(step, end, partial(saving.requests, done))
             waited += training.timeline.spent("data_wait")
+            if done:
+                saving.keep_if_due(done, asked)
             if done and (asked & SAVE or (asked & STOP and not saving.is_safe(done))):
                 saving.save(done)
             if asked & STOP:
@@ -224,10 +226,10 @@ class Loop:
             done, total = sizes.total(step) * length, sizes.total(config.steps) * length
         training.optimizer.set_learning_rate(
             config.schedule.learning_rate(done, total, config.optimizer.learning_rate))
-        asked = self._saving.ask(step) if training.leads else 0
-        result = train_step(training.model, training.optimizer, batch.micro_batches, training.collectives, asked=asked,
+        result = train_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
                             virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
-                            precision=config.precision, loss_scale=training.loss_scale, guard=self._guard,
+                            precision=config.precision, loss_scale=training.loss_scale,
+                            ask=partial(self._saving.ask, step), guard=self._guard,
                             before_update=self._saving.settle)
         if training.loss_scale is not None:
             training.loss_scale.update(math.isfinite(result.gradient_norm))
@@ -238,7 +240,7 @@ class Loop:
         config, saving, evaluating = self._training.config, self._saving, self._evaluating
         stop, evaluate = bool(asked & STOP), evaluating.is_due(step)
         self._report_commits()
-        saving.keep_if_due(step)
+        saving.keep_if_due(step, asked)
         if evaluate and config.checkpoint.keep_best:  # the checkpoint holds its score
             evaluating.evaluate()
         if asked & SAVE or step == config.steps or (stop and not saving.is_safe(step)):

@@ -74,6 +74,8 @@ def _checkpoints(config: TrainConfig) -> str:
         kept.append(f"every {checkpoint.keep_every} steps")
     steps = checkpoint.memory_tier.every_steps
     memory = f"in memory every {steps} steps" if steps else "not in memory"
+    if steps == "auto":
+        memory = f"in memory as often as {checkpoint.memory_tier.share:.0%} of the time allows"
     return f"{' or '.join(when) or 'at the end'}, kept: {', '.join(kept)}; {memory}"
 
 

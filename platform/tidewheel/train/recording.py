@@ -45,6 +45,9 @@ class Recording:
             figures["loss_scale"] = training.loss_scale.scale
         if training.leads:
             figures["failed_saves"] = training.runtime.checkpoints.saves().failed
+            if training.runtime.checkpoints.has_memory():
+                kept = training.runtime.checkpoints.keeping()
+                figures |= {"kept_step": kept.step, "keep_waits": kept.waits, "skipped_keeps": progress.skipped_keeps}
         self._metrics.step(progress.step, figures, tokens=result.tokens, seconds=seconds, waited=waited)
         if training.leads:
             self.batch(progress.step, digest)

@@ -50,7 +50,8 @@ class Resuming:
         self.continue_from(extra)
         if training.leads:
             training.record.restore(extra.get("unwritten", {}))
-        self._saving.keep_if_due(training.progress.step)  # until then a lost node's part has only one copy
+        if training.runtime.checkpoints.has_memory():
+            self._saving.keep(training.progress.step)  # until then a lost node's part has only one copy
         return extra
 
     def continue_from(self, extra: dict[str, Any]) -> None:

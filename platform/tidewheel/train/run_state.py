@@ -23,6 +23,8 @@ class Progress:
     """Step of `validation_loss`."""
     saved: int = -1
     """Step of the last save."""
+    skipped_keeps: int = 0
+    """Steps of this generation whose copy to the memory tier was due and not made, because a rank could not make it."""
 
 
 def finite(value: float) -> float | None:

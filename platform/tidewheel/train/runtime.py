@@ -35,6 +35,16 @@ class Saves:
     """How long the newest save kept the training waiting."""
 
 
+@dataclass(frozen=True)
+class Keeps:
+    """What a rank has kept in the memory tier in this generation."""
+
+    step: int = -1
+    """Step of the newest copy; -1 before the first."""
+    waits: int = 0
+    """Copies for which the training waited, because the copy before was still under way."""
+
+
 class Checkpointer(Protocol):
     """Saves and restores a state `{"model": {name: tensor}, "optimizer": {name: tensor}}`; called by all ranks."""
 
@@ -62,8 +72,17 @@ class Checkpointer(Protocol):
     def let_go(self) -> None:
         """Abandon the save in progress unless it ends in a moment: the generation ends, and the memory tier is safe."""
 
+    def has_memory(self) -> bool:
+        """Return whether there is a memory tier, the same on all ranks."""
+
     def keeps(self, step: int) -> bool:
-        """Return whether the training must call `keep` after this step."""
+        """Return whether a copy in memory is due after this step; called on rank 0, which decides for all ranks."""
+
+    def may_keep(self) -> bool:
+        """Return whether this rank can make a copy now. If one rank cannot, no rank calls `keep`."""
+
+    def keeping(self) -> Keeps:
+        """Return what this rank has kept."""
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         """Copy the state to the memory tier, for a fast recovery. The tensors may change after `settle`.
@@ -187,8 +206,17 @@ class NoCheckpoints(Checkpointer):
     def let_go(self) -> None:
         return
 
+    def has_memory(self) -> bool:
+        return False
+
     def keeps(self, step: int) -> bool:
         return False
+
+    def may_keep(self) -> bool:
+        return True
+
+    def keeping(self) -> Keeps:
+        return Keeps()
 
     def keep(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
         return

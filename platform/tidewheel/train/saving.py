@@ -10,7 +10,7 @@ from tidewheel.parts import as_json
 from tidewheel.train import checks
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.save_schedule import SaveSchedule
-from tidewheel.train.step import SAVE, STOP
+from tidewheel.train.step import CANNOT_KEEP, KEEP, SAVE, STOP
 from tidewheel.train.training import Training
 
 
@@ -30,6 +30,7 @@ class Saving:
             "seed": config.seed, "schedule": {**as_json(config.schedule), "steps": config.steps}}
         self._schedule: SaveSchedule | None = None  # on rank 0
         self._uncommitted = -1  # step of a save whose commit is not yet seen; on rank 0
+        self._kept = -1  # step that was given to the memory tier last
 
     def open(self) -> None:
         """Read from the run's record when to save; run.json must exist."""
@@ -41,12 +42,20 @@ class Saving:
     def continue_from(self, extra: dict[str, Any]) -> None:
         """Continue from the checkpoint with this `extra`."""
         in_memory = extra.get("tier") == "memory"
+        self._kept = -1
         self._training.progress.saved = -1 if in_memory else int(extra["step"])
         if self._schedule is not None and in_memory:
             self._schedule.owed = bool(extra.get("save_owed"))
 
     def ask(self, step: int) -> int:
-        """Return what all ranks are asked to do after this step, any of `STOP` and `SAVE`; called on rank 0."""
+        """Return this rank's part of what all ranks are asked to do after this step, see `StepResult.asked`."""
+        cannot_keep = CANNOT_KEEP * (not self._checkpoints.may_keep())
+        if not self._training.leads:
+            return cannot_keep
+        return cannot_keep | KEEP * self._checkpoints.keeps(step) | self.requests(step)
+
+    def requests(self, step: int) -> int:
+        """Return what the cluster and the schedule ask for after this step, any of `STOP` and `SAVE`; on rank 0."""
         control, schedule = self._training.runtime.control, self._schedule
         stop = control.poll()
         due = schedule is not None and schedule.due(step, self._checkpoints.saves())
@@ -95,11 +104,26 @@ class Saving:
         self._uncommitted = -1
         return -1 if saves.failed else step
 
-    def keep_if_due(self, step: int) -> None:
-        """Copy the state to the memory tier, if that is due after this step."""
+    def keep_if_due(self, step: int, asked: int) -> None:
+        """Copy the state to the memory tier if that is due after this step and all ranks can do so.
+
+        A planned stop also waits until they can: no save to storage is then needed.
+
+        Args:
+            step: the last step done.
+            asked: see `StepResult.asked`.
+        """
+        if (asked & STOP and self._checkpoints.has_memory()) or (asked & KEEP and asked < CANNOT_KEEP):
+            self.keep(step)
+        elif asked & KEEP:
+            self._training.progress.skipped_keeps += 1
+
+    def keep(self, step: int) -> None:
+        """Copy the state to the memory tier, unless it was copied after this step before. All ranks call it."""
         training = self._training
-        if not self._checkpoints.keeps(step):
+        if self._kept == step:
             return
+        self._kept = step
         training.watch.mark(step, "keep")
         training.reader.settle()  # as for a save; waits only after a shard was opened
         owed = self._schedule is not None and (self._schedule.owed or self._checkpoints.saves().busy)

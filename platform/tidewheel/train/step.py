@@ -14,8 +14,12 @@ from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.precision import LossScale, Precision, precision_context
 from tidewheel.train.reproducible import norm as reproducible_norm
 
-STOP, SAVE = 1, 2
-"""Requests of rank 0 that travel with a step: end this generation for a planned change; save."""
+STOP, SAVE, KEEP = 1, 2, 4
+"""Requests of rank 0 that travel with a step: end this generation for a planned change; save; copy to the memory
+tier."""
+CANNOT_KEEP = 8
+"""What a rank adds to the requests when it cannot make a copy now. The sum over ranks holds it once for each of them,
+above the bits of rank 0's requests."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class StepResult:
     targets: int
     """Terms of the objective; for cross-entropy, predicted tokens."""
     asked: int
-    """Requests of rank 0, known to all ranks: any of `STOP` and `SAVE`."""
+    """Requests of rank 0, known to all ranks: any of `STOP`, `SAVE` and `KEEP`; plus `CANNOT_KEEP` times the number of
+    ranks that cannot keep."""
     verdict: Verdict
     """The guard's verdict."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -67,8 +72,9 @@ class StepResult:
 
 def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
-               precision: Precision = "fp32", loss_scale: LossScale | None = None, asked: int = 0,
-               guard: Guard | None = None, before_update: Callable[[], None] = lambda: None) -> StepResult:
+               precision: Precision = "fp32", loss_scale: LossScale | None = None,
+               ask: Callable[[], int] = lambda: 0, guard: Guard | None = None,
+               before_update: Callable[[], None] = lambda: None) -> StepResult:
     """Run forward, backward, clipping and the update, unless `guard` withholds the update.
 
     Gradients are of the SUM of the objective's terms (token losses). After the last micro-batch they are divided once,
@@ -85,7 +91,7 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         clip_norm: clip the gradient to this norm; 0: do not.
         precision: number type of the matrix products.
         loss_scale: scales fp16 gradients.
-        asked: requests of rank 0 to all ranks.
+        ask: called after the backward pass; returns this rank's part of `StepResult.asked`.
         guard: judges the step.
         before_update: called before any parameter changes.
 
@@ -102,7 +108,7 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     names = model.objective.METRICS
     entries = (chosen @ losses.double()).flatten()
     squares = _squares(model, gradients).to(collectives.device)
-    report = torch.cat([collectives.to_device(_counts(model, micro_batches, asked)), entries, squares])
+    report = torch.cat([collectives.to_device(_counts(model, micro_batches, ask())), entries, squares])
     collectives.sum(report)
 
     targets, tokens, heard = report[:3].unbind()

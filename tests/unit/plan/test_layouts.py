@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.plan.hardware import ClusterConfig
 from tidewheel.plan.layout import Job
 from tidewheel.plan.layouts import Ranking, layouts, rank
+from tidewheel.plan.memory_tier import memory_tier
 from tidewheel.plan.summary import summary
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.parallel import legal
@@ -153,3 +156,25 @@ def test_planning_imports_nothing_heavy():
             "print([m for m in ('ray', 'torch', 'numba', 'pyarrow') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[]"
+
+
+def test_the_memory_tier_is_counted(seventy: tuple[Job, ClusterConfig, Ranking]):
+    """An H100 copies over 55 GB/s to its host and sends over 50 GB/s; a node of 8 keeps 3 slots and 2 replicas."""
+    job, cluster, ranking = seventy
+    layout, mine = ranking.fitting[0].layout, 12 * job.parameters / 256
+    cost = memory_tier(job, layout, cluster, 0.1)
+    assert cost is not None
+    seconds = mine / 55e9 + mine / 50e9
+    assert cost.every_steps == math.ceil(seconds / (0.02 * 0.1))
+    assert cost.host_bytes == pytest.approx(5 * 8 * mine)
+    assert cost.network_bytes_per_second == pytest.approx(8 * mine / (cost.every_steps * 0.1))
+    alone = memory_tier(job, layout, cluster.model_copy(update={"gpus": 8}), 0.1)
+    assert alone is not None
+    assert (alone.push_seconds, alone.network_bytes_per_second) == (0.0, 0.0)
+    assert alone.host_bytes == pytest.approx(3 * 8 * mine)
+    each, never = (memory_tier(replace(job, config=build(TrainConfig, job.config.canonical(),
+                                                         [f"checkpoint.memory_tier.every_steps={every}"])),
+                               layout, cluster, 0.1) for every in (1, 0))
+    assert never is None
+    assert each is not None
+    assert each.network_bytes_per_second == pytest.approx(8 * mine / 0.1)

@@ -91,7 +91,9 @@ def test_young_dalys_interval_wastes_least(cost, failure):
 
 def test_a_schedule_is_built_from_the_settings(tmp_path):
     assert config(tmp_path, "run", "checkpoint.every_steps=auto").checkpoint.every_steps == "auto"
-    for wrong in ("checkpoint.every_steps=-1", "checkpoint.every_steps=often", "checkpoint.memory_tier.steps=3"):
+    for wrong in ("checkpoint.every_steps=-1", "checkpoint.every_steps=often", "checkpoint.memory_tier.steps=3",
+                  "checkpoint.memory_tier.every_steps=-1", "checkpoint.memory_tier.every_steps=often",
+                  "checkpoint.memory_tier.share=0", "checkpoint.memory_tier.share=1.1"):
         with pytest.raises(ConfigError):
             config(tmp_path, "run", wrong)
     assert (config(tmp_path, "run", "checkpoint.memory_tier.every_steps=0", "checkpoint.every_seconds=7").recipe_hash()
@@ -102,7 +104,7 @@ def test_settings_of_the_memory_tier_are_accepted_under_their_former_names(tmp_p
     former = {"every_steps": 5, "memory": {"every_steps": 7, "buddy": False}}
     read = build(CheckpointConfig, former)
     assert read.memory_tier == MemoryTierConfig(every_steps=7, replica=False)
-    assert read.canonical()["memory_tier"] == {"every_steps": 7, "replica": False}
+    assert read.canonical()["memory_tier"] == {"every_steps": 7, "share": 0.02, "replica": False}
     overridden = build(CheckpointConfig, former, ["memory_tier.every_steps=3"])
     assert overridden.memory_tier == MemoryTierConfig(every_steps=3, replica=False)
     former_override = build(CheckpointConfig, {"memory_tier": {"every_steps": 3, "replica": False}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,8 @@ from tidewheel.checkpoint.staging import Snapshot, dtype_name, flatten, local
 OnEvent = Callable[[str, dict[str, Any]], None]
 BACKGROUND_BYTES = 4 << 20
 """A smaller state is copied at once, because that is faster than waking a thread."""
+COSTS = 3
+"""Snapshots whose costs are kept."""
 PUSH_SECONDS = 60.0
 """The tier is given up when the replica of the previous snapshot takes longer than this."""
 
@@ -66,13 +69,36 @@ class MemoryTier:
         self._copying: Future[None] | None = None
         self.last: dict[str, Any] = {}
         """Figures of the newest snapshot: "step", "copy_seconds", "wait_seconds" (training waited for the previous
-        snapshot's replica) and "stall_seconds" (training waited for this copy); and of the newest that the agent has
-        answered: "bytes", "hash_seconds", "push_seconds" and "copied" (a replica exists)."""
+        snapshot's replica), "setup_seconds" (training waited for the slot) and "stall_seconds" (training waited for
+        this copy, with the slot); and of the newest that the agent has answered: "bytes", "hash_seconds",
+        "push_seconds" and "copied" (a replica exists)."""
+        self.waits = 0
+        """Snapshots that waited because the previous one was still under way."""
+        self.costs: deque[float] = deque(maxlen=COSTS)
+        """Cost in seconds of each of the newest snapshots that the agent has answered: the time that training stood
+        still for the copy, without the wait for a new slot, and the time that the replica was on the network."""
 
     @property
     def working(self) -> bool:
         """Whether the tier still keeps snapshots."""
         return not self._lost
+
+    def under_way(self) -> bool:
+        """Return whether the newest snapshot is still being copied, hashed or sent. Does not wait."""
+        if self._lost or self._connection is None:
+            return False
+        if self._copying is not None and not self._copying.done():
+            return True
+        try:
+            self._await_copy()  # done: this raises its error, if it has one
+            if not self._awaiting_answer:
+                return False
+            if not self._connection.has_answer():
+                return True
+            self._await_answer()
+        except OSError as error:
+            self._lose(error)
+        return False
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate the slots for a state of this shape, so that the first snapshot is as fast as the others.
@@ -100,9 +126,10 @@ class MemoryTier:
         Raises:
             CheckpointError: the state holds something other than tensors.
         """
+        began = time.monotonic()
+        self.waits += self.under_way()
         if self._lost:
             return
-        began = time.monotonic()
         flat, text = flatten(state), json.dumps(extra).encode()
         parts = {name: local(tensor) for name, tensor in flat.items()}
         try:
@@ -113,11 +140,13 @@ class MemoryTier:
             index = self._turn % SLOTS_PER_WORKER
             if index == len(self._slots):
                 self._take_slot(index)
+            ready = time.monotonic()
             self._begin(index, step, [parts[name] for name in self._names], text)
         except OSError as error:
             self._lose(error)
             return
-        self.last |= {"step": step, "wait_seconds": waited - began, "stall_seconds": time.monotonic() - waited}
+        self.last |= {"step": step, "wait_seconds": waited - began, "setup_seconds": ready - waited,
+                      "stall_seconds": time.monotonic() - waited}
 
     def settle(self) -> None:
         """Return once the state given to `snapshot` may change."""
@@ -244,6 +273,7 @@ class MemoryTier:
         self._awaiting_answer = False
         self.last |= {key: answer[key] for key in ("bytes", "hash_seconds", "push_seconds")}
         self.last["copied"] = bool(answer["copied_to"])
+        self.costs.append(self.last["stall_seconds"] - self.last["setup_seconds"] + self.last["push_seconds"])
         if answer["refused"] and not (self._replica_lost and not answer["copied_to"]):
             self._event("replica_lost", reason=answer["refused"], copies_to=answer["copied_to"])
         self._replica_lost = bool(self.replicas) and not answer["copied_to"]

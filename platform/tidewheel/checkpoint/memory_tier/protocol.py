@@ -10,6 +10,7 @@ import hmac
 import json
 import math
 import secrets
+import select
 import socket
 import time
 from dataclasses import dataclass
@@ -143,6 +144,10 @@ class Connection:
         if "problem" in message:
             raise ConnectionError(str(message["problem"]))
         return message
+
+    def has_answer(self) -> bool:
+        """Return whether the peer has begun to answer, or hung up; does not wait."""
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def set_idle_limit(self, seconds: float | None) -> None:
         """Give up when no byte moves for `seconds` (None: never), and remove the deadline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +32,11 @@ def agents() -> Iterator[list[Agent]]:
         agent.stop()
 
 
-def tiers(place: Store, agents: list[Agent], generation: int, events: Events) -> TieredCheckpoints:
+def tiers(place: Store, agents: list[Agent], generation: int, events: Events, **options) -> TieredCheckpoints:
     addresses = tuple(agent.address for agent in agents)
     placement = Placement(addresses[:1], addresses[1:], TOKEN)
     return TieredCheckpoints(manager(place, events), placement, rank=0, world_size=1, generation=generation,
-                             on_event=events)
+                             on_event=events, **options)
 
 
 def steps(place: Store) -> list[int]:
@@ -85,6 +86,23 @@ def test_a_save_that_is_due_at_the_same_step_is_made_by_the_next_generation(tmp_
         both.close()
         saved.append([detail["step"] for kind, detail in control.events if kind == "save"])
     assert saved == [[], [5]]
+
+
+def test_a_drain_copies_the_step_to_memory_when_no_copy_is_due(tmp_path, agents):
+    write_shards(tmp_path / "shards")
+    settings = config(tmp_path, "seldom", "data.validation=''", "checkpoint.every_steps=100")
+    place = store(Path(settings.run_uri) / "checkpoints")
+    resumed: list[tuple[int, int, str]] = []
+    for generation, control in enumerate((Script(leave=5), Script())):
+        both = tiers(place, agents, generation, Events(), every_steps=1000)
+        with contextlib.suppress(Replaced):
+            train(settings, Runtime(generation=generation, checkpoints=both, control=control))
+        both.wait()
+        both.close()
+        resumed += [(detail["step"], detail["redo"], detail["tier"]) for kind, detail in control.events
+                    if kind == "resume"]
+    assert resumed == [(5, 0, "memory")]
+    assert steps(place) == [8], "the drain has saved nothing to storage"
 
 
 def test_what_memory_does_not_hold_is_waited_for(tmp_path, agents):
