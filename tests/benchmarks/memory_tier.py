@@ -1,6 +1,6 @@
 """Measure what the memory tier costs a step and how fast it copies and restores, compared with plain checkpoints.
 
-    python -m tests.benchmarks.memory_tier [--preset 125m] [--tokens 512] [--rounds 4] [--block 3]
+    python -m tests.benchmarks.memory_tier [--preset 125m] [--tokens 512] [--rounds 4] [--block 3] [--waits]
 
 One worker and two agents are processes on this machine, and copies go from one agent to the other over loopback TCP. A
 step is forward, backward and AdamW of the model on `tokens` tokens, much less work than a real step, so the tier's
@@ -9,6 +9,9 @@ other load on the machine affects both. The plain checkpoint is `CheckpointManag
 synchronous save, and the time that an asynchronous save holds up training, at its call and before the next update. At
 125 M parameters the limits are 5 % more time per step, and a stall of 2 % of a step or 50 ms, and of 3 % of a
 synchronous save. The exit code is 1 when one is exceeded.
+
+A last table counts how long training stands still for the tier with a snapshot after every step, and with the automatic
+interval. `--waits` measures only that, with the small model.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,13 +33,16 @@ from tidewheel import storage
 from tidewheel.checkpoint.manager import CheckpointManager
 from tidewheel.checkpoint.memory_tier.agent import NICENESS, Agent
 from tidewheel.checkpoint.memory_tier.client import MemoryTier
+from tidewheel.checkpoint.memory_tier.interval import KeepInterval
 from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.restore import inventory, load, newest_complete
+from tidewheel.checkpoint.memory_tier.slots import SLOTS_PER_WORKER
 from tidewheel.console import print_table
 from tidewheel.models.decoder import Decoder, init_parameter
 from tidewheel.models.families import Llama
 
 WANTED = 0.05
+WAIT_STEPS = 60
 TOKEN = "benchmark"
 SMALL = {"dim": 192, "num_layers": 6, "num_heads": 3, "tie_embeddings": True}
 
@@ -87,6 +93,7 @@ def main() -> int:
     arguments.add_argument("--tokens", type=int, default=512)
     arguments.add_argument("--rounds", type=int, default=4)
     arguments.add_argument("--block", type=int, default=3)
+    arguments.add_argument("--waits", action="store_true", help="measure only the time that training stands still")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
@@ -98,11 +105,15 @@ def main() -> int:
         addresses.append(Address(*ours.recv()))
     try:
         overhead, missed = 0.0, list[str]()
-        rows, times = [], []
+        rows, times, waits = [], [], []
         models = [("3 M", Llama(**SMALL), 2048), (options.preset, Llama(preset=options.preset), 32768)]
-        for generation, (name, config, vocabulary) in enumerate(models):
+        for index, (name, config, vocabulary) in enumerate(models[:1] if options.waits else models):
             training = Training(config, vocabulary, options.tokens)
-            row, overhead, step = _steps(training, addresses, generation, options)
+            waits += [{"state": name, **_waits(training, addresses, 3 * index + 1, 1)},
+                      {"state": name, **_waits(training, addresses, 3 * index + 2, "auto")}]
+            if options.waits:
+                continue
+            row, overhead, step = _steps(training, addresses, 3 * index, options)
             rows.append({"state": f"{name}, {training.bytes() / 1e9:.3f} GB", **row})
             time_rows, stall, whole = _times(name, training, addresses)
             times += time_rows
@@ -113,6 +124,9 @@ def main() -> int:
     finally:
         for pipe in pipes:
             pipe.send("stop")
+    print_table(waits, title="training stands still for the tier")
+    if options.waits:
+        return 0
     print_table(rows, title="a step with a snapshot after each, and without")
     print_table(times, title="keeping and giving back, seconds")
     print(f"{options.preset}: {overhead:+.1%}; asked for: at most {WANTED:+.0%}")
@@ -157,6 +171,34 @@ def _steps(training: Training, addresses: list[Address], generation: int,
             "hash GB/s": f"{size / statistics.median(hashes):.1f}",
             "push GB/s": f"{size / statistics.median(pushes):.1f}", "slots ready s": f"{prepared:.2f}",
             }, overhead, middle[False]
+
+
+def _waits(training: Training, addresses: list[Address], generation: int,
+           every_steps: int | Literal["auto"]) -> dict[str, str]:
+    """Do steps with the tier as a run does, and return a row about the time that training stands still for it."""
+    tier = MemoryTier({0: addresses[0]}, addresses[0], addresses[1:], 0, 1, TOKEN, generation=generation)
+    tier.prepare(training.state())
+    interval = KeepInterval(every_steps, 0.02)
+    kept, skipped, still = 0, 0, 0.0
+    began = time.perf_counter()
+    for step in range(1, WAIT_STEPS + 1):
+        training.step(tier.settle)
+        due = interval.due(step, tier.costs)
+        if due and every_steps == "auto" and tier.under_way():
+            skipped += 1
+        elif due:
+            interval.began()
+            tier.snapshot(step, training.state(), {"step": step})
+            kept += 1
+            if step > SLOTS_PER_WORKER:  # the first snapshots wait for their slots
+                still += tier.last["wait_seconds"] + tier.last["stall_seconds"]
+    seconds = time.perf_counter() - began
+    tier.flush()
+    waits = tier.waits
+    tier.close()
+    return {"interval": str(every_steps), "ms a step": f"{1000 * seconds / WAIT_STEPS:.1f}", "kept": str(kept),
+            "skipped": str(skipped), "waited for the copy before": str(waits),
+            "stood still, ms a step": f"{1000 * still / WAIT_STEPS:.2f}", "share": f"{still / seconds:.1%}"}
 
 
 def _times(name: str, training: Training, addresses: list[Address]) -> tuple[list[dict[str, str]], float, float]:
