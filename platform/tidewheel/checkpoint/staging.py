@@ -106,5 +106,6 @@ class Stage:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, sharing its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    """Return this rank's part of a tensor as a plain tensor, sharing its memory."""
+    part = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return getattr(part, "_tensor", part)  # torchao wraps weights that FSDP2 gathers in fp8

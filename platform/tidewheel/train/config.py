@@ -19,6 +19,7 @@ from tidewheel.train.batch_config import BatchConfig
 from tidewheel.train.callbacks import DEFAULT as CALLBACKS
 from tidewheel.train.callbacks import ChosenCallback
 from tidewheel.train.checkpoint_config import CheckpointConfig
+from tidewheel.train.fp8_config import Fp8Config
 from tidewheel.train.guards.config import REPORTING, GuardsConfig
 from tidewheel.train.logs.config import LogsConfig
 from tidewheel.train.memory.config import MemoryConfig
@@ -232,6 +233,8 @@ class TrainConfig(Config):
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Matrix products in this type; weights, moments, norms, loss and reductions stay fp32. fp16 scales the loss
     dynamically; fp8 (blocks' linear layers, the rest bf16) needs an NVIDIA GPU, Ada, Hopper or later."""
+    fp8: Fp8Config = Fp8Config()
+    """Scales and layers of precision fp8."""
     parameters: Literal["fp32", "bf16"] = "fp32"
     """Type of the model's weights in memory. With bf16 the optimizer has fp32 master weights, and gradients stay fp32:
     with AdamW 2 + 4 + 12 bytes a parameter instead of 4 + 4 + 8."""

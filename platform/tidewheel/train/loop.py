@@ -65,7 +65,7 @@ def train(run: Run | TrainConfig, runtime: Runtime) -> TrainResult:
     if finished is not None:
         return finished
     legal.check_world(config, runtime.world_size)
-    check_precision(torch.device(runtime.device), config.precision)
+    check_precision(torch.device(runtime.device), config.precision, emulated=config.fp8.emulate)
     retry(run.check)  # before anything is written
     timeline = Timeline(ledger(run.store, runtime), runtime, began)
     with contextlib.ExitStack() as stack:

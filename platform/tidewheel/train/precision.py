@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tidewheel.errors import ConfigError
@@ -22,9 +21,6 @@ from tidewheel.errors import ConfigError
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
-
-FP8_MULTIPLE = 16
-"""Both sides of a matrix must be multiples of this for the fp8 kernels."""
 
 
 def native_fp8(device: torch.device) -> bool:
@@ -61,27 +57,19 @@ def fp32_products(device: torch.device, tf32: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def check_precision(device: torch.device, precision: Precision) -> None:
-    """Raise ConfigError when `device` cannot compute in `precision`."""
-    if precision != "fp8" or native_fp8(device):
+def check_precision(device: torch.device, precision: Precision, *, emulated: bool = False) -> None:
+    """Raise ConfigError when `device` cannot compute in `precision`.
+
+    Args:
+        device: device of the model.
+        precision: number type of the matrix products.
+        emulated: fp8 products are emulated, see `Fp8Config.emulate`.
+    """
+    if precision != "fp8" or emulated or native_fp8(device):
         return
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type.upper()}"
     raise ConfigError(f"fp8 needs a GPU with fp8 matrix products (NVIDIA Ada, Hopper or later), this is {what}",
                       where="precision", fix="set precision: bf16")
-
-
-def convert_linears(model: nn.Module, precision: Precision) -> None:
-    """Make the blocks' linear layers compute in fp8, in place, before sharding; do nothing for other precisions.
-
-    Rowwise scales, as torchtitan recommends: each row of an operand has its own, rounded to a power of two. The
-    output projection stays bf16: its products feed the loss.
-    """
-    if precision != "fp8":
-        return
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"),
-                               module_filter_fn=_fp8_able)
 
 
 def sharded_precision(precision: Precision, device: torch.device) -> MixedPrecisionPolicy:
@@ -92,11 +80,6 @@ def sharded_precision(precision: Precision, device: torch.device) -> MixedPrecis
     """
     low = AUTOCAST.get(precision) if device.type == "cuda" else None
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def _fp8_able(module: nn.Module, name: str) -> bool:
-    return (isinstance(module, nn.Linear) and name.startswith("blocks.")
-            and module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0)
 
 
 @dataclass

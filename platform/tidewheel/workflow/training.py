@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tidewheel.train.callback import Callback
     from tidewheel.train.checkpoint_config import CheckpointConfig
     from tidewheel.train.config import DataConfig, ElasticConfig, EvaluationConfig, RunConfig, TrainConfig
+    from tidewheel.train.fp8_config import Fp8Config
     from tidewheel.train.guards.config import GuardsConfig
     from tidewheel.train.logs.config import LogsConfig
     from tidewheel.train.memory.config import MemoryConfig
@@ -64,9 +65,9 @@ class Train:
                  schedule: str | Settings | Schedule | None = None, batch: Settings | BatchConfig | None = None,
                  parallel: Settings | ParallelConfig | None = None, steps: int | None = None, seed: int | None = None,
                  precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
-                 parameters: Literal["fp32", "bf16"] | None = None, tf32: bool | None = None,
-                 reproducible: bool | None = None, compile: bool | None = None, compile_cache: str | None = None,
-                 memory: Settings | MemoryConfig | None = None,
+                 fp8: Settings | Fp8Config | None = None, parameters: Literal["fp32", "bf16"] | None = None,
+                 tf32: bool | None = None, reproducible: bool | None = None, compile: bool | None = None,
+                 compile_cache: str | None = None, memory: Settings | MemoryConfig | None = None,
                  evaluation: Settings | EvaluationConfig | None = None,
                  checkpoint: Settings | CheckpointConfig | None = None, guards: Settings | GuardsConfig | None = None,
                  metrics: Settings | MetricsConfig | None = None, logs: Settings | LogsConfig | None = None,
@@ -90,7 +91,7 @@ class Train:
         given: dict[str, Any] = {
             "run": run, "data": reading, "model": model, "objective": objective, "optimizer": optimizer,
             "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps, "seed": seed,
-            "precision": precision, "parameters": parameters, "tf32": tf32, "reproducible": reproducible,
+            "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32, "reproducible": reproducible,
             "compile": compile, "compile_cache": compile_cache, "memory": memory, "evaluation": evaluation,
             "checkpoint": checkpoint, "guards": guards, "metrics": metrics, "logs": logs, "profile": profile,
             "callbacks": callbacks, "elastic": elastic}

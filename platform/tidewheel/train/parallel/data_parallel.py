@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tidewheel.train import fp8
 from tidewheel.train.parallel.tensor import complete_gradients
 from tidewheel.train.reproducible.exchange import OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
@@ -239,6 +240,7 @@ class FullyShard(SingleProcess):
         super().__init__(part)
         self._reduce_always, self._order = reduce_always, order
         self._in_fp32 = all(parameter.dtype == torch.float32 for parameter in part.parameters())
+        self._in_fp8 = fp8.gathers_in_fp8(part)
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         for block in blocks(part):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy,
@@ -286,6 +288,11 @@ class FullyShard(SingleProcess):
         last = number == count - 1
         self.part.set_requires_gradient_sync(last or self._reduce_always)
         self.part.set_requires_all_reduce(last)
+
+    def refresh(self) -> None:
+        """Compute the scales of the weights that are gathered in fp8."""
+        if self._in_fp8:
+            fp8.update_scales(self.part)
 
     def reshard(self) -> None:
         """Shard the parameters again after a forward pass without a backward pass.

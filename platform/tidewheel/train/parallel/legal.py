@@ -59,7 +59,7 @@ def reason_against(config: TrainConfig) -> str | None:
     """Return why a configuration is illegal, or None. `check_data` and `check_world` check what is known later."""
     mesh = {name: getattr(config.parallel, name) for name in objective.DIMENSIONS}
     return (objective.reason_against(config.objective, mesh) or _zero_bubble(config) or _kernels(config)
-            or _workers(config) or reproducible.reason_against(config)
+            or _fp8(config) or _workers(config) or reproducible.reason_against(config)
             or shape(config.parallel, config.model, config.model.vocabulary_size))
 
 
@@ -80,12 +80,24 @@ def _zero_bubble(config: TrainConfig) -> str | None:
 
 
 def _kernels(config: TrainConfig) -> str | None:
-    if config.parallel.tensor > 1 and config.precision == "fp8":
-        return (f"precision fp8 cannot be had with parallel.tensor {config.parallel.tensor}: torchao's layers are not "
-                "cut here; nearest legal choice: precision bf16, or tensor 1")
     if config.parallel.context > 1 and config.model.attention == "varlen":
         return (f"model.attention varlen needs whole rows, but with parallel.context {config.parallel.context} each "
                 "worker has slices of them; nearest legal choice: attention flex")
+    return None
+
+
+def _fp8(config: TrainConfig) -> str | None:
+    """Return why weights cannot be gathered in fp8, or None."""
+    if config.precision != "fp8" or not config.fp8.all_gather:
+        return None
+    parallel, last = config.parallel, "nearest legal choice"
+    if not parallel.fully_sharded:
+        return f"fp8.all_gather is for weights that FSDP2 gathers, not for data {parallel.data}; {last}: zero2"
+    for name, value, legal in (("parallel.tensor", parallel.tensor, 1), ("parallel.offload", parallel.offload, False),
+                               ("parameters", config.parameters, "fp32")):
+        if value != legal:
+            return (f"fp8.all_gather has not been compared with one process in a layout with {name} {value}; {last}: "
+                    f"{name} {str(legal).lower()}, or fp8.all_gather false")
     return None
 
 

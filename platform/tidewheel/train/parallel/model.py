@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidewheel.errors import ConfigError
 from tidewheel.models.decoder import Decoder, init_parameter
 from tidewheel.models.family import Model
-from tidewheel.train import memory, objectives
+from tidewheel.train import fp8, memory, objectives
 from tidewheel.train.compile import compile_blocks
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.micro_batch_share import MicroBatchShare
@@ -35,7 +35,7 @@ from tidewheel.train.parallel.data_parallel import (
 from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
 from tidewheel.train.parallel.pipeline import Pipeline, cut
 from tidewheel.train.parallel.stages import stages
-from tidewheel.train.precision import convert_linears, sharded_precision
+from tidewheel.train.precision import sharded_precision
 from tidewheel.train.reproducible.exchange import Group, OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 from tidewheel.train.runtime import Runtime
@@ -269,7 +269,9 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
     # The order matters, as in torchtitan. Tensor and context parallelism change layers. Activation checkpointing and
     # compilation wrap the result. Data parallelism comes last and sees only parameters.
     parallel = config.parallel
-    convert_linears(part, config.precision)
+    shards = mesh.shard_mesh() if parallel.fully_sharded else None
+    if config.precision == "fp8":
+        fp8.convert_linears(part, config.fp8, sharded=shards is not None, tensor=mesh.size("tensor"))
     if (ranks := mesh.of("tensor")) is not None:
         tensor.apply(part, ranks)
     if (ranks := mesh.of("context")) is not None:
@@ -277,7 +279,7 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
     memory.apply(part, config.memory)
     if config.compile:
         compile_blocks(blocks(part))
-    if parallel.fully_sharded and (shards := mesh.shard_mesh()) is not None:
+    if shards is not None:
         return _fully_sharded(part, config, mesh, shards, device, num_parameters, order)
     if parallel.offload:
         raise ConfigError("parallel.offload needs at least two data-parallel workers to shard over",

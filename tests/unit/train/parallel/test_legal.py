@@ -63,7 +63,10 @@ def test_the_mesh_has_all_ranks(data, replicate, tensor, pipeline, context, size
     (["parallel.tensors=2"], "did you mean 'tensor'"),
     (["parallel.replicate=3", "batch.virtual_ranks=4"], "replicate 3 does not divide batch.virtual_ranks 4; nearest"),
     (["parallel.replicate=4", "elastic.max_workers=2"], "nearest that is: 4"),
-    (["parallel.tensor=2", "precision=fp8"], "nearest legal choice: precision bf16, or tensor 1"),
+    (["parallel.tensor=2", "precision=fp8", "fp8={recipe: tensorwise, all_gather: true}"],
+     "nearest legal choice: parallel.tensor 1, or fp8.all_gather false"),
+    (["parallel.data=ddp", "precision=fp8", "fp8={recipe: tensorwise, all_gather: true}"],
+     "not for data ddp; nearest legal choice: zero2"),
     (["parallel.context=2", "model.attention=varlen"], "nearest legal choice: attention flex"),
     (["elastic.min_workers=3", "elastic.max_workers=3"], "divides batch.virtual_ranks 4"),
 ])
