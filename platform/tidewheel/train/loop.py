@@ -25,8 +25,10 @@ from tidewheel.train.guarding import Guarding
 from tidewheel.train.guards.hang import Watch
 from tidewheel.train.guards.policy import Guard
 from tidewheel.train.logs.line import HERE
+from tidewheel.train.metrics.own_time import DeviceTime
 from tidewheel.train.metrics.reporter import Reporter
-from tidewheel.train.parallel import legal
+from tidewheel.train.parallel import ParallelModel, legal
+from tidewheel.train.parallel.data_parallel import blocks
 from tidewheel.train.precision import check_precision, fp32_products
 from tidewheel.train.record import TrainResult
 from tidewheel.train.recording import Recording
@@ -106,7 +108,7 @@ class Loop:
         config, runtime, manifest = training.config, training.runtime, training.source.manifest
         self._metrics = Reporter(
             config, training.record, training.collectives, generation=runtime.generation, gauges=runtime.gauges,
-            on_event=runtime.control.event,
+            on_event=runtime.control.event, own_time=device_time(training.model),
             flops_per_token=config.model.flops_per_token(training.vocabulary_size, manifest.sequence_length))
         self._callbacks = Callbacks(config.callbacks, Worker(
             config.run.id, config.run_uri, config.steps, runtime.rank, runtime.world_size, runtime.generation,
@@ -280,6 +282,13 @@ class Loop:
         self._training.reader.close()
         self._metrics.close()
         self._training.record.close()
+
+
+def device_time(model: ParallelModel) -> DeviceTime | None:
+    """Return what measures a GPU's own time; None on other devices, whose threads compute themselves."""
+    if model.device.type != "cuda":
+        return None
+    return DeviceTime(block for part in model.parts for block in blocks(part))
 
 
 def _callback_failed(control: Control, callback: str, hook: str, reason: str, failures: int) -> None:

@@ -22,7 +22,7 @@ LINES = {
     "resize_called_off": "the change of world size is called off",
     "resume": "resumed at step {step}, world size {world_size}, {redo} steps to repeat",
     "checkpoint_refused": "checkpoint {checkpoint} is refused: {reason}; trying the previous one",
-    "straggler": "rank {slow_rank} is slow: it takes {own_seconds} s of a step, the median is {median_seconds} s",
+    "straggler": "rank {slow_rank} is slow: it takes {own_seconds} s of a step, the median is {median_seconds} s{gpu}",
     "straggler_over": "rank {slow_rank} is no longer slow",
     "sink_failed": "metrics do not reach {sink}: {reason}; training continues",
     "callback_failed": "the callback {callback} failed in {hook}: {reason}; training continues",
@@ -73,6 +73,7 @@ def training_bar(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
 def describe(event: dict[str, Any]) -> str:
     """Return a line about an event of a run."""
     detail = defaultdict(lambda: "?", event["detail"])
+    detail["gpu"] = f"; its GPU: {detail['gpu']}" if event["detail"].get("gpu") else ""
     text = LINES.get(event["kind"], event["kind"].replace("_", " ")).format_map(detail)
     line = text.splitlines()[0]
     return line if len(line) <= WIDTH else line[:WIDTH] + " ..."

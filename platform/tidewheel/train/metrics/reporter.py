@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from tidewheel.provenance import without_secrets
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.config import TrainConfig
+from tidewheel.train.metrics.gpu_health import UNKNOWN, GpuHealth, open_nvml
 from tidewheel.train.metrics.meter import Meter
+from tidewheel.train.metrics.own_time import OwnTime
 from tidewheel.train.metrics.profile import Profiler
 from tidewheel.train.metrics.sinks import Background, Sink, settle
 from tidewheel.train.metrics.straggler import Stragglers
@@ -40,10 +43,12 @@ class Reporter:
         generation: number of the group of workers.
         gauges: creates the cluster's own gauges; None without a cluster.
         on_event: called with (kind, **detail).
+        own_time: measures this rank's own time; default: the time that the calling thread is busy.
     """
 
     def __init__(self, config: TrainConfig, record: RunRecord, collectives: Collectives, *, flops_per_token: float,
-                 generation: int, gauges: Callable[[], Sink] | None, on_event: OnEvent) -> None:
+                 generation: int, gauges: Callable[[], Sink] | None, on_event: OnEvent,
+                 own_time: OwnTime | None = None) -> None:
         self._config, self._record, self._generation = config, record, generation
         self._gauges, self._on_event, self._rank = gauges, on_event, collectives.rank
         self._world_size = collectives.world_size
@@ -51,7 +56,8 @@ class Reporter:
                             flops_per_token)
         self._stragglers = Stragglers(
             config.metrics.straggler, collectives,
-            math.inf if config.elastic.slow_worker == "ignore" else config.elastic.slow_factor)
+            math.inf if config.elastic.slow_worker == "ignore" else config.elastic.slow_factor,
+            own_time=own_time, nvml=open_nvml(collectives.device))
         self._profiler = Profiler(config.profile, record.store, collectives.device) if self._rank == 0 else None
         self._sinks: Background | None = None
 
@@ -161,4 +167,19 @@ class Reporter:
         fields: dict[str, Any] = {"slowest_rank": slowest, "slowest_own_seconds": readings[slowest]}
         if len(readings) <= LISTED_RANKS:
             fields["own_seconds"] = readings
-        return fields
+        return {**fields, **_gpu_figures(self._stragglers.health)}
+
+
+def _gpu_figures(health: list[GpuHealth]) -> dict[str, Any]:
+    """Return the figures of the ranks' GPUs; {} where they are not known."""
+    clocks = [gpu.clock_mhz for gpu in health if gpu.clock_mhz != UNKNOWN]
+    temperatures = [gpu.temperature_c for gpu in health if gpu.temperature_c != UNKNOWN]
+    fields: dict[str, Any] = {}
+    if clocks:
+        fields["least_clock_mhz"] = min(clocks)
+    if temperatures:
+        fields["highest_temperature_c"] = max(temperatures)
+    if any(gpu.reasons != UNKNOWN for gpu in health):
+        slowed = {str(rank): gpu.throttled_by for rank, gpu in enumerate(health) if gpu.throttled_by}
+        fields |= {"throttled_gpus": len(slowed), "throttled_by": dict(islice(slowed.items(), LISTED_RANKS))}
+    return fields

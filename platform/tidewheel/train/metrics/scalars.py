@@ -8,6 +8,7 @@ GROUPS = {
     "speed": ("tokens_per_second", "tokens_per_second_per_worker", "mfu", "step_seconds", "data_wait_seconds",
               "world_size"),
     "memory": ("host_resident_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"),
+    "gpu": ("least_clock_mhz", "highest_temperature_c", "throttled_gpus"),
     "checkpoint": ("failed_saves", "kept_step", "keep_waits", "skipped_keeps")}
 """Names of each group; all others are in the group "train"."""
 _GROUP = {name: group for group, names in GROUPS.items() for name in names}
