@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tidewheel.elastic import reconfiguring
+
 START_SECONDS = 300.0
 """Time limit of collectives until the guards set their own."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -90,6 +92,7 @@ class GenerationGroup:
         self._store: Any = None
         self._restore: Callable[[], None] | None = None
         self._also: list[Callable[[], None]] = []
+        self._usable = True  # in the next generation, if the default group lasts
         self.broken = False
 
     def open(self, store: tuple[str, int], generation: int, rank: int, world_size: int,
@@ -110,7 +113,18 @@ class GenerationGroup:
             client = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=START_SECONDS))
             return dist.PrefixStore(f"generation/{generation}", client)
 
-        self._open(connect, rank, world_size, device)
+        backend = BACKENDS[torch.device(device).type]
+        if world_size == 1 or not reconfiguring.is_supported(backend):
+            reconfiguring.discard()
+            self._open(connect, rank, world_size, device)
+            return
+        self._restore = _recording(self._connections)
+        with self._connections.recorded():
+            self._store = connect()
+        self._usable = False
+        reconfiguring.connect(backend, store, self._store, generation, rank, world_size, seconds=START_SECONDS,
+                              recorded=self._connections.recorded)
+        self._usable = True
 
     def open_from_environment(self, rank: int, world_size: int, device: torch.device | str) -> None:
         """Meet the other ranks at the store of the launcher that started this process, such as torchrun.
@@ -174,7 +188,12 @@ class GenerationGroup:
         if dist.is_initialized():
             if self.broken:
                 self._connections.shut_down()
-            dist.destroy_process_group()
+            if not reconfiguring.is_default():
+                dist.destroy_process_group()
+            elif self._usable:
+                reconfiguring.release()
+            else:
+                reconfiguring.discard()
         self._store = None
 
 

@@ -124,6 +124,14 @@ def _take_part(run: Run, endpoint: Endpoint, *, name: str, node: str, spot: bool
     finally:
         members.remove(member)
         member.close()
+        _discard_group()
+
+
+def _discard_group() -> None:
+    """Destroy a default group that lasts longer than its generation."""
+    from tidewheel.elastic import reconfiguring
+
+    reconfiguring.discard()
 
 
 def _generation(run: Run, member: Member, order: Join, node: str) -> BaseException | None:
