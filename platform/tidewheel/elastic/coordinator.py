@@ -70,10 +70,12 @@ class Coordinator:
         memory_tier: keep a memory agent on every node that has workers; needs a Ray cluster.
         log: run whose logs/ gets the log of this process, and of the agents; None to keep none.
         node: id of this process's node, for the log.
+        tensor: ranks of a tensor-parallel group, which stay on one node if they can.
     """
 
     def __init__(self, run_uri: str, elastic: ElasticConfig | None = None, sizes: tuple[int, ...] = (1,), *,
-                 epoch: int = 0, memory_tier: bool = False, log: LogTarget | None = None, node: str = "") -> None:
+                 epoch: int = 0, memory_tier: bool = False, log: LogTarget | None = None, node: str = "",
+                 tensor: int = 1) -> None:
         self._log = ProcessLog(log, "coordinator", node)
         elastic = elastic or ElasticConfig()
         first = first_generation(epoch)
@@ -103,7 +105,7 @@ class Coordinator:
             limits=Limits(heartbeat=elastic.heartbeat_seconds, leave=elastic.leave_seconds,
                           gather=elastic.start_timeout_seconds),
             blame=Blame(Backoff(elastic.readmit_after_seconds, elastic.readmit_at_most_seconds)),
-            first_generation=first, furthest_step=self._past.step)
+            first_generation=first, furthest_step=self._past.step, tensor=tensor)
         self._server: Server | None = None
         self._rendezvous: tuple[str, int] = ("", 0)
         self._token = secrets.token_hex(16)

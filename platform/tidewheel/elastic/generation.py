@@ -1,8 +1,7 @@
-"""Parts of a generation: its workers, its time limits, and the choice of the workers that get a rank."""
+"""Parts of a generation: its workers and its time limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -123,28 +122,3 @@ class Generation:
     """A member was lost before the first of `faults` was reported."""
     planned: str = ""
     """Reason of a planned change for which the members were asked to leave; "" without one."""
-
-
-def choose(available: Sequence[Worker], size: int, previous: Sequence[str]) -> list[Worker]:
-    """Return `size` of the available workers in rank order.
-
-    Members of the previous generation come first, in their order. Workers of one node get neighbouring ranks, which
-    communicate most. Nodes that stay come before spot nodes: rank 0 writes the run's records, so it is on a node that
-    stays if there is one.
-
-    Args:
-        available: workers that can take a rank, at least `size`.
-        size: number of ranks.
-        previous: names of the previous generation's members in rank order.
-    """
-    order = {name: index for index, name in enumerate(previous)}
-    ranked = sorted(available, key=lambda worker: (order.get(worker.name, len(order)), worker.spot))
-    chosen = ranked[:size]
-    if all(worker.spot for worker in chosen):
-        staying = [worker for worker in ranked[size:] if not worker.spot]
-        chosen[-1:] = staying[:1] or chosen[-1:]
-    by_node: dict[str, list[Worker]] = {}
-    for worker in chosen:
-        by_node.setdefault(worker.node, []).append(worker)
-    groups = sorted(by_node.values(), key=lambda group: group[0].spot)
-    return [worker for group in groups for worker in group]

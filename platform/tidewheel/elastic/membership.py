@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tidewheel.elastic.admission import TEXT_CHARACTERS, Admission
 from tidewheel.elastic.blame import Blame, Fault, Judgement
-from tidewheel.elastic.generation import LEAVE_TIMES, Generation, Limits, Outbox, Phase, Worker, choose
+from tidewheel.elastic.generation import LEAVE_TIMES, Generation, Limits, Outbox, Phase, Worker
 from tidewheel.elastic.layout import largest_fit
 from tidewheel.elastic.messages import Abort, CoordinatorMessage, ExitReason, GoOn, Join, Left, Over, Raise, Stop
 from tidewheel.elastic.policy import Backoff, FailureBudget, Move, Recovery, Resizer, View
+from tidewheel.elastic.rank_order import choose, split_groups
 from tidewheel.elastic.silence import Silence
 
 
@@ -34,7 +35,7 @@ class Membership:
 
     def __init__(self, sizes: Iterable[int], resizer: Resizer, budget: FailureBudget, outbox: Outbox, *,
                  limits: Limits, blame: Blame | None = None, first_generation: int = 0,
-                 furthest_step: int = 0) -> None:
+                 furthest_step: int = 0, tensor: int = 1) -> None:
         self.sizes = tuple(sizes)
         self.phase = Phase.GATHERING
         self.generation: Generation | None = None
@@ -52,6 +53,7 @@ class Membership:
         self._admission = Admission(self.sizes, blame or Blame(Backoff(60.0, 3600.0)), outbox, self.workers,
                                     limits.start)
         self._silence = Silence(self.workers, limits.heartbeat)
+        self._tensor = tensor
         self._next = first_generation
         self._furthest = furthest_step
         self._is_last = False  # the run ends with this generation, as requested
@@ -477,7 +479,8 @@ class Membership:
             return
         if self._fresh and starting and size < max(self.sizes) and waited < self._limits.start:
             return
-        self._form(choose(available, size, self._ended.members if self._ended is not None else ()), now)
+        previous = self._ended.members if self._ended is not None else ()
+        self._form(choose(available, size, previous, self._tensor), now)
 
     def _use_avoided(self) -> None:
         for worker in self.workers.values():
@@ -498,6 +501,11 @@ class Membership:
         for worker in ranked:
             worker.left = None
             worker.beat = now
+        if split := split_groups(ranked, self._tensor):
+            nodes = sorted({worker.node for group in split for worker in group})
+            self._outbox.event("tensor_groups_split", {
+                "generation": generation.number, "groups": len(split), "of": len(ranked) // self._tensor,
+                "tensor": self._tensor, "nodes": nodes})
         self._outbox.formed(generation.number, len(ranked))
         for rank, name in enumerate(generation.members):
             self._outbox.send(name, Join(generation.number, rank, len(ranked)))

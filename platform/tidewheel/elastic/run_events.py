@@ -16,7 +16,8 @@ NEWSWORTHY = frozenset({"failure", "node_lost", "node_joined", "node_draining", 
                         "recovered", "checkpoint_refused", "save_failed", "straggler", "straggler_over", "slow_worker",
                         "sink_failed", "callback_failed", "guard", "rollback", "hang", "shard_read_again",
                         "storage_away", "memory_refused", "memory_tier_lost", "data_wait", "data_came",
-                        "worker_left_out", "worker_readmitted", "taken_over", "setting_changed", "control_error"})
+                        "worker_left_out", "worker_readmitted", "taken_over", "setting_changed", "control_error",
+                        "tensor_groups_split"})
 MOST_NEWS = 200
 
 

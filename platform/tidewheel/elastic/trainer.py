@@ -342,7 +342,8 @@ def _coordinator(config: TrainConfig, sizes: tuple[int, ...], epoch: int) -> Ite
                                    scheduling_strategy=here).remote(
                                           run_uri, config.elastic, sizes, epoch=epoch,
                                           memory_tier=bool(config.checkpoint.memory_tier.every_steps),
-                                          log=LogTarget.of(config), node=here.node_id)
+                                          log=LogTarget.of(config), node=here.node_id,
+                                          tensor=config.parallel.tensor)
         except ValueError:  # the name is taken
             if time.monotonic() > until:
                 raise ClusterError("another driver is training this run on this cluster", where=run_uri,

@@ -19,6 +19,8 @@ LINES = {
     "node_joined": "node {host} joined",
     "node_draining": "node {host} is draining",
     "resize": "world size {from} -> {to} ({reason})",
+    "tensor_groups_split": "{groups} of {of} tensor-parallel groups span two nodes, so every layer waits for the "
+                           "network; give each node a multiple of {tensor} workers",
     "resize_called_off": "the change of world size is called off",
     "resume": "resumed at step {step}, world size {world_size}, {redo} steps to repeat",
     "checkpoint_refused": "checkpoint {checkpoint} is refused: {reason}; trying the previous one",

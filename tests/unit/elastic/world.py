@@ -17,13 +17,13 @@ READMIT = Backoff(60, 240)
 class World:
     """A membership, the messages and events that it sends, and a clock."""
 
-    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), **budget: Any) -> None:
+    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), tensor: int = 1, **budget: Any) -> None:
         self.now, self.sent, self.fenced, self.events = 100.0, [], [], []
         self.asked = []
         self.healthy = False  # True: workers pass every probe at once
         resizer = Resizer(sizes, join_wait_seconds=1, interval_seconds=2, answer_seconds=30)
         self.membership = Membership(sizes, resizer, FailureBudget(**budget), self, limits=LIMITS,
-                                     blame=Blame(READMIT))
+                                     blame=Blame(READMIT), tensor=tensor)
 
     def send(self, worker: str, message: CoordinatorMessage) -> None:
         self.sent.append((worker, message))
