@@ -43,6 +43,8 @@ class Place:
     world_size: int
     local_rank: int
     """Number of the process on its node."""
+    local_world_size: int | None = None
+    """Processes on its node; None if torchrun does not tell."""
 
     @property
     def leads(self) -> bool:
@@ -62,12 +64,30 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     if not all(environment.get(name) for name in VARIABLES):
         return None
     numbers = {name: _number(name, environment[name]) for name in VARIABLES if name != "MASTER_ADDR"}
-    found = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+    here = environment.get("LOCAL_WORLD_SIZE")
+    found = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"],
+                  _number("LOCAL_WORLD_SIZE", here) if here else None)
     if found.rank >= found.world_size or found.local_rank > found.rank:
         raise ConfigError(f"RANK {found.rank}, LOCAL_RANK {found.local_rank} and WORLD_SIZE {found.world_size} do not "
                           "fit each other", where="environment",
                           fix="start with torchrun, or unset RANK to train without it")
     return found
+
+
+def split_groups(where: Place, tensor: int) -> int:
+    """Return how many tensor-parallel groups span two nodes; 0 if torchrun does not tell.
+
+    torchrun numbers the ranks node by node, with as many on each node as on this one.
+
+    Args:
+        where: this process's place.
+        tensor: ranks of a group.
+    """
+    here = where.local_world_size
+    if not here:
+        return 0
+    firsts = range(0, where.world_size, tensor)
+    return sum(first // here != (first + tensor - 1) // here for first in firsts)
 
 
 def _number(name: str, value: str) -> int:
@@ -171,6 +191,9 @@ def _train(run: Run, where: Place, group: GenerationGroup, device: torch.device 
             run.check_files()
             run.store.check()
             epoch, control = stack.enter_context(owned_here(run, on_progress, take_over, stop))
+            tensor = run.config.parallel.tensor
+            if split := split_groups(where, tensor):
+                control.event("tensor_groups_split", groups=split, of=where.world_size // tensor, tensor=tensor)
         runtime = Runtime(rank=where.rank, world_size=where.world_size, device=device, group=group, control=control,
                           sampler=text_sample)
         runtime.generation = first_generation(Collectives(runtime).from_first(epoch))

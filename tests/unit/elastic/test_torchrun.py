@@ -15,7 +15,7 @@ import torch
 from tests.unit.train.helpers import config, write_shards
 from tidewheel import cli, jsonlog, storage
 from tidewheel.elastic import torchrun
-from tidewheel.elastic.torchrun import Place, device_of, fit_ranks, place
+from tidewheel.elastic.torchrun import Place, device_of, fit_ranks, place, split_groups
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
 from tidewheel.train.audit import audit
@@ -41,6 +41,15 @@ def test_a_place_is_read_from_the_environment():
     assert place(ENVIRONMENT) == Place(rank=9, world_size=16, local_rank=1)
     assert not Place(9, 16, 1).leads
     assert Place(0, 16, 0).leads
+
+
+@pytest.mark.parametrize(("here", "world_size", "tensor", "split"), [
+    ("8", 16, 8, 0), ("3", 6, 2, 1), ("6", 12, 4, 1), ("2", 8, 4, 2), ("", 6, 2, 0), ("3", 6, 1, 0)])
+def test_tensor_parallel_groups_that_span_two_nodes_are_counted(here, world_size, tensor, split):
+    numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": here}
+    where = place(ENVIRONMENT | numbers)
+    assert where is not None
+    assert split_groups(where, tensor) == split
 
 
 @pytest.mark.parametrize("missing", ENVIRONMENT)
