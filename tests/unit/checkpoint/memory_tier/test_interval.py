@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.unit.checkpoint.helpers import Events, manager
 from tests.unit.train.helpers import Replaced, Script, config, write_shards
 from tidewheel import jsonlog, storage
 from tidewheel.checkpoint.memory_tier.agent import Agent
+from tidewheel.checkpoint.memory_tier.client import MemoryTier
 from tidewheel.checkpoint.memory_tier.interval import KeepInterval
 from tidewheel.checkpoint.memory_tier.replicas import ReplicaSender
 from tidewheel.checkpoint.tiers import Placement, TieredCheckpoints
@@ -72,11 +73,17 @@ class Released(Script):
     def progress(self, step: int, steps: int, **metrics: Any) -> None:
         if step == 6:
             self._gate.set()
-            until = time.monotonic() + 30
-            while not self._both.may_keep():
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            self._wait(lambda: self._both.may_keep() and self._both.keeps(7))
+        if step == 8:
+            self._wait(self._both.may_keep)  # the agent holds step 7
         super().progress(step, steps, **metrics)
+
+    @staticmethod
+    def _wait(condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < until
+            time.sleep(0.001)
 
 
 def test_steps_do_not_wait_for_a_slow_push(tmp_path, agents, monkeypatch):
@@ -115,17 +122,26 @@ def test_steps_do_not_wait_for_a_slow_push(tmp_path, agents, monkeypatch):
 def test_an_explicit_interval_keeps_each_step_and_waits(tmp_path, agents, monkeypatch):
     write_shards(tmp_path / "shards")
     settings = config(tmp_path, "each", "data.validation=''", "steps=4", "checkpoint.every_steps=100")
-    send = ReplicaSender.send
+    send, wait, waiting = ReplicaSender.send, MemoryTier._await_answer, threading.Semaphore(0)
 
     def slow_send(self: ReplicaSender, *arguments: Any) -> Any:
-        time.sleep(0.2)  # much longer than a step
+        assert waiting.acquire(timeout=60)  # each push ends only once the training waits for it
         return send(self, *arguments)
 
+    def awaited(self: MemoryTier) -> None:
+        if self._awaiting_answer:
+            waiting.release()
+        wait(self)
+
     monkeypatch.setattr(ReplicaSender, "send", slow_send)
+    monkeypatch.setattr(MemoryTier, "_await_answer", awaited)
     both = tiers(Path(settings.run_uri) / "checkpoints", agents, 0, every_steps=1)
-    train(settings, Runtime(checkpoints=both))
-    assert both.keeping() == Keeps(step=4, waits=3)
-    both.close()
+    try:
+        train(settings, Runtime(checkpoints=both))
+        assert both.keeping() == Keeps(step=4, waits=3)
+    finally:
+        waiting.release()
+        both.close()
 
 
 class Uneven(NoCheckpoints):
