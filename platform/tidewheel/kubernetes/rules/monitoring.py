@@ -15,9 +15,12 @@ TIDEWHEEL = frozenset({
     "ray_tidewheel_train_slowest_rank", "ray_tidewheel_train_slowest_own_seconds", "ray_tidewheel_validation_loss",
     "ray_tidewheel_validation_perplexity", "ray_tidewheel_validation_bits_per_byte",
     "ray_tidewheel_speed_tokens_per_second", "ray_tidewheel_speed_tokens_per_second_per_worker",
-    "ray_tidewheel_checkpoint_failed_saves", "ray_tidewheel_speed_mfu", "ray_tidewheel_speed_step_seconds",
-    "ray_tidewheel_speed_data_wait_seconds",
-    "ray_tidewheel_speed_world_size", "ray_tidewheel_memory_host_resident_bytes",
+    "ray_tidewheel_checkpoint_failed_saves", "ray_tidewheel_checkpoint_kept_step",
+    "ray_tidewheel_checkpoint_keep_waits", "ray_tidewheel_checkpoint_skipped_keeps",
+    "ray_tidewheel_gpu_least_clock_mhz", "ray_tidewheel_gpu_highest_temperature_c",
+    "ray_tidewheel_gpu_throttled_gpus", "ray_tidewheel_speed_mfu", "ray_tidewheel_speed_step_seconds",
+    "ray_tidewheel_speed_data_wait_seconds", "ray_tidewheel_speed_world_size",
+    "ray_tidewheel_memory_host_resident_bytes",
     "ray_tidewheel_memory_device_allocated_bytes", "ray_tidewheel_memory_device_reserved_bytes",
     "ray_tidewheel_memory_device_peak_bytes"})
 """Gauges of `tidewheel.elastic.gauges.RayGauges`. A test compares them with a run's records."""
