@@ -56,7 +56,7 @@ class Collectives:
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
         """Return a CPU tensor on the training device; the host does not wait for the copy."""
-        if self.device.type == "cuda" and values.device.type == "cpu":
+        if self.device.type != "cpu" and values.device.type == "cpu":
             return values.pin_memory().to(self.device, non_blocking=True)
         return values.to(self.device)
 

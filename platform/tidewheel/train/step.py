@@ -77,10 +77,10 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
                before_update: Callable[[], None] = lambda: None) -> StepResult:
     """Run forward, backward, clipping and the update, unless `guard` withholds the update.
 
-    Gradients are of the SUM of the objective's terms (token losses). After the last micro-batch they are divided once,
-    by the global number of terms. One small all-reduce per step carries the losses (one entry per virtual rank), the
-    objective's metrics, the counts, the squared gradient norm and the requests of rank 0. In reproducible mode all its
-    sums are exact.
+    Gradients are of the SUM of the objective's terms (token losses). The optimizer multiplies them once, by the factor
+    that clips and divides by the global number of terms. One small all-reduce per step carries the losses (one entry
+    per virtual rank), the objective's metrics, the counts, the squared gradient norm and the requests of rank 0. In
+    reproducible mode all its sums are exact.
 
     Args:
         model: this rank's part of the model.
@@ -117,16 +117,13 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     columns = entries.view(-1, 1 + len(names))
     loss, norm = columns[:, 0].sum() / targets, square.sqrt() / (targets * scaled)
     scale = torch.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else torch.ones_like(norm)
-    if gradients:
-        first = gradients[0][1]
-        torch._foreach_mul_([g for _, g in gradients], (scale / (targets * scaled)).to(first.device, first.dtype))
     if guard is None:
         judged, skip = report.new_zeros(4), norm.isfinite().logical_not() if loss_scale is not None else None
     else:
         judged = guard.judge(loss, norm)
         skip = judged[-1]
     before_update()
-    optimizer.step(skip=skip)
+    optimizer.step(skip=skip, factor=scale / (targets * scaled))
     model.refresh()
     metrics = columns[:, 1:].sum(dim=0) / targets
     on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, judged])

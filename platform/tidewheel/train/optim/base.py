@@ -136,6 +136,11 @@ def groups(named: Iterable[Named], weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in by_decay_and_mesh.items()]
 
 
+def on_cuda(groups: Iterable[dict[str, Any]]) -> bool:
+    """Return whether all parameters are on CUDA, where an optimizer can take decisions without the host."""
+    return all(parameter.is_cuda for group in groups for parameter in group["params"])
+
+
 def allocate(optimizer: torch.optim.Optimizer, state: Iterable[str]) -> torch.optim.Optimizer:
     """Allocate the state tensors of every parameter, zero, and return the optimizer; see `Optimizer.STATE`."""
     import torch

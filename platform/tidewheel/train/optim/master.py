@@ -34,10 +34,10 @@ class MasterWeights(ModelOptimizer):
                 master.copy_(parameter)
 
     @torch.no_grad()
-    def step(self, skip: torch.Tensor | None = None) -> None:
+    def step(self, skip: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> None:
         for (_, parameter), (_, master) in zip(self._parameters, self._masters):
             master.grad = None if parameter.grad is None else _in_fp32(parameter.grad)
-        super().step(skip)
+        super().step(skip, factor)
         for (_, parameter), (_, master) in zip(self._parameters, self._masters):
             parameter.copy_(master)
             master.grad = None

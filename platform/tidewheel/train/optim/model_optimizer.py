@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tidewheel.errors import ConfigError
 from tidewheel.train.optim.base import COUNT, Named
@@ -48,24 +49,31 @@ class ModelOptimizer:
                 else:
                     group["lr"] = rate
 
-    def step(self, skip: torch.Tensor | None = None) -> None:
-        """Update the parameters.
+    def step(self, skip: torch.Tensor | None = None, factor: torch.Tensor | None = None) -> None:
+        """Update the parameters with `factor` times their gradients.
+
+        A fused optimizer reads both arguments on the device and multiplies in its own kernel. For any other, the
+        gradients are multiplied before, and the host waits for `skip`.
 
         Args:
-            skip: scalar on the device of the parameters; if it is not zero there is no update. A fused optimizer reads
-                it on the device; for any other the host waits for it.
+            skip: scalar on the device of the parameters; if it is not zero there is no update.
+            factor: scalar on the device of the parameters; None: 1.
         """
-        if skip is not None and not self.skips_on_device and bool(skip):
+        unfused = [part for part in self.parts if not is_fused(part)]
+        if unfused and skip is not None and bool(skip):
             return
+        if factor is not None:
+            _multiply(unfused, factor)
         for part in self.parts:
-            if self.skips_on_device and skip is not None:
-                part.grad_scale, part.found_inf = None, skip.float()  # type: ignore[attr-defined]
+            if is_fused(part):  # torch.amp.GradScaler sets the same attributes
+                part.grad_scale = None if factor is None else factor.reciprocal().float()  # type: ignore[attr-defined]
+                part.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
             part.step()
 
     @property
     def skips_on_device(self) -> bool:
         """Return whether `step` can skip an update without synchronising the host with the device."""
-        return all(group.get("fused") for part in self.parts for group in part.param_groups)
+        return all(is_fused(part) for part in self.parts)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state for a checkpoint: {"name.exp_avg": tensor placed like the parameter, "step": updates, ...}.
@@ -103,6 +111,20 @@ class ModelOptimizer:
 
     def _state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return next((part.state[parameter] for part in self.parts if parameter in part.state), {})
+
+
+def is_fused(part: torch.optim.Optimizer) -> bool:
+    """Return whether a torch optimizer takes `grad_scale` and `found_inf` on the device, as torch's fused ones do."""
+    return bool(getattr(part, "_step_supports_amp_scaling", False))
+
+
+def _multiply(parts: Sequence[torch.optim.Optimizer], factor: torch.Tensor) -> None:
+    """Multiply the gradients of the parameters of `parts`, in place: one pass that reads and writes all of them."""
+    gradients = [parameter.grad for part in parts for group in part.param_groups for parameter in group["params"]
+                 if parameter.grad is not None]
+    here = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    if here:
+        torch._foreach_mul_(here, factor.to(here[0].device, here[0].dtype))
 
 
 def _check_state(name: str, state: dict[str, torch.Tensor], declared: set[str]) -> None:

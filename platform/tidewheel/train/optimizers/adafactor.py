@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tidewheel.train.optim.base import Named, Optimizer, groups
+from tidewheel.train.optim.base import Named, Optimizer, groups, on_cuda
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class Adafactor(Optimizer):
     def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
         from tidewheel.train.optimizers.rules import adafactor
 
-        optimizer = adafactor.Adafactor(groups(named, self.weight_decay), lr=self.learning_rate)
+        by_decay = groups(named, self.weight_decay)
+        optimizer = adafactor.Adafactor(by_decay, lr=self.learning_rate, fused=on_cuda(by_decay))
         optimizer.prepare()
         return [optimizer]
 

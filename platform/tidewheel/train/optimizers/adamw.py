@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from tidewheel.train.optim.base import Optimizer, moment_decays
+from tidewheel.train.optim.base import Optimizer, moment_decays, on_cuda
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
@@ -34,6 +34,6 @@ class AdamW(Optimizer):
 
         # CPUs use the foreach variant. Their fused kernel rounds the tail of a vector differently from its body, so
         # results would depend on how parameters are sharded.
-        fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
+        fused = on_cuda(groups)
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.epsilon, foreach=not fused,
                                  fused=fused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tidewheel.train.optim.base import Named, groups
+from tidewheel.train.optim.base import Named, groups, on_cuda
 from tidewheel.train.optimizers.adamw import AdamW
 from tidewheel.versions import Version
 
@@ -23,8 +23,9 @@ class AdamW8bit(AdamW):
     def build_all(self, named: Sequence[Named]) -> list[torch.optim.Optimizer]:
         from tidewheel.train.optimizers.rules import adamw8bit
 
-        optimizer = adamw8bit.AdamW8bit(groups(named, self.weight_decay), lr=self.learning_rate, betas=self.betas,
-                                        eps=self.epsilon)
+        by_decay = groups(named, self.weight_decay)
+        optimizer = adamw8bit.AdamW8bit(by_decay, lr=self.learning_rate, betas=self.betas, eps=self.epsilon,
+                                        fused=on_cuda(by_decay))
         optimizer.prepare()
         return [optimizer]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from tidewheel.train.optim.base import Optimizer, moment_decays
+from tidewheel.train.optim.base import Optimizer, moment_decays, on_cuda
 from tidewheel.versions import Version
 
 if TYPE_CHECKING:
@@ -35,4 +35,4 @@ class Lion(Optimizer):
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         from tidewheel.train.optimizers.rules import lion
 
-        return lion.Lion(groups, lr=self.learning_rate, betas=self.betas)
+        return lion.Lion(groups, lr=self.learning_rate, betas=self.betas, fused=on_cuda(groups))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tidewheel.train.optim.base import Named, allocate, groups
+from tidewheel.train.optim.base import Named, allocate, groups, on_cuda
 from tidewheel.train.optimizers.adamw import AdamW
 from tidewheel.versions import Version
 
@@ -35,8 +35,9 @@ class Muon(AdamW):
         optimizers = super().build_all(others)
         if hidden:
             # the update is scaled to the size of AdamW's (section 2.2 of the paper)
-            rule = muon.Muon(groups(hidden, self.weight_decay), lr=self.learning_rate, momentum=self.momentum,
-                             adjust_lr_fn="match_rms_adamw")
+            by_decay = groups(hidden, self.weight_decay)
+            rule = muon.Muon(by_decay, lr=self.learning_rate, momentum=self.momentum, adjust_lr_fn="match_rms_adamw",
+                             fused=on_cuda(by_decay))
             optimizers.insert(0, allocate(rule, ("momentum_buffer",)))
         return optimizers
 

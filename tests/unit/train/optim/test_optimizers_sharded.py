@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import on_ranks
+from tests.unit.train.optim.test_fused import FACTOR, fuse, update
 from tests.unit.train.optim.test_optimizers import KINDS, Weights, made
 from tidewheel import storage
 from tidewheel.checkpoint.manager import CheckpointManager
@@ -82,6 +83,17 @@ def a_rank(folder: str) -> None:
         optimizer.restored()
         spread.take(optimizer, range(STEPS - 1, STEPS))
         found[name].append(apart(spread, kind))
+    with pytest.MonkeyPatch.context() as patch:
+        fuse(patch)
+        for kind, layout in CASES:
+            spread = Spread(layout)
+            optimizer = build_optimizer(spread, optimizers.KIND.build(kind))
+            assert optimizer.skips_on_device
+            for step in range(STEPS):
+                update(spread, optimizer, step, FACTOR)
+            fuse(patch, on=False)
+            found[f"{kind} {layout}"].append(apart(spread, kind))
+            fuse(patch)
     with pytest.raises(ConfigError, match="cut into columns of 128"):
         build_optimizer(Spread("tensor and rows"), optimizers.KIND.build("adamw8bit"))
     if torch.distributed.get_rank() == 0:
@@ -97,9 +109,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_sharded_updates_equal_those_of_one_process(found, kind: str, layout: str):
-    straight, resumed = found[1][f"{kind} {layout}"]
+    straight, resumed, fused = found[1][f"{kind} {layout}"]
     bound = 0.0 if kind in EXACT else 2e-5
     assert straight <= bound
+    assert fused <= 2e-5
     assert resumed <= bound, "saved in this layout, continued with rows on four ranks"
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
+from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from tidewheel.errors import ConfigError
+from tidewheel.train.optimizers.rules.on_device import count_update, kernel, local, scale_and_skip
 
 BLOCK = 256
 """Number of elements that share a scale, as in https://arxiv.org/abs/2110.02861."""
@@ -23,13 +26,24 @@ class AdamW8bit(TorchaoAdamW8bit):
     torchao keeps tensors with few elements on a rank in fp32, and its blocks of elements that share a scale cross rows.
     Here a matrix is quantised if its rows are whole blocks, however it is sharded, so codes are the same on any number
     of ranks.
+
+    Args:
+        params: parameters or parameter groups.
+        fused: take the gradient's scale and whether to update on the device, see `on_device`.
+        settings: of `torchao.optim.AdamW8bit`.
     """
+
+    def __init__(self, params: Any, *, fused: bool = False, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self._step_supports_amp_scaling = fused
 
     def prepare(self) -> None:
         """Allocate the state of all parameters at zero."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": self._new_buffer(parameter, True),
+                device = parameter.device if self._step_supports_amp_scaling else torch.device("cpu")
+                self.state[parameter] = {"step": torch.zeros((), device=device),
+                                         "exp_avg": self._new_buffer(parameter, True),
                                          "exp_avg_sq": self._new_buffer(parameter, False)}
 
     def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -51,9 +65,81 @@ class AdamW8bit(TorchaoAdamW8bit):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update the parameters that have a gradient; compiled on CUDA only, because compiling on CPU is too slow."""
+        if self._step_supports_amp_scaling:
+            assert closure is None
+            self._step_on_device()
+            return
         cuda = any(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
         with contextlib.nullcontext() if cuda else torch.compiler.set_stance("force_eager"):
             super().step(closure)
+
+    @torch.no_grad()
+    def _step_on_device(self) -> None:
+        with torch._dynamo.utils.disable_cache_limit():  # as torchao does: there is one compilation for each shape
+            for group in self.param_groups:
+                held = [parameter for parameter in group["params"] if parameter.grad is not None]
+                if not held:
+                    continue
+                scale, skip = scale_and_skip(self, local(held[0]).device)
+                count_update([self.state[parameter]["step"] for parameter in held], skip)
+                settings = (group["lr"], *group["betas"], group["weight_decay"], group["eps"], scale, skip)
+                for parameter in held:
+                    weight, gradient, state = local(parameter), local(parameter.grad), self.state[parameter]
+                    first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
+                    if isinstance(first, OptimState8bit) and isinstance(second, OptimState8bit):
+                        _update_quantised(weight, gradient, state["step"], first.codes, first.scale, first.qmap,
+                                          second.codes, second.scale, second.qmap, *settings)
+                    elif weight.numel():
+                        _update(weight, gradient, state["step"], first, second, *settings)
+
+
+@kernel(dynamic=False)
+def _update_quantised(weight: torch.Tensor, gradient: torch.Tensor, step: torch.Tensor, codes1: torch.Tensor,
+                      scale1: torch.Tensor, qmap1: torch.Tensor, codes2: torch.Tensor, scale2: torch.Tensor,
+                      qmap2: torch.Tensor, rate: torch.Tensor, beta1: float, beta2: float, decay: float, epsilon: float,
+                      scale: torch.Tensor, skip: torch.Tensor) -> None:
+    """Update one parameter whose moments are codes and scales; see `_adamw` for the rest."""
+    first, second = dequant_with_qmap(codes1, qmap1, scale1), dequant_with_qmap(codes2, qmap2, scale2)
+    updated, first, second = _adamw(weight, gradient / scale, step, first, second, rate, beta1, beta2, decay, epsilon)
+    weight.copy_(torch.where(skip, weight, updated))
+    for moment, codes, scales, qmap in ((first, codes1, scale1, qmap1), (second, codes2, scale2, qmap2)):
+        normalised, new_scales = scale_tensor(moment, BLOCK)
+        codes.copy_(torch.where(skip, codes, quantize_8bit_with_qmap(normalised, qmap)))
+        scales.copy_(torch.where(skip, scales, new_scales))
+
+
+@kernel(dynamic=False)
+def _update(weight: torch.Tensor, gradient: torch.Tensor, step: torch.Tensor, first: torch.Tensor,
+            second: torch.Tensor, rate: torch.Tensor, beta1: float, beta2: float, decay: float, epsilon: float,
+            scale: torch.Tensor, skip: torch.Tensor) -> None:
+    """Update one parameter with moments in fp32; see `_adamw` for the rest."""
+    updated, new_first, new_second = _adamw(weight, gradient / scale, step, first, second, rate, beta1, beta2, decay,
+                                            epsilon)
+    weight.copy_(torch.where(skip, weight, updated))
+    first.copy_(torch.where(skip, first, new_first))
+    second.copy_(torch.where(skip, second, new_second))
+
+
+def _adamw(weight: torch.Tensor, gradient: torch.Tensor, step: torch.Tensor, first: torch.Tensor,
+           second: torch.Tensor, rate: torch.Tensor, beta1: float, beta2: float, decay: float, epsilon: float,
+           ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the weight and the two moments after an update, as torchao's `single_param_adam` computes them.
+
+    Args:
+        weight: of one parameter.
+        gradient: its gradient.
+        step: number of the update, from 1; it may be 0 if the update is withheld.
+        first: moment.
+        second: moment.
+        rate: learning rate, a scalar.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        decay: weight decay.
+        epsilon: added to the root of the second moment.
+    """
+    first, second = first.lerp(gradient, 1 - beta1), second.lerp(gradient.square(), 1 - beta2)
+    root = second.sqrt() / (1 - beta2**step).sqrt() + epsilon
+    return weight - rate * decay * weight - rate * (first / (1 - beta1**step)) / root, first, second
 
 
 def stored(name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from tidewheel.train.optimizers.rules.on_device import kernel, local, scale_and_skip
+
 
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` whose parameters may be DTensors; the update is that of the whole matrix.
@@ -20,34 +22,74 @@ class Muon(torch.optim.Muon):
     The momentum is element-wise and stays sharded. The orthogonalisation needs whole matrices. If a single mesh
     dimension shards them by rows, N matrices of one shape are exchanged at a time, so that each of the N ranks works on
     one; this costs two all-to-alls of a matrix's size. Otherwise (tensor parallelism) every rank gathers every matrix.
+
+    Args:
+        params: parameters or parameter groups.
+        fused: take the gradient's scale and whether to update on the device, see `on_device`.
+        settings: of `torch.optim.Muon`.
     """
+
+    def __init__(self, params: Any, *, fused: bool = False, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
-        if not any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"]):
+        sharded = any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"])
+        if not (sharded or self._step_supports_amp_scaling):
             super().step(closure)
             return
         assert closure is None
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            updates = [self._momentum(parameter, group) for parameter in held]
+            if not held:
+                continue
+            scale, skip = scale_and_skip(self, local(held[0]).device)
+            updates = [self._momentum(parameter, group, scale, skip) for parameter in held]
             function = partial(_zeropower_via_newtonschulz, ns_coefficients=group["ns_coefficients"],
                                ns_steps=group["ns_steps"], eps=group["eps"])
             for parameter, update in zip(held, _orthogonalised(updates, function)):
                 rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-                weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                weight = local(parameter)
+                if self._step_supports_amp_scaling:
+                    _move(weight, update, skip, torch.tensor(rate, dtype=torch.float32),
+                          torch.tensor(group["lr"] * group["weight_decay"], dtype=torch.float32))
+                    continue
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-rate)
 
-    def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _momentum(self, parameter: torch.Tensor, group: dict[str, Any], scale: torch.Tensor,
+                  skip: torch.Tensor) -> torch.Tensor:
         """Return the update before orthogonalisation, sharded like the parameter."""
         if "momentum_buffer" not in self.state[parameter]:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         gradient, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
         assert gradient is not None
+        if self._step_supports_amp_scaling:
+            update = torch.empty_like(momentum)
+            _accumulate(local(momentum), local(gradient), local(update), scale, skip, group["momentum"],
+                        group["nesterov"])
+            return update
         momentum.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+@kernel()
+def _accumulate(momentum: torch.Tensor, gradient: torch.Tensor, update: torch.Tensor, scale: torch.Tensor,
+                skip: torch.Tensor, decay: float, nesterov: bool) -> None:
+    """Add a gradient to the momentum of one matrix, and write the update before orthogonalisation."""
+    gradient = gradient / scale
+    accumulated = momentum.lerp(gradient, 1 - decay)
+    update.copy_(gradient.lerp(accumulated, decay) if nesterov else accumulated)
+    momentum.copy_(torch.where(skip, momentum, accumulated))
+
+
+@kernel()
+def _move(weight: torch.Tensor, update: torch.Tensor, skip: torch.Tensor, rate: torch.Tensor,
+          decay: torch.Tensor) -> None:
+    """Decay one matrix and subtract the orthogonalised update, which is bf16; the rates are scalars on the host."""
+    weight.copy_(torch.where(skip, weight, weight * (1 - decay) - rate * update.to(weight.dtype)))
 
 
 Orthogonalise = Callable[[torch.Tensor], torch.Tensor]
