@@ -37,8 +37,8 @@ def worker(settings: dict[str, Any]) -> Any:
 
     node = ray.get_runtime_context().get_node_id()[:12]
     if not hasattr(loop, "chaos"):
-        loop.chaos = loop.train_step  # type: ignore[attr-defined]
-    loop.train_step = slowed(loop.chaos, float(os.environ.get("CHAOS_STEP_SECONDS", "0")), node)  # type: ignore
+        loop.chaos = loop.start_step  # type: ignore[attr-defined]
+    loop.start_step = slowed(loop.chaos, float(os.environ.get("CHAOS_STEP_SECONDS", "0")), node)  # type: ignore
     storage_faults()
     return run_worker(settings)
 
@@ -47,7 +47,7 @@ def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[...,
     """Return a step that takes `seconds` longer, and more CPU time on the node that CHAOS_SLOW names."""
     file, hurry = Path(os.environ.get("CHAOS_SLOW", "/nowhere")), Path(os.environ.get("CHAOS_HURRY", "/nowhere"))
 
-    def train_step(*arguments: Any, **named: Any) -> Any:
+    def start_step(*arguments: Any, **named: Any) -> Any:
         began = time.thread_time()
         result = step(*arguments, **named)
         slow = json.loads(file.read_text()) if file.exists() else {}
@@ -58,7 +58,7 @@ def slowed(step: Callable[..., Any], seconds: float, node: str) -> Callable[...,
         time.sleep(0.0 if hurry.exists() else seconds)
         return result
 
-    return train_step
+    return start_step
 
 
 def storage_faults() -> None:

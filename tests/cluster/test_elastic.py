@@ -272,7 +272,7 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
     def worker(settings: dict[str, Any]) -> Any:
         from tidewheel.train import loop
 
-        step, node = loop.train_step, ray.get_runtime_context().get_node_id()
+        step, node = loop.start_step, ray.get_runtime_context().get_node_id()
 
         def failing(*arguments: Any, **named: Any) -> Any:
             if node == victim and flag.exists():
@@ -280,7 +280,7 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
                 raise ValueError("this node only")
             return step(*arguments, **named)
 
-        loop.train_step = failing
+        loop.start_step = failing
         return slow(settings)
 
     def on_progress(progress: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def bad_gpu(node: str, flag: Path) -> None:
     from tidewheel.elastic import probe
     from tidewheel.train import loop
 
-    step = loop.train_step
+    step = loop.start_step
 
     def failing(*arguments: Any, **named: Any) -> Any:
         if node == BAD and flag.exists():
@@ -60,7 +60,7 @@ def bad_gpu(node: str, flag: Path) -> None:
             raise RuntimeError(ECC)
 
     assert probe.check_arithmetic
-    loop.train_step, probe.check_arithmetic = failing, check_arithmetic
+    loop.start_step, probe.check_arithmetic = failing, check_arithmetic
 
 
 @pytest.fixture

@@ -31,11 +31,11 @@ from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import OwnershipError
 from tidewheel.train import loop
 ownership.LOCAL = ownership.Timing(0.3, 3.0)
-step = loop.train_step
+step = loop.start_step
 def slow(*arguments, **named):
     time.sleep(0.0 if Path(sys.argv[1], "hurry").exists() else 0.1)
     return step(*arguments, **named)
-loop.train_step = slow
+loop.start_step = slow
 settings = config(Path(sys.argv[1]), "run", "checkpoint.every_steps=8", *sys.argv[3:])
 try:
     result = fit_local(settings, take_over=sys.argv[2] == "take")

@@ -26,8 +26,8 @@ from tidewheel.train.precision import fp32_products
 from tidewheel.train.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-ONE_PROCESS = ("parallel", "compile", "compile_cache", "memory", "elastic", "optimizer", "schedule", "metrics",
-               "callbacks")
+ONE_PROCESS = ("parallel", "compile", "compile_cache", "run_ahead", "memory", "elastic", "optimizer", "schedule",
+               "metrics", "callbacks")
 """Settings of a run that a single evaluating process does not use."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from tidewheel.shards.reader import Rows
 from tidewheel.shards.source import Source
 from tidewheel.time_limit import TimeLimit, result
 from tidewheel.train.batch_config import BatchConfig
-from tidewheel.train.collectives import Collectives
+from tidewheel.train.collectives import Collectives, Later
+from tidewheel.train.device_copies import DeviceCopies
 from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.parallel.mesh import DATA, Mesh
 from tidewheel.train.positions import Positions
@@ -41,7 +43,7 @@ class RankBatch:
 
 
 class BatchReader:
-    """This rank's part of each global batch, read ahead by a thread.
+    """This rank's part of each global batch, read ahead by a thread, which also copies it to the device.
 
     Args:
         loader: reads rows by position.
@@ -56,9 +58,10 @@ class BatchReader:
 
     def __init__(self, loader: Loader, config: BatchConfig, positions: Positions, share: MicroBatchShare, *,
                  device: torch.device, steps: int, ahead: int, limit: TimeLimit | None = None) -> None:
-        self._loader, self._config, self._positions, self._device = loader, config, positions, device
+        self._loader, self._config, self._positions = loader, config, positions
         self._share, self._steps, self._ahead = share, steps, ahead
-        self._pending: dict[int, Future[RankBatch]] = {}
+        self._copies = DeviceCopies(device)
+        self._pending: dict[int, Future[tuple[RankBatch, Any]]] = {}
         self._thread, self._limit = DaemonThread("batches"), limit or TimeLimit()
 
     def read(self, step: int) -> RankBatch:
@@ -69,7 +72,8 @@ class BatchReader:
                 break  # the shard set has not grown that far
             if next_step not in self._pending:
                 self._pending[next_step] = self._thread.submit(self._load, next_step)
-        return result(self._pending.pop(step), self._limit)
+        batch, copied = result(self._pending.pop(step), self._limit)
+        return replace(batch, micro_batches=self._copies.take(batch.micro_batches, copied))
 
     def start_over(self, positions: Positions) -> None:
         """Drop what was read ahead, and take other positions from now on."""
@@ -91,18 +95,20 @@ class BatchReader:
         self._thread.stop(wait=False)
         self._loader.close()
 
-    def _load(self, step: int) -> RankBatch:
+    def _load(self, step: int) -> tuple[RankBatch, Any]:
         with self._limit.applied():
             return self._read(step)
 
-    def _read(self, step: int) -> RankBatch:
+    def _read(self, step: int) -> tuple[RankBatch, Any]:
+        """Return a batch and the event behind its copies to the device."""
         positions, size = self._positions.of(step), self._config.micro_sequences
         per_virtual = len(positions) // self._config.virtual_ranks
         mine = sequence_indices(self._share, len(positions), size)
         rows = self._loader.batch(positions[mine])
-        micros = [micro_batch(rows, slice(start, start + size), int(mine[start]) // per_virtual, self._device)
+        micros = [micro_batch(rows, slice(start, start + size), int(mine[start]) // per_virtual, torch.device("cpu"))
                   for start in range(0, len(mine), size)]
-        return RankBatch(micros, list(rows.ids))
+        on_device, copied = self._copies.start(micros)
+        return RankBatch(on_device, list(rows.ids)), copied
 
 
 def sequence_indices(share: MicroBatchShare, sequences: int, micro_sequences: int) -> np.ndarray:
@@ -166,9 +172,18 @@ class BatchDigest:
 
     def of(self, ids: Sequence[str]) -> str | None:
         """Return the digest on rank 0, None elsewhere. All ranks call it with the ids that they loaded."""
+        return self.start(ids)()
+
+    def start(self, ids: Sequence[str]) -> Later[str | None]:
+        """Gather the ids without waiting for them, and return a function that returns the digest; see `of`."""
         self._number()
         packed = torch.tensor([self._pack(sequence) for sequence in ids], dtype=torch.int64)
-        gathered = self._collectives.gather(packed, self._group) if self._sends else None
+        if not self._sends:
+            return lambda: None
+        gathered = self._collectives.gather_later(packed, self._group)
+        return lambda: self._digest(gathered())
+
+    def _digest(self, gathered: torch.Tensor | None) -> str | None:
         if gathered is None:
             return None
         read = np.concatenate([sequence_indices(replace(self._share, rank=rank), len(gathered), self._micro_sequences)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from tidewheel.train.host_copy import HostCopy
 from tidewheel.train.runtime import AbortedError, Runtime
+
+T = TypeVar("T")
+Later: TypeAlias = Callable[[], T]
+"""Waits for a value and returns it."""
 
 
 class Collectives:
@@ -50,8 +56,17 @@ class Collectives:
         Raises:
             AbortedError: the process group was broken off, so the values mean nothing.
         """
-        read = values.cpu()
-        self.check_whole()
+        return self.to_host_later(values)()
+
+    def to_host_later(self, values: torch.Tensor) -> Later[torch.Tensor]:
+        """Start to copy a tensor to host memory, and return a function that waits for it; see `to_host`."""
+        copy = HostCopy(values)
+
+        def read() -> torch.Tensor:
+            host = copy.wait()
+            self.check_whole()
+            return host
+
         return read
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
@@ -70,13 +85,22 @@ class Collectives:
         Returns:
             The vectors in rank order on the group's first rank, None on the others.
         """
+        return self.gather_later(values, group)()
+
+    def gather_later(self, values: torch.Tensor, group: Any = None) -> Later[torch.Tensor | None]:
+        """Start `gather`, and return a function that waits for its result.
+
+        Args:
+            values: int64 vector, of the same length on all ranks.
+            group: process group; None for this rank alone.
+        """
         if group is None:
-            return self.to_host(values)
-        mine = values.to(self.device, torch.int64)
+            return self.to_host_later(values)
+        mine = self.to_device(values.to(torch.int64))
         is_first = dist.get_rank(group) == 0
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_first else None
         dist.gather(mine, parts, group=group, group_dst=0)
-        return self.to_host(torch.cat(parts)) if parts is not None else None
+        return self.to_host_later(torch.cat(parts)) if parts is not None else lambda: None
 
     def gather_all(self, values: torch.Tensor) -> torch.Tensor | None:
         """Concatenate the vectors of all ranks on rank 0; see `gather`."""

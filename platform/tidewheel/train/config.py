@@ -246,6 +246,10 @@ class TrainConfig(Config):
     losses and resizes: sums over workers have one order, see docs/reproducible.md. A few percent slower."""
     compile: bool = False
     """torch.compile each block."""
+    run_ahead: bool | Literal["auto"] = "auto"
+    """Start a step before the result of the last one is read back, so that a GPU never waits for the host. A step that
+    a save, an evaluation or a request follows is waited for. auto: on NVIDIA GPUs. Precision fp16 never does it: its
+    loss scale follows from the last step."""
     compile_cache: str = ""
     """Local folder for compiled code, for a quick next start on this machine; default: torch's own."""
     memory: MemoryConfig = MemoryConfig()
@@ -328,8 +332,8 @@ class TrainConfig(Config):
         """Return the hash of what decides the result: not where the run writes, nor the cluster and layout, nor how
         often it saves."""
         values = self.decisive()
-        for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
-                      "profile", "logs", "callbacks"):
+        for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "run_ahead", "memory",
+                      "metrics", "profile", "logs", "callbacks"):
             values.pop(group, None)
         for group, names in (("model", ("attention",)), ("objective", self.objective.UNDECISIVE),
                              ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):

@@ -53,11 +53,15 @@ class Evaluating:
         self._callbacks.call("on_evaluate", progress.step, scores)
         training.timeline.spent("productive")
 
-    def sample_if_due(self, step: int) -> None:
-        """Write a text after this step if that is due. The last step always has one, from `finish`."""
+    def sample_is_due(self, step: int) -> bool:
+        """Return whether to write a text after this step, which is not the last."""
         config = self._training.config
         every = config.evaluation.sample_every_steps
-        if every and step % every == 0 and step < config.steps:
+        return bool(every) and step % every == 0 and step < config.steps
+
+    def sample_if_due(self, step: int) -> None:
+        """Write a text after this step if that is due. The last step always has one, from `finish`."""
+        if self.sample_is_due(step):
             self.sample()
 
     def sample(self) -> str:

@@ -35,9 +35,10 @@ from tidewheel.train.recording import Recording
 from tidewheel.train.reproducible.kernels import deterministic_kernels
 from tidewheel.train.resuming import Resuming
 from tidewheel.train.run import Run
+from tidewheel.train.running_ahead import Pending, RunningAhead
 from tidewheel.train.runtime import Control, Preempted, Runtime
 from tidewheel.train.saving import Saving
-from tidewheel.train.step import SAVE, STOP, StepResult, train_step
+from tidewheel.train.step import SAVE, STOP, StartedStep, start_step
 from tidewheel.train.storage_wait import StorageWait
 from tidewheel.train.timeline import Timeline, ledger
 from tidewheel.train.training import Training
@@ -116,10 +117,12 @@ class Loop:
         self._saving = Saving(training, guard)
         self._resuming = Resuming(training, self._saving, guard)
         self._evaluating = Evaluating(training, self._metrics, self._callbacks)
+        self._ahead = RunningAhead(training, self._saving, self._evaluating)
         self._recording = Recording(training, self._metrics, self._callbacks)
         self._guarding = Guarding(training, guard, self._resuming, self._metrics, self._callbacks)
         self._growth = Growth(config, training.source, training.collectives, training.record, runtime.control,
                               training.retry)
+        self._began, self._waited = 0.0, 0.0  # since the last step was recorded
 
     @classmethod
     def open(cls, run: Run, runtime: Runtime, timeline: Timeline, watch: Watch, retry: StorageWait) -> Loop:
@@ -171,34 +174,68 @@ class Loop:
             Preempted: this generation ends at a step boundary.
         """
         training, progress = self._training, self._training.progress
-        began = time.time()
+        self._began = time.time()
+        pending: Pending | None = None
         while progress.step < training.config.steps:
-            step = progress.step + 1
-            HERE.step = step
-            training.watch.mark(step, "data")
-            waited = self._wait_for_data(step)
-            began += waited
-            batch = training.reader.read(step)
-            waited += training.timeline.spent("data_wait")
-            training.watch.mark(step, "step")
-            self._metrics.begin(step)
-            result = self._step(step, batch)
-            spent = training.spent_on(step)
-            training.timeline.spent(spent)
-            digest = self._recording.digest.of(batch.ids)
-            self._guarding.check(step, result, digest)
-            if result.verdict.action == "rollback":
-                self._recording.batch(step, digest)
-                self._guarding.roll_back(step, result.verdict)
-            else:
-                progress.step = step
-                progress.tokens += result.tokens
-                progress.loss = result.loss if math.isfinite(result.loss) else progress.loss
-                self._recording.step(result, digest, time.time() - began, waited)
-                training.timeline.spent(spent)  # recording is part of the step, not of the next wait
-                self._after(step, result.asked)
-            training.watch.started()
-            began = time.time()  # a step's seconds leave out the save, the evaluation and the wait
+            step = 1 + (progress.step if pending is None else pending.step)
+            if pending is not None and not self._growth.reaches(training.positions.end(step)):
+                self._end(pending)  # the wait for data may save
+                pending = None
+                continue
+            started = self._start(step)
+            if pending is not None and not self._end(pending):
+                pending = None  # and `started` is dropped
+                continue
+            pending = started
+            if self._ahead.waits_for(step):
+                self._end(pending)
+                pending = None
+
+    def _start(self, step: int) -> Pending:
+        """Read the batch of a step and enqueue the step."""
+        training = self._training
+        HERE.step = step
+        training.watch.mark(step, "data")
+        waited = self._wait_for_data(step)
+        self._began += waited
+        batch = training.reader.read(step)
+        waited += training.timeline.spent("data_wait")
+        self._waited += waited
+        training.watch.mark(step, "step")
+        self._metrics.begin(step)
+        started = self._enqueue(step, batch)
+        if self._ahead.on:
+            self._metrics.measure(step, waited)
+        else:
+            started.result()
+        return Pending(step, started, self._recording.digest.start(batch.ids), training.optimizer.learning_rate)
+
+    def _end(self, pending: Pending) -> bool:
+        """Wait for a step and do what follows it; return whether the run continues behind it and does not go back."""
+        training, progress, step = self._training, self._training.progress, pending.step
+        result, spent = pending.started.result(), training.spent_on(step)
+        if training.loss_scale is not None:
+            training.loss_scale.update(math.isfinite(result.gradient_norm))
+        training.timeline.spent(spent)
+        digest = pending.digest()
+        self._ahead.ended(result)
+        self._guarding.check(step, result, digest)
+        goes_back = result.verdict.action == "rollback"
+        if goes_back:
+            self._recording.batch(step, digest)
+            self._guarding.roll_back(step, result.verdict)
+            self._ahead.restart()
+        else:
+            progress.step = step
+            progress.tokens += result.tokens
+            progress.loss = result.loss if math.isfinite(result.loss) else progress.loss
+            self._recording.step(result, digest, time.time() - self._began, self._waited,
+                                 learning_rate=pending.learning_rate)
+            training.timeline.spent(spent)  # recording is part of the step, not of the next wait
+            self._after(step, result.asked)
+        training.watch.started()
+        self._began, self._waited = time.time(), 0.0  # a step's seconds leave out the save, the evaluation and the wait
+        return not goes_back
 
     def _wait_for_data(self, step: int) -> float:
         """Wait until the shard set holds the sequences of `step`; return the seconds waited.
@@ -220,7 +257,7 @@ class Loop:
             training.watch.mark(step, "data")
         return waited
 
-    def _step(self, step: int, batch: RankBatch) -> StepResult:
+    def _enqueue(self, step: int, batch: RankBatch) -> StartedStep:
         training, config = self._training, self._training.config
         done, total = step, config.steps
         if config.schedule.unit == "tokens":
@@ -228,14 +265,10 @@ class Loop:
             done, total = sizes.total(step) * length, sizes.total(config.steps) * length
         training.optimizer.set_learning_rate(
             config.schedule.learning_rate(done, total, config.optimizer.learning_rate))
-        result = train_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
-                            virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
-                            precision=config.precision, loss_scale=training.loss_scale,
-                            ask=partial(self._saving.ask, step), guard=self._guard,
-                            before_update=self._saving.settle)
-        if training.loss_scale is not None:
-            training.loss_scale.update(math.isfinite(result.gradient_norm))
-        return result
+        return start_step(training.model, training.optimizer, batch.micro_batches, training.collectives,
+                          virtual_ranks=config.batch.virtual_ranks, clip_norm=config.optimizer.clip_norm,
+                          precision=config.precision, loss_scale=training.loss_scale,
+                          ask=partial(self._ahead.ask, step), guard=self._guard, before_update=self._saving.settle)
 
     def _after(self, step: int, asked: int) -> None:
         """Do the tasks of a step boundary: a save, an evaluation (while the save is written), a planned stop."""

@@ -26,7 +26,8 @@ class Recording:
         self.digest = BatchDigest(training.source, training.collectives, training.model.mesh, training.model.share,
                                   training.config.batch.micro_sequences)
 
-    def step(self, result: StepResult, digest: str | None, seconds: float, waited: float) -> None:
+    def step(self, result: StepResult, digest: str | None, seconds: float, waited: float, *,
+             learning_rate: float) -> None:
         """Record a step that is done.
 
         Args:
@@ -34,11 +35,12 @@ class Recording:
             digest: digest of the global batch's sequences, on rank 0.
             seconds: duration of the step on this rank, with the wait for data.
             waited: seconds of the wait for data.
+            learning_rate: of the step.
         """
         training, progress = self._training, self._training.progress
         figures: dict[str, Any] = {
             "tokens": progress.tokens, "loss": finite(result.loss), "gradient_norm": finite(result.gradient_norm),
-            "learning_rate": training.optimizer.learning_rate}
+            "learning_rate": learning_rate}
         if result.metrics:
             figures["objective"] = {name: finite(value) for name, value in result.metrics.items()}
         if training.loss_scale is not None:
@@ -56,7 +58,7 @@ class Recording:
                 tokens_per_second=result.tokens / max(seconds, 1e-9), world_size=training.runtime.world_size)
         self._callbacks.call("on_step_end", Step(
             progress.step, progress.tokens, finite(result.loss), finite(result.gradient_norm),
-            training.optimizer.learning_rate, seconds, waited, progress.step <= progress.recorded, result.metrics))
+            learning_rate, seconds, waited, progress.step <= progress.recorded, result.metrics))
 
     def batch(self, step: int, digest: str | None) -> None:
         """Record on rank 0 which sequences a step read."""

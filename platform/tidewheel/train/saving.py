@@ -63,6 +63,16 @@ class Saving:
             schedule.owed = True
         return STOP * stop | SAVE * ((due and not stop) or control.save_requested())
 
+    def expects(self, step: int) -> bool:
+        """Return whether something may be asked for after this step, as far as is known now; on rank 0.
+
+        It changes nothing, so `ask` decides when the step comes.
+        """
+        control, saves = self._training.runtime.control, self._checkpoints.saves()
+        stop = control.poll()
+        due = self._schedule is not None and self._schedule.due(step, saves)
+        return stop or due or control.save_requested() or self._checkpoints.keeps(step)
+
     def settle(self) -> None:
         """Wait, before an update, until the copies of the current values are made."""
         training = self._training

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ParamSpec
 
 import torch
 
-from tidewheel.train.collectives import Collectives
+from tidewheel.train.collectives import Collectives, Later
 from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
 from tidewheel.train.parallel import ParallelModel, local
 from tidewheel.train.precision import LossScale, Precision, precision_context
 from tidewheel.train.reproducible import norm as reproducible_norm
 
+P = ParamSpec("P")
 STOP, SAVE, KEEP = 1, 2, 4
 """Requests of rank 0 that travel with a step: end this generation for a planned change; save; copy to the memory
 tier."""
-CANNOT_KEEP = 8
+WAIT = 8
+"""Rank 0 expects requests after the next step, so that no rank starts the step after it before they are known."""
+CANNOT_KEEP = 16
 """What a rank adds to the requests when it cannot make a copy now. The sum over ranks holds it once for each of them,
 above the bits of rank 0's requests."""
 
@@ -50,8 +54,8 @@ class StepResult:
     targets: int
     """Terms of the objective; for cross-entropy, predicted tokens."""
     asked: int
-    """Requests of rank 0, known to all ranks: any of `STOP`, `SAVE` and `KEEP`; plus `CANNOT_KEEP` times the number of
-    ranks that cannot keep."""
+    """Requests of rank 0, known to all ranks: any of `STOP`, `SAVE`, `KEEP` and `WAIT`; plus `CANNOT_KEEP` times the
+    number of ranks that cannot keep."""
     verdict: Verdict
     """The guard's verdict."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -70,12 +74,38 @@ class StepResult:
         return cls(loss, norm, int(tokens), int(targets), int(asked), verdict, dict(zip(metrics, values[5:])))
 
 
-def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: Sequence[MicroBatch],
+class StartedStep:
+    """A step that the host has enqueued; the device may still compute it.
+
+    Args:
+        values: waits for the step's numbers, as in `StepResult.of`, and the guard's judgement [4] behind them.
+        guard: judges the step.
+        metrics: names of the objective's metrics.
+    """
+
+    def __init__(self, values: Later[torch.Tensor], guard: Guard | None, metrics: Sequence[str]) -> None:
+        self._values, self._guard, self._metrics = values, guard, metrics
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result. Call it for the steps in their order: the guard counts them.
+
+        Raises:
+            AbortedError: the process group was broken off, so neither the result nor the parameters count.
+        """
+        if self._result is None:
+            values = self._values().tolist()
+            verdict = self._guard.verdict(values[-4:]) if self._guard is not None else Verdict()
+            self._result = StepResult.of(values[:-4], verdict, self._metrics)
+        return self._result
+
+
+def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,
                precision: Precision = "fp32", loss_scale: LossScale | None = None,
                ask: Callable[[], int] = lambda: 0, guard: Guard | None = None,
-               before_update: Callable[[], None] = lambda: None) -> StepResult:
-    """Run forward, backward, clipping and the update, unless `guard` withholds the update.
+               before_update: Callable[[], None] = lambda: None) -> StartedStep:
+    """Enqueue forward, backward, clipping and the update, unless `guard` withholds the update.
 
     Gradients are of the SUM of the objective's terms (token losses). The optimizer multiplies them once, by the factor
     that clips and divides by the global number of terms. One small all-reduce per step carries the losses (one entry
@@ -94,9 +124,6 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
         ask: called after the backward pass; returns this rank's part of `StepResult.asked`.
         guard: judges the step.
         before_update: called before any parameter changes.
-
-    Raises:
-        AbortedError: the process group was broken off, so neither the result nor the parameters count.
     """
     model.zero_grad()
     tokens_at_most = sum(micro.tokens.numel() for micro in micro_batches) * model.mesh.data_size
@@ -127,8 +154,18 @@ def train_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: S
     model.refresh()
     metrics = columns[:, 1:].sum(dim=0) / targets
     on_device = torch.cat([torch.stack([loss, norm, tokens, targets, heard]), metrics, judged])
-    values = collectives.to_host(on_device).tolist()
-    return StepResult.of(values[:-4], guard.verdict(values[-4:]) if guard is not None else Verdict(), names)
+    return StartedStep(collectives.to_host_later(on_device), guard, names)
+
+
+def _waited(start: Callable[P, StartedStep]) -> Callable[P, StepResult]:
+    def step(*arguments: P.args, **named: P.kwargs) -> StepResult:
+        return start(*arguments, **named).result()
+
+    return step
+
+
+train_step = _waited(start_step)
+"""`start_step`, and wait for its result."""
 
 
 def _counts(model: ParallelModel, micro_batches: Sequence[MicroBatch], asked: int) -> torch.Tensor:

@@ -28,7 +28,8 @@ OVERLAP_SECONDS = 3600
 #: last checkpoint's tensors, up to this size.
 DIGEST_BYTES = 20 << 30
 #: Groups of a training's configuration that do not decide its result; see `TrainConfig.recipe_hash`.
-UNDECISIVE = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics", "profile")
+UNDECISIVE = ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "run_ahead", "memory", "metrics",
+              "profile")
 
 
 @dataclass(frozen=True)

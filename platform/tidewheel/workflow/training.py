@@ -67,7 +67,8 @@ class Train:
                  precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None,
                  fp8: Settings | Fp8Config | None = None, parameters: Literal["fp32", "bf16"] | None = None,
                  tf32: bool | None = None, reproducible: bool | None = None, compile: bool | None = None,
-                 compile_cache: str | None = None, memory: Settings | MemoryConfig | None = None,
+                 compile_cache: str | None = None, run_ahead: bool | Literal["auto"] | None = None,
+                 memory: Settings | MemoryConfig | None = None,
                  evaluation: Settings | EvaluationConfig | None = None,
                  checkpoint: Settings | CheckpointConfig | None = None, guards: Settings | GuardsConfig | None = None,
                  metrics: Settings | MetricsConfig | None = None, logs: Settings | LogsConfig | None = None,
@@ -92,9 +93,9 @@ class Train:
             "run": run, "data": reading, "model": model, "objective": objective, "optimizer": optimizer,
             "schedule": schedule, "batch": batch, "parallel": parallel, "steps": steps, "seed": seed,
             "precision": precision, "fp8": fp8, "parameters": parameters, "tf32": tf32, "reproducible": reproducible,
-            "compile": compile, "compile_cache": compile_cache, "memory": memory, "evaluation": evaluation,
-            "checkpoint": checkpoint, "guards": guards, "metrics": metrics, "logs": logs, "profile": profile,
-            "callbacks": callbacks, "elastic": elastic}
+            "compile": compile, "compile_cache": compile_cache, "run_ahead": run_ahead, "memory": memory,
+            "evaluation": evaluation, "checkpoint": checkpoint, "guards": guards, "metrics": metrics, "logs": logs,
+            "profile": profile, "callbacks": callbacks, "elastic": elastic}
         self.settings: dict[str, Setting] = {
             name: _written(value, name) for name, value in given.items() if value is not None}
 

@@ -91,7 +91,7 @@ def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
                       "elastic.max_workers=1")
     models: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    build, train_step, steps = parallel.build, loop.train_step, iter(range(1, 1000))
+    build, start_step, steps = parallel.build, loop.start_step, iter(range(1, 1000))
 
     def watched_build(*arguments: Any) -> Any:
         alive.append(sum(model() is not None for model in models))
@@ -103,12 +103,12 @@ def test_the_model_of_a_broken_generation_is_gone_before_the_next_is_built(
         step = next(steps)
         if step % 3 == 0 and step <= 3 * FAILURES:
             raise RuntimeError("Timed out waiting for a peer")
-        return train_step(*arguments, **named)
+        return start_step(*arguments, **named)
 
     monkeypatch.setattr(Coordinator, "_watch", lambda self: None)  # the real one asks Ray
     monkeypatch.setattr(warm, "warm_up", lambda *_, **__: None)  # would hide live objects from the garbage collector
     monkeypatch.setattr(parallel, "build", watched_build)
-    monkeypatch.setattr(loop, "train_step", failing_step)
+    monkeypatch.setattr(loop, "start_step", failing_step)
     if hang:
         monkeypatch.setattr(Watch, "explained", lambda self, error: HangError("rank 1 does not answer"))
     coordinator = Coordinator(settings.run_uri, settings.elastic, (1,), epoch=acquire(store(settings.run_uri)).epoch)

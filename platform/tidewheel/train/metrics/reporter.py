@@ -60,6 +60,7 @@ class Reporter:
             own_time=own_time, nvml=open_nvml(collectives.device))
         self._profiler = Profiler(config.profile, record.store, collectives.device) if self._rank == 0 else None
         self._sinks: Background | None = None
+        self._news: dict[int, list[tuple[str, dict[str, Any]]]] = {}  # of ranks' own times, by step
 
     def open(self, *, step: int, recorded: int) -> None:
         """Open the trackers on rank 0.
@@ -82,6 +83,17 @@ class Reporter:
         if self._profiler is not None:
             self._profiler.begin(step)
 
+    def measure(self, step: int, waited: float) -> None:
+        """Measure this rank's own time, for `step`; call it when the step is enqueued and no later one is.
+
+        All ranks call it, or none.
+
+        Args:
+            step: counts from 1.
+            waited: seconds of the wait for data.
+        """
+        self._news[step] = self._stragglers.step(waited)
+
     def step(self, step: int, figures: Mapping[str, Any], *, tokens: int, seconds: float, waited: float) -> None:
         """Report a step that is done.
 
@@ -95,7 +107,9 @@ class Reporter:
         Raises:
             ConfigError: the code of a tracker has a mistake.
         """
-        events = self._stragglers.step(waited)
+        if step not in self._news:
+            self.measure(step, waited)
+        events = self._news.pop(step)
         line = self._meter.step(step, tokens=tokens, seconds=seconds, waited=waited)
         if self._sinks is not None and line is not None:
             self._write({"step": step, "generation": self._generation, "world_size": self._world_size,

@@ -78,8 +78,7 @@ def pieces(sums: torch.Tensor) -> torch.Tensor:
 
 def value(total: torch.Tensor) -> torch.Tensor:
     """Return the value of summed `pieces`, an fp64 scalar, rounded in one fixed order."""
-    units = torch.tensor([2.0 ** (TOP - BITS * (place + 1)) for place in range(PLACES)], dtype=torch.float64)
     result = torch.zeros_like(total[0])
-    for part in (total * units.to(total.device)).flip(0).unbind():
-        result = result + part
+    for place in reversed(range(PLACES)):
+        result = result + total[place] * 2.0 ** (TOP - BITS * (place + 1))  # numbers of the host need no copy
     return result
