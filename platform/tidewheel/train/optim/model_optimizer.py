@@ -63,7 +63,7 @@ class ModelOptimizer:
         if unfused and skip is not None and bool(skip):
             return
         if factor is not None:
-            _multiply(unfused, factor)
+            multiply(unfused, factor)
         for part in self.parts:
             if is_fused(part):  # torch.amp.GradScaler sets the same attributes
                 part.grad_scale = None if factor is None else factor.reciprocal().float()  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def is_fused(part: torch.optim.Optimizer) -> bool:
     return bool(getattr(part, "_step_supports_amp_scaling", False))
 
 
-def _multiply(parts: Sequence[torch.optim.Optimizer], factor: torch.Tensor) -> None:
+def multiply(parts: Sequence[torch.optim.Optimizer], factor: torch.Tensor) -> None:
     """Multiply the gradients of the parameters of `parts`, in place: one pass that reads and writes all of them."""
     gradients = [parameter.grad for part in parts for group in part.param_groups for parameter in group["params"]
                  if parameter.grad is not None]
