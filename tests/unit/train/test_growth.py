@@ -113,10 +113,12 @@ def assert_same(whole: Path, folder: Path, tolerance: float = 0.0) -> None:
     assert audited.ok, audited.summary()
 
 
-def test_the_same_run_while_the_set_grows(whole: Path, tmp_path: Path):
+@pytest.mark.parametrize("ahead", ["false", "true"])
+def test_the_same_run_while_the_set_grows(whole: Path, tmp_path: Path, ahead: str):
+    """A run whose host runs ahead records the step before it waits for data."""
     folder = growing_folder(whole, tmp_path)
     pipeline = Pipeline(folder)
-    run(growing_config(folder), pipeline)
+    run(growing_config(folder, f"run_ahead={ahead}"), pipeline)
     assert pipeline.seen == [1, 3, 6]  # waves of 20, 20, 0 and 20 rows, batches of 8
     assert [kind for kind, _ in pipeline.events].count("data_came") == 3
     assert_same(whole, folder)  # the audit covers the published part, since there is no manifest yet

@@ -75,22 +75,21 @@ class AdamW8bit(TorchaoAdamW8bit):
 
     @torch.no_grad()
     def _step_on_device(self) -> None:
-        with torch._dynamo.utils.disable_cache_limit():  # as torchao does: there is one compilation for each shape
-            for group in self.param_groups:
-                held = [parameter for parameter in group["params"] if parameter.grad is not None]
-                if not held:
-                    continue
-                scale, skip = scale_and_skip(self, local(held[0]).device)
-                count_update([self.state[parameter]["step"] for parameter in held], skip)
-                settings = (group["lr"], *group["betas"], group["weight_decay"], group["eps"], scale, skip)
-                for parameter in held:
-                    weight, gradient, state = local(parameter), local(parameter.grad), self.state[parameter]
-                    first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
-                    if isinstance(first, OptimState8bit) and isinstance(second, OptimState8bit):
-                        _update_quantised(weight, gradient, state["step"], first.codes, first.scale, first.qmap,
-                                          second.codes, second.scale, second.qmap, *settings)
-                    elif weight.numel():
-                        _update(weight, gradient, state["step"], first, second, *settings)
+        for group in self.param_groups:
+            held = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not held:
+                continue
+            scale, skip = scale_and_skip(self, local(held[0]).device)
+            count_update([self.state[parameter]["step"] for parameter in held], skip)
+            settings = (group["lr"], *group["betas"], group["weight_decay"], group["eps"], scale, skip)
+            for parameter in held:
+                weight, gradient, state = local(parameter), local(parameter.grad), self.state[parameter]
+                first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
+                if isinstance(first, OptimState8bit) and isinstance(second, OptimState8bit):
+                    _update_quantised(weight, gradient, state["step"], first.codes, first.scale, first.qmap,
+                                      second.codes, second.scale, second.qmap, *settings)
+                else:
+                    _update(weight, gradient, state["step"], first, second, *settings)
 
 
 @kernel(dynamic=False)

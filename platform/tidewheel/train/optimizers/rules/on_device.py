@@ -21,7 +21,8 @@ P = ParamSpec("P")
 def kernel(*, dynamic: bool = True) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Return a decorator for an element-wise function that changes its arguments in place.
 
-    The function is one compiled kernel on a GPU. On CPU it runs as it is, because compiling takes too long there.
+    The function is one compiled kernel on a GPU. On CPU it runs as it is, because compiling takes too long there. It
+    does nothing if its first argument is empty, as on a rank without rows of a parameter.
 
     Args:
         dynamic: whether one compilation serves all shapes.
@@ -30,7 +31,8 @@ def kernel(*, dynamic: bool = True) -> Callable[[Callable[P, None]], Callable[P,
         @wraps(function)
         def run(*arguments: P.args, **named: P.kwargs) -> None:
             first: Any = arguments[0]
-            (_compiled(function, dynamic) if _compiles(first.device) else function)(*arguments, **named)
+            if first.numel():
+                (_compiled(function, dynamic) if _compiles(first.device) else function)(*arguments, **named)
 
         return run
     return decorator
@@ -42,7 +44,15 @@ def _compiles(device: torch.device) -> bool:
 
 @cache
 def _compiled(function: Callable[..., None], dynamic: bool) -> Callable[..., None]:
-    return torch.compile(function, fullgraph=True, dynamic=dynamic)
+    from torch._dynamo.utils import disable_cache_limit
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+
+    def run(*arguments: Any, **named: Any) -> None:
+        with disable_cache_limit():  # as torchao does: there are only as many variants as shapes and settings
+            compiled(*arguments, **named)
+
+    return run
 
 
 def scale_and_skip(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
