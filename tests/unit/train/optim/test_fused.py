@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.benchmarks import host_syncs
 from tests.device_counters import DEVICE, device_that_counts
 from tests.unit.train.optim.test_optimizers import KINDS, SHAPES, Weights, made
 from tidewheel.train import optimizers
@@ -153,6 +154,14 @@ def test_the_host_does_not_wait_in_an_update(kind: str, monkeypatch: pytest.Monk
         limits = {"adafactor": (2, 0), "adamw": (1, 1)}
         assert (read, written) <= limits.get(kind, (1, 1))
         assert read >= 1, "otherwise nothing was counted"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_for_nothing_but_its_result(kind: str):
+    """From the backward pass on, the gradients are read for their norm and in the update."""
+    counted = host_syncs.count("debug", kind, "fused")
+    assert counted.syncs == 0
+    assert 2 <= counted.gradient_reads <= (3 if kind == "adafactor" else 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
