@@ -125,13 +125,13 @@ def scale_training(folder: Path, address: str, watch: Watch) -> dict[str, float]
         from tidewheel.elastic.worker import run_worker
         from tidewheel.train import loop
 
-        step = loop.train_step
+        step = loop.start_step
 
         def slow_step(*arguments: Any, **named: Any) -> Any:
             time.sleep(0 if hurry.exists() else STEP_SECONDS)
             return step(*arguments, **named)
 
-        loop.train_step = slow_step
+        loop.start_step = slow_step
         return run_worker(settings)
 
     def on_progress(progress: dict[str, Any]) -> None:

@@ -64,13 +64,13 @@ def paced(seconds: float, done: Path) -> None:
     """Make every step of this process take `seconds` longer until the file `done` exists."""
     from tidewheel.train import loop
 
-    step = loop.train_step
+    step = loop.start_step
 
     def slow_step(*arguments: Any, **named: Any) -> Any:
         time.sleep(0 if done.exists() else seconds)
         return step(*arguments, **named)
 
-    loop.train_step = slow_step
+    loop.start_step = slow_step
 
 
 def ours(config: TrainConfig, seconds: float, done: Path) -> None:
