@@ -183,8 +183,8 @@ class Loop:
                 pending = None
                 continue
             started = self._start(step)
-            if pending is not None and not self._end(pending):
-                pending = None  # and `started` is dropped
+            if pending is not None and not self._end(pending, behind=started):
+                pending = None
                 continue
             pending = started
             if self._ahead.waits_for(step):
@@ -210,8 +210,13 @@ class Loop:
             started.result()
         return Pending(step, started, self._recording.digest.start(batch.ids), training.optimizer.learning_rate)
 
-    def _end(self, pending: Pending) -> bool:
-        """Wait for a step and do what follows it; return whether the run continues behind it and does not go back."""
+    def _end(self, pending: Pending, behind: Pending | None = None) -> bool:
+        """Wait for a step and do what follows it; return whether the run continues behind it and does not go back.
+
+        Args:
+            pending: the step.
+            behind: the next step, if it has started; it is dropped if the run goes back.
+        """
         training, progress, step = self._training, self._training.progress, pending.step
         result, spent = pending.started.result(), training.spent_on(step)
         if training.loss_scale is not None:
@@ -222,6 +227,8 @@ class Loop:
         self._guarding.check(step, result, digest)
         goes_back = result.verdict.action == "rollback"
         if goes_back:
+            if behind is not None:
+                behind.started.drop()
             self._recording.batch(step, digest)
             self._guarding.roll_back(step, result.verdict)
             self._ahead.restart()

@@ -99,6 +99,10 @@ class StartedStep:
             self._result = StepResult.of(values[:-4], verdict, self._metrics)
         return self._result
 
+    def drop(self) -> None:
+        """Wait until the device is done with a step that does not count, so that its tensors may be replaced."""
+        self._values()
+
 
 def start_step(model: ParallelModel, optimizer: ModelOptimizer, micro_batches: Sequence[MicroBatch],
                collectives: Collectives, *, virtual_ranks: int, clip_norm: float = 0.0,

@@ -79,6 +79,10 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 recorded.append(f"read {self._number}")
             return self._started.result()
 
+        def drop(self) -> None:
+            recorded.append(f"drop {self._number}")
+            self._started.drop()
+
     def start_step(*arguments: Any, **named: Any) -> StartedStep:
         number = 1 + sum(entry.startswith("start") for entry in recorded)
         recorded.append(f"start {number}")
@@ -129,6 +133,7 @@ def test_a_bad_step_is_withheld_though_the_next_has_started(folder: Path, policy
     before = STEPS + 3 if "rollback" in policy else STEPS  # steps of the first run; 6 to 8 were done again
     assert order.index(f"start {before + 9}") < order.index(f"read {before + 8}")
     assert (f"read {before + 9}" in order) == ("rollback" not in policy)
+    assert [entry for entry in order if "drop" in entry] == [f"drop {before + 9}"] * ("rollback" in policy)
 
 
 def test_the_run_ends_one_step_later_if_a_guard_stops_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
