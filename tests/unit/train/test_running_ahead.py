@@ -17,7 +17,10 @@ import torch
 from tests.ranks import on_ranks
 from tests.unit.train.helpers import FileCheckpoints, Replaced, config, write_shards
 from tests.unit.train.test_bad_steps import events, log, plant, sequences, weights
-from tidewheel.elastic.trainer import fit_local
+from tidewheel import storage
+from tidewheel.checkpoint.manager import CheckpointManager
+from tidewheel.elastic.trainer import LocalControl, fit_local
+from tidewheel.jsonlog import JsonLog
 from tidewheel.train import loop
 from tidewheel.train.audit import audit
 from tidewheel.train.config import TrainConfig
@@ -62,6 +65,13 @@ def both(folder: Path, name: str, *overrides: str, run: Callable[[TrainConfig], 
         np.testing.assert_array_equal(mine[tensor], theirs[tensor], err_msg=tensor)
     assert all(audit(settings.run_uri).ok for settings in pair)
     return pair
+
+
+def in_step(settings: TrainConfig) -> None:
+    """Run with saves that are committed before the next step, so that a rollback finds the newest."""
+    run_store = storage.store(settings.run_uri)
+    train(settings, Runtime(checkpoints=CheckpointManager(run_store.child("checkpoints"), asynchronous=False),
+                            control=LocalControl(JsonLog(run_store, "events.jsonl"), None)))
 
 
 @pytest.fixture
@@ -127,7 +137,7 @@ def test_a_bad_step_is_withheld_though_the_next_has_started(folder: Path, policy
                                                             monkeypatch: pytest.MonkeyPatch):
     """The step behind a bad one was computed from the weights before it; a rollback drops it without a record."""
     plant({sequences(folder, 8)[2]: wrong}, monkeypatch)
-    settings, _ = both(folder, policy.replace("=", "-"), policy)
+    settings, _ = both(folder, policy.replace("=", "-"), policy, run=in_step)
     assert [detail["step"] for detail in events(settings, "guard")] == [8]
     assert bool(events(settings, "rollback")) == ("rollback" in policy)
     before = STEPS + 3 if "rollback" in policy else STEPS  # steps of the first run; 6 to 8 were done again
