@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,44 @@ from tidewheel.parts import calling
 
 HeadObjective = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 """From normalised hidden states [B, L, D] and the output layer to the loss and its metrics."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose result may have a higher precision than its weight."""
+
+    output_dtype: torch.dtype | None = None
+    """Dtype of the result; default: that of the weight."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return look_up(tokens, self.weight, self.output_dtype)
+
+
+def look_up(rows: torch.Tensor, weight_VD: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the rows [..., D] of a matrix.
+
+    The gradients of tokens are added up in the dtype of the result, also if that of the matrix is lower.
+
+    Args:
+        rows: int64 [...].
+        weight_VD: the matrix.
+        dtype: of the result; default: that of the matrix.
+    """
+    if dtype is None or dtype == weight_VD.dtype:
+        return F.embedding(rows, weight_VD)
+    return _LookUp.apply(rows, weight_VD, dtype)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = weight_VD.shape[0]
+        return F.embedding(rows, weight_VD).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(grad_outputs[0], rows, ctx.size, -1, False), None
 
 
 class RMSNorm(nn.Module):
@@ -119,7 +158,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Model, vocabulary_size: int, loss: LossConfig | None = None) -> None:
         super().__init__()
         self.config, self.vocabulary_size = config, vocabulary_size
-        self.embedding: nn.Embedding | None = nn.Embedding(vocabulary_size, config.dim)
+        self.embedding: Embedding | None = Embedding(vocabulary_size, config.dim)
         with calling(config):
             self.blocks = nn.ModuleList(config.block() for _ in range(config.num_layers))
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_epsilon)

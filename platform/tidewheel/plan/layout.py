@@ -65,8 +65,14 @@ class Job:
         return 4 if self.config.precision == "fp32" else 2
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a parameter that FSDP2 gathers: in the products' dtype, except in reproducible mode."""
+        lowered = self.config.precision != "fp32" and not self.config.reproducible
+        return 2 if lowered else self.weight_bytes
+
+    @property
     def residual_bytes(self) -> int:
-        """Bytes of an element of the residual stream, which has the embedding's dtype."""
+        """Bytes of an element of the residual stream, which has the dtype of the parameters."""
         return self.weight_bytes
 
     @property
@@ -114,6 +120,11 @@ class Layout:
     def reduces_once(self) -> bool:
         """Whether unsharded gradients are kept between the micro-batches of a step (`parallel.reduce: step`)."""
         return self.parallel.pipeline > 1 or self.parallel.reduce == "step"
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of a gradient while it is summed over data-parallel ranks."""
+        return 2 if self.parallel.reduce_dtype == "bf16" else GRADIENT_BYTES
 
     def in_flight(self) -> float:
         """Return the number of micro-batches whose activations the first pipeline rank keeps at once.
@@ -183,3 +194,53 @@ def shares(job: Job, layout: Layout) -> list[Share]:
         ranks.append(Share(rank, sum(len(stage.blocks) for stage in mine), any(s.first for s in mine),
                            any(s.last for s in mine), held))
     return ranks
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a pipeline rank before data parallelism, by the unit that FSDP2 gathers."""
+
+    block: float
+    """Of one block."""
+    blocks: float
+    """Of all blocks."""
+    embedding: float
+    """Of the embedding; 0 if it is tied to an output matrix on the same rank."""
+    output: float
+    """Of the final norm and the output matrix, tied or not."""
+    is_tied: bool
+    """Whether the output matrix is the embedding of the same rank."""
+
+    @property
+    def ends(self) -> float:
+        """Parameters outside the blocks."""
+        return self.embedding + self.output
+
+    @property
+    def whole(self) -> float:
+        """All parameters."""
+        return self.blocks + self.ends
+
+    @property
+    def first(self) -> float:
+        """Parameters of the unit that the forward pass gathers first, and the backward pass reduces last."""
+        if self.is_tied or not self.blocks:
+            return self.embedding or self.output
+        return self.embedding or self.block
+
+
+def held(job: Job, layout: Layout, share: Share) -> Held:
+    """Return the parameters of a pipeline rank, before data parallelism.
+
+    Args:
+        job: the run.
+        layout: its layout.
+        share: the pipeline rank's part of the model.
+    """
+    tensor = layout.parallel.tensor
+    block = job.block_matrices / tensor + job.block_norms
+    matrix = job.vocabulary_matrix / tensor
+    # a last stage of its own has a copy of a tied embedding
+    is_tied = job.model.tie_embeddings and share.first and share.last and layout.parallel.pipeline == 1
+    output = share.last * (job.model.dim + matrix)
+    return Held(block, share.blocks * block, 0.0 if is_tied else share.first * matrix, output, is_tied)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
 
 WHOLE_LOGITS_BYTES, CHUNK_TOKENS = 1 << 28, 4096
 """Above this many bytes, logits are computed for `CHUNK_TOKENS` tokens at a time; as in `models.loss`, which needs
@@ -25,8 +25,8 @@ class Memory:
     """Parameters that the optimizer updates (zero3: this rank's rows), or unsharded ones where ranks compute with their
     own."""
     copies: float
-    """Copies that stay between passes: rows beside gathered parameters (zero2), the gathered embedding and output
-    (zero3), 16-bit casts that autocast keeps (ddp, zero1)."""
+    """Copies that stay between passes: rows beside gathered parameters (zero2), the gathered output matrix (zero3),
+    16-bit casts that autocast keeps (ddp, zero1)."""
     gradients: float
     """Gradients between micro-batches."""
     optimizer: float
@@ -66,49 +66,42 @@ def of_share(job: Job, layout: Layout, share: Share) -> Memory:
         share: the pipeline rank's part of the model.
     """
     parallel, weight = layout.parallel, job.weight_bytes
-    block = job.block_matrices / parallel.tensor + job.block_norms
-    ends = _ends(job, layout, share)
-    blocks = share.blocks * block
-    whole, shards = blocks + ends, layout.shards
+    parts = held(job, layout, share)
+    block, whole, shards = parts.block, parts.whole, layout.shards
     host = layout.sharded and parallel.offload
-    gathered = 2 if job.config.precision != "fp32" else weight  # FSDP2 gathers blocks in the products' dtype
+    gathered = job.gathered_bytes
     loss_gradient = _output_gradient(job, layout, share)
     if layout.sharded:
         rows = whole / shards
         keeps = parallel.data == "zero2"
-        parameters = (blocks * gathered + ends * weight) if keeps else rows * weight
-        copies = rows * weight if keeps else ends * weight
+        parameters = whole * gathered if keeps else rows * weight
+        copies = rows * weight if keeps else parts.output * gathered
         if host:
             parameters, copies = (parameters, 0.0) if keeps else (0.0, copies)
         # gradients are accumulated in fp32 until they are reduced
         waiting = layout.reduces_once and layout.micro_batches > 1
         gradients = GRADIENT_BYTES * (whole if waiting else 0.0 if host else rows)
-        moving = 0.0 if keeps else 2 * block * gathered  # the block in use and the one being prefetched
+        # the unit in use and the one being prefetched: two blocks, or the embedding and the first block
+        moving = 0.0 if keeps else (block + max(block, parts.embedding)) * gathered
         if not waiting:
             block_gradient = GRADIENT_BYTES if weight == 2 else gathered
-            moving += block * (block_gradient + 4)  # its gradient; the previous block's in fp32, which is being reduced
-            loss_gradient += ends * GRADIENT_BYTES  # embedding and output, until the backward pass ends
+            moving += block * (block_gradient + layout.reduced_bytes)  # its gradient, and the previous one's in transit
+            # the output matrix's, then the embedding's
+            loss_gradient += max(parts.output, parts.embedding) * GRADIENT_BYTES
         optimizer = 0.0 if host else rows * job.optimizer_bytes
     else:
         ranks = layout.data * parallel.context
         rows = whole / ranks if parallel.data == "zero1" else whole
         parameters, gradients, optimizer = whole * weight, whole * GRADIENT_BYTES, rows * job.optimizer_bytes
         copies = _casts(job, layout, share, block)
-        flat = 4.0 * whole if ranks > 1 else 0.0  # fp32 buckets of the all-reduce, all kept until the last one returns
-        moving = flat
+        # buckets of the all-reduce, all kept until the last one returns
+        moving = layout.reduced_bytes * whole if ranks > 1 else 0.0
     again = max(0.0, kept_per_token(job, layout, "none") - kept_per_token(job, layout))
     tokens = layout.micro_sequences * job.sequence_length / parallel.context
     activations = tokens * (share.in_flight * share.blocks * _average_kept(job, layout) + again)
     activations += _stage_ends(job, layout, share, tokens)
     logits = (_logits(job, layout, tokens) if share.last else 0.0) + loss_gradient
     return Memory(parameters, copies, gradients, optimizer, activations, logits, moving)
-
-
-def _ends(job: Job, layout: Layout, share: Share) -> float:
-    """Return the parameters of this rank's embedding, final norm and output."""
-    matrix = job.vocabulary_matrix / layout.parallel.tensor
-    tied = job.model.tie_embeddings and share.first
-    return share.first * matrix + share.last * (job.model.dim + (0.0 if tied else matrix))
 
 
 def _casts(job: Job, layout: Layout, share: Share, block: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tidewheel.plan import communication
 from tidewheel.plan.communication import Axis
 from tidewheel.plan.hardware import ClusterConfig, Gpu
-from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, shares
+from tidewheel.plan.layout import GRADIENT_BYTES, Job, Layout, Share, held, shares
 
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward pass over its forward pass: flash attention recomputes the scores (arXiv:2205.14135,
@@ -81,20 +81,17 @@ def step_time(job: Job, layout: Layout, cluster: ClusterConfig) -> StepTime:
 def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> StepTime:
     p, number, gpu = layout.parallel, layout.micro_batches, cluster.kind
     forward, backward = passes(job, layout, cluster, share)
-    held = share.blocks * (job.block_matrices / p.tensor + job.block_norms)
-    held += (share.first + share.last) * job.vocabulary_matrix / p.tensor
-    if job.model.tie_embeddings and p.pipeline == 1:
-        held -= job.vocabulary_matrix / p.tensor
+    parameters = held(job, layout, share)
     found = communication.groups(cluster, layout)
     axes = (communication.tensor_axis(job, layout, share, found["tensor"]),
             communication.context_axis(job, layout, share, found["context"]),
             communication.pipeline_axis(job, layout, cluster, found["pipeline"]),
-            communication.data_axis(job, layout, held, share.blocks, found, forward, backward))
+            communication.data_axis(job, layout, parameters, found, forward, backward))
     waiting = bubble(p.pipeline_schedule, p.pipeline, number, p.stages_per_rank)
     compute = number * (forward + backward)
     inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context"))  # stretches every pass
     outside = sum(axis.exposed for axis in axes) - inside
-    update = optimizer_seconds(job, layout, held, gpu)
+    update = optimizer_seconds(job, layout, parameters.whole, gpu)
     seconds = ((compute + inside) / (1 - waiting) + outside + update) / cluster.efficiency
     tokens = job.config.batch.global_sequences * job.sequence_length
     flops = job.model.flops_per_token(job.vocabulary_size, job.sequence_length) * tokens

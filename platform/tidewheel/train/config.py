@@ -328,6 +328,9 @@ class TrainConfig(Config):
         """Return the hash of what decides the result: not where the run writes, nor the cluster and layout, nor how
         often it saves."""
         values = self.decisive()
+        reduce_dtype = values.get("parallel", {}).get("reduce_dtype")
+        if reduce_dtype is not None:  # the one setting of the layout that rounds
+            values["reduce_dtype"] = reduce_dtype
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
                       "profile", "logs", "callbacks"):
             values.pop(group, None)

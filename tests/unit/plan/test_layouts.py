@@ -82,7 +82,7 @@ def test_why_meshes_are_refused(seventy: tuple[Job, ClusterConfig, Ranking]):
     assert reasons["TP 1 x PP 1 x DP 256"][0] == (
         "256 data-parallel ranks do not divide batch.virtual_ranks 32; nearest that do: 32")
     assert "82 pieces of the model" in reasons["TP 1 x PP 128 x DP 2"][0]
-    assert "needs 90" in reasons["TP 1 x PP 8 x DP 32"][0]
+    assert "needs 86.6 GB" in reasons["TP 1 x PP 8 x DP 32"][0]
     assert reasons["TP 1 x PP 8 x DP 32"][1] == "TP 2 x PP 8"
 
 

@@ -24,18 +24,12 @@ from tidewheel.train.micro_batch_share import MicroBatchShare
 from tidewheel.train.objective import Objective
 from tidewheel.train.parallel import context as context_parallel
 from tidewheel.train.parallel import legal, tensor
-from tidewheel.train.parallel.data_parallel import (
-    FullyShard,
-    Replicated,
-    ShardedOptimizer,
-    SingleProcess,
-    blocks,
-    local,
-)
+from tidewheel.train.parallel.data_parallel import Replicated, ShardedOptimizer, SingleProcess, blocks, local
+from tidewheel.train.parallel.fully_shard import FullyShard
 from tidewheel.train.parallel.mesh import DIMS, GRADIENTS, Mesh, dimensions
 from tidewheel.train.parallel.pipeline import Pipeline, cut
 from tidewheel.train.parallel.stages import stages
-from tidewheel.train.precision import sharded_precision
+from tidewheel.train.precision import REDUCED, sharded_precision
 from tidewheel.train.reproducible.exchange import Group, OrderedSum
 from tidewheel.train.reproducible.gradient_order import GradientOrder
 from tidewheel.train.runtime import Runtime
@@ -292,14 +286,15 @@ def parallelize(part: Decoder, config: TrainConfig, mesh: Mesh, device: torch.de
         ordered = {"order": order, "sums": lambda: OrderedSum(order, replicas)}
     if group is None:
         return Replicated(part, None, **ordered) if ordered else SingleProcess(part)
-    return ShardedOptimizer(part, group, **ordered) if parallel.data == "zero1" else Replicated(part, group, **ordered)
+    kind = ShardedOptimizer if parallel.data == "zero1" else Replicated
+    return kind(part, group, reduce_dtype=REDUCED[parallel.reduce_dtype], **ordered)
 
 
 def _fully_sharded(part: Decoder, config: TrainConfig, mesh: Mesh, shards: DeviceMesh, device: torch.device,
                    num_parameters: int, order: GradientOrder | None) -> FullyShard:
     parallel = config.parallel
     ordered: dict[str, Any] = {}
-    precision = sharded_precision(config.precision, device)
+    precision = sharded_precision(config.precision, device, REDUCED[parallel.reduce_dtype])
     if order is not None:
         near = Group.shards(mesh)
         far = Group.copies(mesh) if mesh.size("replicate") > 1 else None
@@ -332,6 +327,8 @@ def reduces_always(config: TrainConfig, mesh: Mesh, num_parameters: int) -> bool
         num_parameters: of the whole model.
     """
     reduce = config.parallel.reduce
+    if config.parallel.reduce_dtype == "bf16" and config.parallel.replicate > 1:
+        return False  # FSDP2 would add up micro-batches in bf16 before the all-reduce over replicas
     return (config.parallel.fully_sharded and mesh.size("shard", "context") > 1
             and (reduce == "micro_batch" or (reduce == "auto" and _large(config, num_parameters))))
 

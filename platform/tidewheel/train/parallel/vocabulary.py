@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tidewheel.models.config import LossConfig
+from tidewheel.models.decoder import look_up
 from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy
 
 
@@ -35,6 +36,9 @@ class VocabularyEmbedding(nn.Module):
     computes that of its own rows.
     """
 
+    output_dtype: torch.dtype | None = None
+    """Dtype of the result; default: that of the weight."""
+
     def __init__(self, weight: torch.Tensor, mesh: DeviceMesh) -> None:
         super().__init__()
         self.weight, self.mesh = shard_rows(weight, mesh), mesh
@@ -43,7 +47,7 @@ class VocabularyEmbedding(nn.Module):
         """Return the embeddings [B, L/T, D] of int64 [B, L]; L must be a multiple of T."""
         weight_SD = _local(self.weight)
         row_BL, here_BL = _own_rows(tokens_BL, weight_SD.shape[0], self.mesh)
-        part_BLD = F.embedding(row_BL, weight_SD) * here_BL[..., None]
+        part_BLD = look_up(row_BL, weight_SD, self.output_dtype) * here_BL[..., None]
         part = DTensor.from_local(part_BLD, self.mesh, [Partial()], run_check=False)
         return part.redistribute(placements=[Shard(1)]).to_local()
 
