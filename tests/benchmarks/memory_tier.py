@@ -38,8 +38,9 @@ from tidewheel.checkpoint.memory_tier.protocol import Address
 from tidewheel.checkpoint.memory_tier.restore import inventory, load, newest_complete
 from tidewheel.checkpoint.memory_tier.slots import SLOTS_PER_WORKER
 from tidewheel.console import print_table
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 
 WANTED = 0.05
 WAIT_STEPS = 60

@@ -6,8 +6,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +143,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder from tokens to logits, or to a loss if targets are given.
 
-    Parameters are uninitialised, because the module may be built on the meta device; `init_parameter` gives their
+    Parameters are uninitialised, because the module may be built on the meta device; `initial_values` has their
     initial values. A pipeline stage is a decoder with fewer blocks. Without `embedding` it takes the residual stream
     in the place of tokens; without `norm` it returns the residual stream.
 
@@ -241,27 +239,3 @@ def next_tokens(tokens: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor
     inside = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
     targets[:, :-1] = torch.where(inside, tokens[:, 1:], IGNORED)
     return targets
-
-
-def init_parameter(name: str, shape: torch.Size, config: Model, seed: int) -> torch.Tensor:
-    """Return the initial value of one whole parameter, fp32 on CPU. It depends on seed, name and shape alone.
-
-    Norm weights are 1 and biases 0. Matrices are normal with standard deviation `config.weight_std`. As in GPT-2, that
-    of projections into the residual stream is divided by sqrt(2 num_layers), so its variance does not grow with depth.
-
-    Args:
-        name: name in the whole model, "blocks.0.attention.wq.weight".
-        shape: of the whole parameter.
-        config: the model family's settings.
-        seed: of the run.
-    """
-    if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    if name.endswith(".bias"):
-        return torch.zeros(shape)
-    std = config.weight_std
-    if name.endswith(config.RESIDUAL_OUTPUTS):
-        std /= math.sqrt(2 * config.num_layers)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -19,8 +19,9 @@ from tidewheel.config import build
 from tidewheel.elastic.trainer import fit_local
 from tidewheel.errors import ConfigError
 from tidewheel.models import families, huggingface
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.plan.layout import Job, Layout
 from tidewheel.plan.memory import kept_per_token
 from tidewheel.train.config import TrainConfig

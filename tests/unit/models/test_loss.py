@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tidewheel.models.config import LossConfig
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.models.loss import IGNORED, WHOLE_BYTES, chunk_rows, cross_entropy, linear_cross_entropy
 
 N, D, V = 37, 16, 50

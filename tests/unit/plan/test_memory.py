@@ -12,8 +12,9 @@ from tests.benchmarks.memory_table import MODELS, STAGES, measure
 from tests.benchmarks.pipeline_schedules import in_flight, timeline
 from tidewheel.config import build
 from tidewheel.models import loss
-from tidewheel.models.decoder import Decoder, init_parameter
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.plan import layout as layout_module
 from tidewheel.plan import memory as memory_module
 from tidewheel.plan.layout import Job, Layout, shares

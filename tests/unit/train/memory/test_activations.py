@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
+from tidewheel.models.decoder import Decoder, next_tokens
 from tidewheel.models.families import Llama
+from tidewheel.models.initial_values import init_parameter
 from tidewheel.train import memory
 from tidewheel.train.memory import MemoryConfig
 
