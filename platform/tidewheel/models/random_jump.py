@@ -21,7 +21,7 @@ WORDS, MIDDLE, LOW_BITS, TWIST = 624, 397, 31, 0x9908B0DF
 DEGREE = 32 * WORDS - LOW_BITS
 BLOCK = 16
 """torch makes 16 normal values from 16 draws, by the Box-Muller transform."""
-DRAWN = 1 << 22
+DRAWN = 1 << 20
 """Up to this position it is faster to draw all values than to jump."""
 
 

@@ -49,7 +49,7 @@ class VocabularyEmbedding(nn.Module):
         row_BL, here_BL = _own_rows(tokens_BL, weight_SD.shape[0], self.mesh)
         part_BLD = look_up(row_BL, weight_SD, self.output_dtype) * here_BL[..., None]
         part = DTensor.from_local(part_BLD, self.mesh, [Partial()], run_check=False)
-        return part.redistribute(placements=[Shard(1)]).to_local()
+        return part.redistribute(placements=[Shard(1)]).to_local().clone()  # FSDP2 cannot guard a view
 
 
 def whole_logits(x_BLD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
