@@ -131,7 +131,8 @@ ROWS: list[Row] = [
     Row("3-D: PP 2 x CP 2 x zero2 2", 8, ("parallel.pipeline=2", "parallel.context=2", "parallel.data=zero2")),
     Row("3-D: TP 2 x PP 2 x CP 2", 8, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2")),
 ]
-"""Rows of the table, with 1, 2, 4 or 8 ranks. A layout that the configuration refuses is an error, not a missing row."""
+"""Rows of the table, with 1, 2, 4 or 8 ranks. A layout that the configuration refuses is an error, not a missing
+row."""
 
 
 def settings(folder: Path, name: str, steps: int, overrides: Sequence[str]) -> TrainConfig:

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.initial_values [--preset 70b] [--ranks 256]
 
-The layer is one block of the preset, sharded by rows over N ranks. `whole` draws every matrix and keeps the rank's rows,
-`rows` draws the rows of the middle rank alone. The values are compared. Figures are CPU seconds.
+The layer is one block of the preset, sharded by rows over N ranks. `whole` draws every matrix and keeps the rows of the
+middle rank, `rows` draws these rows alone. The values are compared. Figures are CPU seconds.
 """
 
 from __future__ import annotations
