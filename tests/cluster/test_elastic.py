@@ -305,6 +305,7 @@ def test_a_worker_that_fails_is_left_out_and_a_new_one_of_its_node_is_probed_and
     assert [event["detail"]["node"] for event in events(config, "worker_readmitted")] == [victim]
 
 
+@pytest.mark.long  # `test_ray_workers.py` and `test_left_out.py` leave such a worker out without Ray
 def test_a_node_on_which_workers_cannot_start_is_excluded(cluster, shards, tmp_path):
     """A package may be missing there, for example. The other workers train the run."""
     while len(cluster.nodes) < 2:
