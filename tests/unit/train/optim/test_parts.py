@@ -22,7 +22,7 @@ from tidewheel.train import callbacks, objectives, optimizers, schedules, tracke
 from tidewheel.train.config import TrainConfig
 from tidewheel.train.optim.build import build_optimizer, training_state
 from tidewheel.train.starts import settings_of
-from tidewheel.workflow.kinds import TrainKind
+from tidewheel.workflow.model_kinds import TrainKind
 
 PACKAGE = Path(tidewheel.__file__).parent
 KINDS = [optimizers.KIND, schedules.KIND, objectives.KIND, trackers.KIND, callbacks.KIND, rewards.KIND]
