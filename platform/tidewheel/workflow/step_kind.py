@@ -89,6 +89,13 @@ class Sparse:
 
 
 def is_same(uri: str, key: str, expected: str) -> bool:
+    """Return whether a file exists and has the expected hash.
+
+    Args:
+        uri: its folder.
+        key: its key below the folder.
+        expected: content hash.
+    """
     try:
         return storage.store(uri).hash(key) == expected
     except FileNotFoundError:
@@ -104,6 +111,7 @@ def manifest_hash(uri: str) -> str:
 
 
 def folder_hash(uri: str, value: Any = None) -> str:
+    """Return the hash of all files of a folder and of a JSON value."""
     place = storage.store(uri)
     files = [[entry.key, place.hash(entry.key)] for entry in place.list()]
     return storage.content_hash(json.dumps([files, value], sort_keys=True).encode())
