@@ -66,6 +66,8 @@ class Careful(tw.Reward):
 
 
 Brief(max_words=3).key()
+with tw.RewardProcess(Brief(max_words=3), seconds=2) as process:
+    share = process.judge([tw.Sample("6 x 7?", "42")]).mean
 tw.Train("a.yaml", callbacks=[Own(below=2.0)])
 tw.Train("a.yaml", callbacks=[3])  # wrong
 tw.callbacks.LogProgress(every_second=5)  # wrong
@@ -86,6 +88,7 @@ tw.rewards.Regex()  # wrong
 tw.rewards.JsonObject(required={"a": "int"})  # wrong
 tw.rewards.gsm8k()  # wrong
 Brief().judge(["an answer"])  # wrong
+tw.RewardProcess(Brief(), second=2)  # wrong
 """
 WRONG = {number for number, line in enumerate(CODE.splitlines(), 1) if line.endswith("# wrong")}
 

@@ -34,6 +34,7 @@ from tidewheel.train.config import ElasticConfig
 TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # Ray: 2. How soon a lost worker is replaced
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the coordinator handles drains: it saves before the deadline
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the run's logs/ keep what is printed; Ray would make it a record as well
 }
 """Settings of Ray Train for the driver, the controller and the workers, where the user has not set them."""
 

@@ -17,8 +17,9 @@ from tidewheel.autoscaler import can_grow
 from tidewheel.config import build
 from tidewheel.placement import matches
 from tidewheel.workflow.graph import Node
-from tidewheel.workflow.kinds import KINDS, Task
+from tidewheel.workflow.kinds import KINDS
 from tidewheel.workflow.records import StepLog
+from tidewheel.workflow.step_kind import Task
 
 
 def execute(task: Task, output: str, node_id: str) -> dict[str, Any]:

@@ -58,9 +58,19 @@ def test_the_command_evaluates_the_given_sets(run: TrainConfig, capsys: pytest.C
     assert run_command(["evaluate", run.run_uri + "-not"]) == 2
 
 
+class CountedEnd(threading.Event):
+    """The end of a watch, which waits for it between two looks."""
+
+    looks = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.looks += 1
+        return super().wait(timeout)
+
+
 def test_checkpoints_are_evaluated_as_they_are_committed(run: TrainConfig, tmp_path: Path):
     """A damaged checkpoint is skipped, and none is evaluated twice."""
-    uri, ended, events = run.run_uri, threading.Event(), list[tuple[str, dict]]()
+    uri, ended, events = run.run_uri, CountedEnd(), list[tuple[str, dict]]()
     copy = store(tmp_path / "run")
     for key in ("run.json", *(entry.key for entry in store(uri).list("checkpoints/step_00000003"))):
         copy.write(key, store(uri).read(key))
@@ -81,7 +91,10 @@ def test_checkpoints_are_evaluated_as_they_are_committed(run: TrainConfig, tmp_p
         copy.write(entry.key, content if entry.key.endswith(".json") else content[:-1] + bytes([content[-1] ^ 1]))
     while not events and time.monotonic() < until:
         time.sleep(0.05)
-    time.sleep(0.3)
+    looked = ended.looks
+    while ended.looks < looked + 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert ended.looks >= looked + 4
     assert thread.is_alive()
     assert not told(6)
     [(kind, detail)] = events  # told once, however often it is looked at

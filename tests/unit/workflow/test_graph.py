@@ -13,10 +13,12 @@ from tidewheel.data.filters.gopher_quality import GopherQuality
 from tidewheel.errors import ConfigError, InputError
 from tidewheel.parts import Kind
 from tidewheel.workflow import graph
-from tidewheel.workflow.kinds import KINDS, PipelineKind, Task
+from tidewheel.workflow.data_kinds import PipelineKind
+from tidewheel.workflow.kinds import KINDS
 from tidewheel.workflow.launch import RayLauncher
 from tidewheel.workflow.plan import rows
 from tidewheel.workflow.records import Records
+from tidewheel.workflow.step_kind import Task
 
 MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2}
 

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tidewheel import hub
 from tidewheel.data import readers
 from tidewheel.data.config import PipelineConfig, ReadConfig
 from tidewheel.data.reader import AUTO, reader_of
-from tidewheel.data.stages import code_tree, dataset_folder, hub_commits
+from tidewheel.data.stages import code_tree, dataset_folder, input_versions
 from tidewheel.errors import InputError, StorageError
 from tidewheel.storage import Stamp, Store, content_hash, is_remote, store
+from tidewheel.stores import versioned
 
 _PARALLEL_LOOKUPS = 16
 _WILD = "*?["
@@ -90,7 +90,7 @@ def source_files(config: PipelineConfig, input: str, output: str, commits: Mappi
         config: the recipe.
         input: URI that relative paths are resolved against.
         output: URI of the output; files below it are not input.
-        commits: commits of hub data sets, from `hub_commits.resolved`.
+        commits: versions of data sets, from `input_versions.resolved`.
 
     Raises:
         StorageError: a folder is missing, or storage fails.
@@ -159,7 +159,7 @@ def _bundled(matches: Sequence[_Match], read: ReadConfig) -> Sources:
 
 def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits: Mapping[str, str]) -> list[_Match]:
     is_relative = not ("://" in pattern or pattern.startswith(("/", "~")))
-    pattern = hub_commits.at_commit(pattern, commits)
+    pattern = input_versions.at_commit(pattern, commits)
     folder = _folder(pattern, input, is_relative)
     if folder is not None:
         place, prefix = folder
@@ -171,9 +171,9 @@ def _of_pattern(pattern: str, read: ReadConfig, input: str, output: str, commits
         keys = place.glob(rest)
     keys = [key for key in keys if not f"{place.at(key)}/".startswith(f"{output}/")]
     if not keys:
-        raise InputError(f"no file matches {pattern!r}", where=hub_commits.as_given(place.uri, commits),
+        raise InputError(f"no file matches {pattern!r}", where=input_versions.as_given(place.uri, commits),
                          fix="correct --input or read.paths; patterns know *, ? and ** for any folders")
-    return [_Match(place, key, key if is_relative else hub_commits.as_given(place.at(key), commits)) for key in keys]
+    return [_Match(place, key, key if is_relative else input_versions.as_given(place.at(key), commits)) for key in keys]
 
 
 def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | None:
@@ -185,9 +185,8 @@ def _folder(pattern: str, input: str, is_relative: bool) -> tuple[Store, str] | 
         prefix = "/".join(part for part in pattern.split("/") if part not in ("", "."))
         if ".." in prefix.split("/"):
             return None
-    elif hub.is_hub(pattern):
-        named = hub.parse(pattern)
-        place = store(hub.HubUri(named.id, named.revision, "").repository)
+    elif (named := versioned(pattern)) is not None:
+        place = store(named.root)
         prefix = named.path
     else:
         place, prefix = _locate(pattern.rstrip("/"), input, is_relative)

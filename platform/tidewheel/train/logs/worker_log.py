@@ -230,7 +230,7 @@ def _handling(handler: logging.Handler, level: str, *, capture: bool) -> Iterato
 
 def _prints(handler: logging.Handler) -> bool:
     """Return whether a handler writes to standard output or standard error, as Ray's do in its workers."""
-    if type(handler) is not logging.StreamHandler:
+    if not isinstance(handler, logging.StreamHandler):
         return False
     with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream without a descriptor
         return handler.stream.fileno() in (1, 2)

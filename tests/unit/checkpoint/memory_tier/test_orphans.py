@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,26 @@ class Cluster:
             agent.stop()
 
 
+class Looks:
+    """Counts how often each agent of a cluster has looked whether to upload, and waits for more of these."""
+
+    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._counts = Counter[Any]()
+        self._agents = cluster.agents
+        check = orphan_upload.OrphanUpload.check
+
+        def counted(upload: orphan_upload.OrphanUpload, agent: Agent, active: bool) -> None:
+            check(upload, agent, active)
+            self._counts[agent.address] += 1
+
+        monkeypatch.setattr(orphan_upload.OrphanUpload, "check", counted)
+
+    def wait(self, count: int) -> None:
+        """Wait until each agent has looked `count` more times."""
+        before = Counter(self._counts)
+        until(lambda: all(self._counts[agent.address] >= before[agent.address] + count for agent in self._agents))
+
+
 class Gate:
     """Uploads read no further while it is closed."""
 
@@ -114,10 +135,11 @@ def test_all_but_the_newest_step_goes_at_once_and_that_goes_when_it_is_in_storag
 
 
 @pytest.mark.parametrize("cluster", [NEVER], indirect=True)
-def test_a_driver_that_ends_lets_its_agents_go_without_a_wait(cluster):
+def test_a_driver_that_ends_lets_its_agents_go_without_a_wait(cluster, monkeypatch):
+    looks = Looks(cluster, monkeypatch)
     worker = cluster.keep(1, 2)
     cluster.abandon()
-    time.sleep(2.5)
+    looks.wait(2)
     assert cluster.slots() == SLOTS_PER_WORKER + REPLICA_SLOTS, "a worker is still there"
     worker.close()
     until(lambda: all(agent.stopped.is_set() for agent in cluster.agents))
@@ -164,12 +186,13 @@ def test_an_upload_stops_when_a_newer_generation_asks_what_there_is(cluster, mon
     assert not any(agent.stopped.is_set() for agent in cluster.agents)
 
 
-def test_what_is_being_loaded_is_not_taken_away(cluster):
+def test_what_is_being_loaded_is_not_taken_away(cluster, monkeypatch):
+    looks = Looks(cluster, monkeypatch)
     cluster.keep(1, 2).close()
     found = candidates(inventory([agent.address for agent in cluster.agents], TOKEN, generation=1))[0]
     reader = PartReader(found.copies[0], TOKEN, None)
     reader.describe()
-    time.sleep(3)  # much longer than `upload_seconds`
+    looks.wait(3)  # a second apart: much longer than `upload_seconds`
     assert cluster.held() == [(0, 1), (0, 2)]
     reader.close()
     until(lambda: cluster.committed() == [2])
