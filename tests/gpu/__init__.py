@@ -1,0 +1,24 @@
+"""Tests that need a CUDA device, and the command that runs all tests marked gpu: `python -m tests.gpu`.
+
+Tests of one part on both devices stay beside the part's other tests; they have the mark too. The files that contain the
+mark are collected by name, so that no other file of the tests is imported: a machine with a GPU may lack Ray and other
+packages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+MARK = "mark.gpu"
+
+
+def files() -> list[Path]:
+    """Return the files with tests marked gpu."""
+    return sorted(file for file in TESTS.rglob("test_*.py") if MARK in file.read_text())
+
+
+def command() -> list[str]:
+    """Return the arguments of Python that run these tests alone."""
+    paths = [str(file) for file in files()]
+    return ["-m", "pytest", "-m", "gpu", "-rfE", "-q", "--tb=short", "-p", "no:cacheprovider", *paths]
