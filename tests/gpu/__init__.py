@@ -7,7 +7,12 @@ packages.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidewheel.train.step import MicroBatch
 
 TESTS = Path(__file__).parents[1]
 MARK = "mark.gpu"
@@ -22,3 +27,11 @@ def command() -> list[str]:
     """Return the arguments of Python that run these tests alone."""
     paths = [str(file) for file in files()]
     return ["-m", "pytest", "-m", "gpu", "-rfE", "-q", "--tb=short", "-p", "no:cacheprovider", *paths]
+
+
+def on_gpu(micro: MicroBatch) -> MicroBatch:
+    """Return a micro-batch with its tensors on the GPU."""
+    import torch
+
+    tensors = {name: value.cuda() for name, value in vars(micro).items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(micro, **tensors)

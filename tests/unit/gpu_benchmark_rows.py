@@ -1,4 +1,4 @@
-"""Stands in for `tests.benchmarks.gpu.row_process` in tests of the runner: rows that end in every way, without torch."""
+"""Stands in for `tests.benchmarks.gpu.row_process` in tests of the runner: rows that end in every way."""
 
 from __future__ import annotations
 

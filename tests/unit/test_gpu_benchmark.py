@@ -22,7 +22,7 @@ from tests.benchmarks.gpu.case import BATCHES, END_OF_DOCUMENT, Case, batches
 from tests.benchmarks.gpu.goals import GOALS
 from tests.benchmarks.gpu.gpu_tests import counts
 from tests.benchmarks.gpu.row_process import outcome
-from tests.benchmarks.gpu.rows import ROWS, Row, chosen
+from tests.benchmarks.gpu.rows import LARGE_GIB, ROWS, Row, chosen
 from tests.benchmarks.gpu.runner import Runner
 from tests.benchmarks.gpu.table import NO_GPU, page
 from tests.benchmarks.gpu.timing import flops_per_token, learning
@@ -41,27 +41,34 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_line_is_there_before_the_next_row_begins(tmp_path):
     rows = [Row(f"row {index}", f"lines:{tmp_path / 'rows.jsonl'}", needs=0) for index in range(3)]
-    records = runner(tmp_path).run(rows, tiny=False)
+    records = runner(tmp_path).run(rows, LARGE_GIB)
     assert [record["lines"] for record in records] == [0, 1, 2]
     assert lines(tmp_path) == records
 
 
 @pytest.mark.parametrize("kind", ["memory", "memory_crash"])
 def test_rows_are_halved_until_they_fit(tmp_path, kind):
-    records = runner(tmp_path).run([Row("a", f"{kind}:3", Case(rows=8), needs=0)], tiny=False)
+    records = runner(tmp_path).run([Row("a", f"{kind}:3", Case(rows=8), needs=0)], LARGE_GIB)
     assert [(record["status"], record["rows"], record["halved"]) for record in records] == [
         ("out of memory", 8, False), ("out of memory", 4, True), ("ok", 2, True)]
     assert lines(tmp_path) == records
 
 
 def test_a_row_is_not_halved_below_one_sequence_for_each_micro_batch(tmp_path):
-    records = runner(tmp_path).run([Row("a", "memory:0", Case(rows=8, micro_batches=4), needs=0)], tiny=False)
+    records = runner(tmp_path).run([Row("a", "memory:0", Case(rows=8, micro_batches=4), needs=0)], LARGE_GIB)
     assert [record["rows"] for record in records] == [8, 4]
     assert {record["status"] for record in records} == {"out of memory"}
 
 
+def test_a_case_depends_on_the_memory_of_the_device():
+    row = Row("a", "fine", Case(rows=8), rows_on_80_gb=4)
+    assert [row.case_on(memory).rows for memory in (139.0, 79.0)] == [8, 4]
+    assert Row("a", "fine", Case(rows=8)).case_on(79.0).rows == 8
+    assert row.case_on(None).shape == "tiny"
+
+
 def test_a_crash_is_recorded_with_its_last_line_and_the_next_row_runs(tmp_path):
-    records = runner(tmp_path).run([Row("a", "crash", needs=0), Row("b", "fine", needs=0)], tiny=False)
+    records = runner(tmp_path).run([Row("a", "crash", needs=0), Row("b", "fine", needs=0)], LARGE_GIB)
     assert [record["status"] for record in records] == ["crashed", "ok"]
     assert "Segmentation fault of a kernel" in records[0]["reason"]
     assert "exit code -6" in (tmp_path / "log.txt").read_text()
@@ -69,17 +76,17 @@ def test_a_crash_is_recorded_with_its_last_line_and_the_next_row_runs(tmp_path):
 
 def test_rows_that_the_budget_does_not_allow_are_skipped_with_the_reason(tmp_path):
     rows = [Row("long", "fine", needs=ENOUGH + 1), Row("short", "fine", needs=0)]
-    long, short = runner(tmp_path).run(rows, tiny=False)
+    long, short = runner(tmp_path).run(rows, LARGE_GIB)
     assert (long["status"], short["status"]) == ("skipped", "ok")
     assert "s of the budget are left, and it needs 601 s" in long["reason"]
-    assert runner(tmp_path, budget=0.0).run([Row("late", "fine", needs=1)], tiny=False)[0]["status"] == "skipped"
+    assert runner(tmp_path, budget=0.0).run([Row("late", "fine", needs=1)], LARGE_GIB)[0]["status"] == "skipped"
 
 
 def test_at_its_limit_the_whole_process_group_of_a_row_ends(tmp_path):
     pid_file = tmp_path / "pid"
     row = Row("a", f"hang:{pid_file}", needs=0, limit=3)
     while True:  # on a busy machine the row may not get as far as its child
-        [record] = runner(tmp_path).run([row], tiny=False)
+        [record] = runner(tmp_path).run([row], LARGE_GIB)
         if pid_file.exists():
             break
     assert record["status"] == "time limit"
@@ -218,7 +225,7 @@ def test_each_row_has_a_function_and_a_name_of_its_own():
         assert f"def {function}(case: Case)" in Path(str(file.origin)).read_text()
     rows = {row.name for row in ROWS}
     assert {goal.row for goal in GOALS} <= rows
-    assert [row.name for row in chosen(["fp8", "memory tier"])][0] == "ours, 8b width, fp8"
+    assert [row.name for row in chosen(["torchtitan, d", "memory"])] == ["torchtitan, documents", "memory tier"]
     with pytest.raises(ValueError, match="no row has 'nothing' in its name"):
         chosen(["nothing"])
 

@@ -67,7 +67,7 @@ def _run(rows: Sequence[Row], options: Any, began: float) -> None:
                     began=began, on_record=lambda record: print(_line(record, time.monotonic() - began), flush=True))
     for old in ("rows.jsonl", "log.txt", "table.md"):
         (options.out / old).unlink(missing_ok=True)
-    records = runner.run(rows, tiny=not cuda)
+    records = runner.run(rows, torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else None)
     text = page(records, device)
     (options.out / "table.md").write_text(text)
     print(f"\n{text}")

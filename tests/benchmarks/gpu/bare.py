@@ -1,9 +1,11 @@
 """A loop without any library around it: what plain torch reaches with the tricks that are known to pay.
 
-bf16 weights with fp32 copies and moments, which one compiled pass updates with the clip factor folded in; one product for
-q, k and v, and one for the gate and the up projection; blocks compiled one by one; documents through variable-length
-flash attention with offsets made in advance, whole rows through causal SDPA, cuDNN first; a loss whose logits exist only
-for a part of the tokens, with gradients made in the forward pass. Nothing is checked, saved, guarded or reported.
+- bf16 weights with fp32 copies and moments, which one compiled pass updates, with the clip factor folded in.
+- One product for q, k and v, and one for the gate and the up projection. Blocks are compiled one by one.
+- Documents go through variable-length flash attention with offsets made in advance, whole rows through causal SDPA.
+- Logits exist for a part of the tokens only, and the loss makes its gradients in the forward pass.
+
+Nothing is checked, saved, guarded or reported.
 """
 
 from __future__ import annotations
@@ -209,8 +211,8 @@ class AdamW:
         for parameter, exact, moments in zip(self.parameters, self.exact, self.moments):
             assert parameter.grad is not None
             decay = DECAY if parameter.ndim > 1 else 0.0
-            self.update(parameter.data.view(-1), exact, *moments, parameter.grad.view(-1), scale, corrections, self.rate,
-                        decay)
+            self.update(parameter.data.view(-1), exact, *moments, parameter.grad.view(-1), scale, corrections,
+                        self.rate, decay)
             parameter.grad = None
 
 

@@ -1,4 +1,4 @@
-"""What the device can do: bandwidth, matrix products, attention kernels at the step's shapes. And the tests marked gpu."""
+"""What the device can do: bandwidth, matrix products, and attention kernels at the shapes of the step."""
 
 from __future__ import annotations
 

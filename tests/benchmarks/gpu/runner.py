@@ -50,39 +50,40 @@ class Runner:
     on_record: Callable[[dict[str, Any]], None] = lambda record: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, rows: Sequence[Row], *, tiny: bool) -> list[dict[str, Any]]:
+    def run(self, rows: Sequence[Row], memory_gib: float | None = None) -> list[dict[str, Any]]:
         """Run the rows in order and return their records. A row that ran out of memory has a record for each try.
 
         Args:
             rows: the rows.
-            tiny: use the shape for a CPU.
+            memory_gib: of the GPU; None: there is none, so use the tiny shape.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(self.jobs) as pool:
-            results = pool.map(lambda row: self._row(row, row.case.tiny() if tiny else row.case), rows)
+            results = pool.map(lambda row: self._row(row, row.case_on(memory_gib)), rows)
             return [record for records in results for record in records]
 
     def _row(self, row: Row, case: Case) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
+        first = case
         while True:
             left = self.budget - (time.monotonic() - self.began)
             if left < row.needs:
                 reason = f"{max(0.0, left):.0f} s of the budget are left, and it needs {row.needs:.0f} s"
-                records.append(self._write(row, case, {"status": "skipped", "reason": reason}))
+                records.append(self._write(row, case, first, {"status": "skipped", "reason": reason}))
                 return records
             began = time.monotonic()
             record = self._process(row, case, min(row.limit, left))
             record["seconds"] = round(time.monotonic() - began, 1)
-            records.append(self._write(row, case, record))
+            records.append(self._write(row, case, first, record))
             smaller = case.halved()
             if record["status"] != "out of memory" or smaller.rows < case.micro_batches * case.virtual_ranks:
                 return records
             case = smaller
 
-    def _write(self, row: Row, case: Case, record: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, row: Row, case: Case, first: Case, record: dict[str, Any]) -> dict[str, Any]:
         """Append a record to rows.jsonl, so that it survives the end of this process; return it."""
         whole = {"row": row.name, "rows": case.rows, "length": case.length, "document": case.document,
-                 "halved": case.rows < row.case.rows and case.device != "cpu", **record}
+                 "halved": case.rows < first.rows, **record}
         line = json.dumps(whole) + "\n"
         with self._lock, open(self.out / "rows.jsonl", "a") as file:
             file.write(line)

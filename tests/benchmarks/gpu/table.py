@@ -48,7 +48,9 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _cells(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]], device: str) -> dict[str, str]:
     cells = dict.fromkeys(COLUMNS, "")
     halved = " (halved)" if record["halved"] else ""
-    cells |= {"row": record["row"], "B x L": f"{record['rows']} x {record['length']}{halved}"}
+    cells["row"] = record["row"]
+    if "loss_first" in record or "documents_varlen_ms" in record or halved:  # other rows have no batch
+        cells["B x L"] = f"{record['rows']} x {record['length']}{halved}"
     if record["status"] != "ok":
         return cells | {"remarks": f"{record['status']}: {_safe(record['reason'])}"}
     timed = device != "CPU"

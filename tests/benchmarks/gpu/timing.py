@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.gpu.case import Case
+from tests.benchmarks.gpu.case import SHAPES, Case
 from tidewheel.config import build
 from tidewheel.models.families import Llama
 from tidewheel.train.metrics.gpu_peaks import peak_of_device
@@ -32,8 +33,6 @@ def device_name(device: str) -> str:
 
 def flops_per_token(case: Case) -> int:
     """Return 6 N + 12 layers x heads x head width x L, as `metrics.jsonl` counts them."""
-    from tests.benchmarks.gpu.case import SHAPES
-
     return build(Llama, SHAPES[case.shape]).flops_per_token(case.vocabulary, case.length)
 
 
@@ -59,7 +58,7 @@ def measure(step: Step, case: Case) -> dict[str, Any]:
         marks.append(_mark(cuda))
     wait(case.device)
     seconds = (time.perf_counter() - began) / case.steps
-    milliseconds = sorted(_milliseconds(before, after) for before, after in zip(marks, marks[1:]))
+    milliseconds = sorted(_milliseconds(before, after) for before, after in itertools.pairwise(marks))
     return {"rows": case.rows, "length": case.length, "ms": statistics.median(milliseconds), "ms_low": milliseconds[0],
             "ms_high": milliseconds[-1], "first_step_seconds": first, **speed(case, seconds), **learning(losses),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None}

@@ -25,8 +25,8 @@ def test_the_mfu_of_a_run_follows_from_its_tokens_seconds_and_the_peak(tmp_path,
     monkeypatch.setattr(reporter, "Meter", functools.partial(Meter, peak=PEAK))
     result = train(run, Runtime())
 
-    # the model of `config`: two blocks of width 32 with 4 heads of 8, 2 of them for keys, and a SwiGLU of 64; the output
-    # matrix takes part in a product, the embedding and the norms do not
+    # the model of `config`: two blocks of width 32 with 4 heads of 8, 2 of them for keys, and a SwiGLU of 64. The
+    # output matrix takes part in a product, the embedding and the norms do not.
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     weights = 2 * block + VOCABULARY * 32
     flops_per_token = 6 * weights + 12 * 2 * 4 * 8 * LENGTH
