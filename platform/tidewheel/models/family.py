@@ -109,8 +109,8 @@ class Model(Part):
     """Attention kernel: a dense mask, FlexAttention with a block mask, or flash attention over documents of varying
     length (16-bit, CUDA). auto: the best one for the device. It changes only speed and rounding."""
     flash_attention: Literal["auto", "FA2", "FA3", "FA4"] = "auto"
-    """Implementation of flash attention: torch's own (FA2), or one that is installed beside torch. auto: the fastest one
-    for the GPU that is installed (`models/attention_kernels.py`). It changes only speed and rounding."""
+    """Implementation of flash attention: torch's own (FA2), or one that is installed beside torch. auto: the fastest
+    one for the GPU that is installed (`models/attention_kernels.py`). It changes only speed and rounding."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -37,7 +37,7 @@ class MicroBatch:
     num_targets: int
     """Positions with a target to predict."""
     documents: Documents | None = None
-    """Where documents begin, `Documents.of(segment_ids)`; None: the model finds them on the device, and waits for it."""
+    """Where documents begin, `Documents.of(segment_ids)`. None: the model finds them on the device and waits for it."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ def test_a_setting_comes_first():
 
 @pytest.mark.parametrize(("requested", "machine", "says"), [
     ("FA3", gpu(9, 0), "installed: nothing beside FA2; nearest legal choice: FA2"),
-    ("FA3", gpu(10, 0, *ALL), "compute capability 10.0, heads of 64, installed: FA3, FA4, cuDNN; nearest legal choice: FA4"),
+    ("FA3", gpu(10, 0, *ALL),
+     "compute capability 10.0, heads of 64, installed: FA3, FA4, cuDNN; nearest legal choice: FA4"),
     ("FA4", gpu(10, 0, *ALL, deterministic=True), "in reproducible mode")])
 def test_an_implementation_that_cannot_run_is_refused(requested: str, machine: Machine, says: str):
     with pytest.raises(ConfigError, match=says):
