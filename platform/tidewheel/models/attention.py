@@ -127,7 +127,8 @@ def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *,
     if key_segments is None or key_places is None:
         key_segments, key_places = segment_ids, places
     if choice.kernel == "flex":
-        return DocumentMask("flex", blocks=_block_mask(segment_ids, places, key_segments, key_places, window), keys=keys)
+        blocks = _block_mask(segment_ids, places, key_segments, key_places, window)
+        return DocumentMask("flex", blocks=blocks, keys=keys)
     visible = (segment_ids[:, :, None] == key_segments[:, None, :]) & (places[:, None] >= key_places)
     if window is not None:
         visible = visible & (places[:, None] - key_places < window)
@@ -158,12 +159,13 @@ def _block_mask(segment_ids: torch.Tensor, places: torch.Tensor, key_segments: t
     def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (segment_ids[b, q] == key_segments[b, k]) & (places[q] >= key_places[k])
 
-    def in_window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def near(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        assert window is not None
         return visible(b, h, q, k) & (places[q] - key_places[k] < window)
 
     create = _compiled(create_block_mask) if segment_ids.is_cuda else create_block_mask
     (rows, queries), keys = segment_ids.shape, key_segments.shape[1]
-    return create(visible if window is None else in_window, rows, None, queries, keys, device=segment_ids.device)
+    return create(visible if window is None else near, rows, None, queries, keys, device=segment_ids.device)
 
 
 @functools.cache

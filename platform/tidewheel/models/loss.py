@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from tidewheel.models.config import LossConfig
@@ -142,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         x_gradient = torch.empty_like(x_ND) if needs_gradient else None
         weight_gradient = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_gradient else None
-        with torch.autocast(x_ND.device.type, enabled=False):
+        with _without_autocast(x_ND.device.type):
             weight = weight_VD.to(dtype)
             for first in range(0, len(x_ND), rows):
                 part = slice(first, first + rows)
@@ -170,6 +172,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight_gradient.data.mul_(scale)
             ctx.scaled = True
         return x_gradient, weight_gradient, *[None] * 7
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[None]:
+    """Return a context without autocast, on any type of device; the meta device has none."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def token_gradients(logits_NV: torch.Tensor, targets_N: torch.Tensor,
@@ -242,13 +249,14 @@ def sums_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type == "meta":
         return False
-    total = torch.ones(16, 16, device=device)
-    factor = torch.ones(16, 16, device=device, dtype=dtype)
-    try:
-        torch.addmm(total, factor.T, factor, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):  # no kernel for this device, or other dtypes are asked for
-        return False
-    return bool((total == 17).all())
+    with _disable_current_modes(), torch.no_grad():  # fake tensors have no values to compare
+        total = torch.ones(16, 16, device=device)
+        factor = torch.ones(16, 16, device=device, dtype=dtype)
+        try:
+            torch.addmm(total, factor.T, factor, out_dtype=torch.float32, out=total)
+        except (RuntimeError, TypeError):  # no kernel for this device, or other dtypes are asked for
+            return False
+        return bool((total == 17).all())
 
 
 @functools.cache

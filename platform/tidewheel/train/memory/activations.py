@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.attention import document_mask
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.family import Model
 from tidewheel.models.rope import rope_table
 from tidewheel.train.memory.config import MemoryConfig
 
@@ -40,7 +42,7 @@ COLLECTIVES = {torch.ops._c10d_functional.reduce_scatter_tensor.default,
 """Collectives, which are not repeated."""
 
 
-def checkpoint_blocks(model: nn.Module, config: MemoryConfig) -> None:
+def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
     """Replace `forward` of a model's blocks, or of a part of each, with one that checkpoints activations.
 
     Args:
@@ -54,7 +56,7 @@ def checkpoint_blocks(model: nn.Module, config: MemoryConfig) -> None:
     blocks = [(int(name.rpartition(".")[2]), block) for name, block in model.named_modules() if _BLOCK.search(name)]
     contexts = None
     if kind == "selective":
-        names = product_names(model) if config.keep_products else ()
+        names = product_names(model.config) if config.keep_products else ()
         _check_names(config, names)
         contexts = partial(_selective, config, names)
     for index, block in blocks:  # the index in the whole model, also in a pipeline stage
@@ -80,21 +82,21 @@ def _check_names(config: MemoryConfig, names: Sequence[str]) -> None:
                               where="memory.keep_products", fix="name layers that it has")
 
 
-def product_names(model: nn.Module) -> tuple[str, ...]:
+def product_names(model: Model) -> tuple[str, ...]:
     """Return the names of a block's linear layers in the order in which it computes their products.
 
     Args:
-        model: a decoder; one of its blocks runs on the meta device.
+        model: the model family's settings; a block of it runs on the meta device.
     """
     names: list[str] = []
     with torch.device("meta"), torch.no_grad():
-        block = model.config.block()
+        block = model.block()
         for name, layer in block.named_modules():
             if isinstance(layer, nn.Linear):
                 layer.register_forward_hook(lambda *_, name=name: names.append(name))
         positions = torch.zeros(1, 2, dtype=torch.int64)
-        rope = rope_table(positions, model.config.head_width, model.config.rope_theta)
-        block(torch.zeros(1, 2, model.config.dim), rope, document_mask(positions))
+        rope = rope_table(positions, model.head_width, model.rope_theta)
+        block(torch.zeros(1, 2, model.dim), rope, document_mask(positions))
     return tuple(names)
 
 

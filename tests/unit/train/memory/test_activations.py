@@ -147,16 +147,17 @@ def test_selective_by_name_recomputes_the_other_products():
 
 
 def test_products_have_the_names_of_the_plan():
-    assert product_names(decoder(MemoryConfig())) == tuple(planned_names(CONFIG))
+    assert product_names(CONFIG) == tuple(planned_names(CONFIG))
 
 
 def test_a_name_that_no_layer_has_is_refused():
-    with pytest.raises(ConfigError, match="no linear layer 'w9'; it has attention.wq, attention.wk"):
+    with pytest.raises(ConfigError, match=r"no linear layer 'w9'; it has attention\.wq, attention\.wk"):
         decoder(MemoryConfig(activation_checkpointing="selective", keep_products=["wo", "w9"]))
 
 
-@pytest.mark.parametrize("kind", [{"activation_checkpointing": "attention"}, {"activation_checkpointing": "feed_forward"},
-                                  {"activation_checkpointing": "selective", "keep_products": ["wo"]}], ids=str)
+@pytest.mark.parametrize("kind", [
+    {"activation_checkpointing": "attention"}, {"activation_checkpointing": "feed_forward"},
+    {"activation_checkpointing": "selective", "keep_products": ["wo"]}], ids=str)
 def test_a_compiled_block_takes_each_kind_in_one_graph(kind: dict):
     torch._dynamo.reset()
     compilations = CompileCounterWithBackend("aot_eager_decomp_partition")
