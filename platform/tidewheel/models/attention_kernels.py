@@ -172,21 +172,29 @@ def _importable(module: str) -> bool:
         return False
 
 
-@functools.cache
 def activate(flash: Flash) -> Flash:
-    """Put an implementation behind torch's flash attention; return the one that runs.
+    """Put an implementation behind torch's flash attention, for the whole process; return the one that runs.
 
-    An installed package may not fit this torch. Then FlashAttention 2 runs, with a warning.
+    An installed package may not fit this torch. Then FlashAttention 2 runs, and a warning says so once.
     """
-    if flash == "FA2":
-        return flash
     import torch.nn.attention as attention
 
+    wanted: Flash = "FA2" if flash in _BROKEN else flash
+    if (attention.current_flash_attention_impl() or "FA2") == wanted:
+        return wanted
+    if wanted == "FA2":
+        attention.restore_flash_attention_impl()
+        return wanted
     try:
-        attention.activate_flash_attention_impl(flash)
+        attention.activate_flash_attention_impl(wanted)
     except (ImportError, OSError, RuntimeError) as error:
-        logger.warning("%s is installed but cannot be used with torch %s (%s): FA2 runs instead", flash,
+        logger.warning("%s is installed but cannot be used with torch %s (%s): FA2 runs instead", wanted,
                        torch.__version__, error)
         attention.restore_flash_attention_impl(_raise_warn=False)
+        _BROKEN.add(wanted)
         return "FA2"
-    return flash
+    return wanted
+
+
+_BROKEN: set[str] = set()
+"""Implementations that this process could not put in place."""

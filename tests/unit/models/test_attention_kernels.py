@@ -1,6 +1,7 @@
 """The choice of the attention kernel: the table of docs/models.md."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,15 +97,33 @@ def test_what_is_installed_is_what_torch_would_import(monkeypatch: pytest.Monkey
         sys.modules.pop("flash_attn_interface", None)
 
 
+@pytest.fixture
+def unbroken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_kernels, "_BROKEN", set())
+    yield
+    sys.modules.pop("flash_attn_interface", None)
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+@pytest.mark.usefixtures("unbroken")
 def test_an_implementation_that_does_not_fit_this_torch_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
                                                                     caplog: pytest.LogCaptureFixture):
     (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    activate.cache_clear()
-    try:
-        assert activate("FA3") == "FA2"
-        assert "FA3 is installed but cannot be used" in caplog.text
-        assert torch.nn.attention.current_flash_attention_impl() is None
-    finally:
-        activate.cache_clear()
-        sys.modules.pop("flash_attn_interface", None)
+    assert [activate("FA3"), activate("FA3")] == ["FA2", "FA2"]
+    assert caplog.text.count("FA3 is installed but cannot be used") == 1
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.usefixtures("unbroken")
+def test_the_implementation_of_the_last_call_is_active(monkeypatch: pytest.MonkeyPatch):
+    removed = []
+    handle = SimpleNamespace(remove=lambda: removed.append("FA3"))
+    monkeypatch.setitem(torch.nn.attention._registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: handle)
+    assert activate("FA3") == "FA3"
+    assert torch.nn.attention.current_flash_attention_impl() == "FA3"
+    assert activate("FA3") == "FA3"
+    assert not removed
+    assert activate("FA2") == "FA2"
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    assert removed == ["FA3"]

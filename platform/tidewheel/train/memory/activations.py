@@ -1,12 +1,13 @@
 """Activation checkpointing of a decoder's blocks, by torch's own means.
 
-A block's `forward` is replaced rather than the block wrapped: parameters keep their names, and FSDP's hooks stay
-outside, so that weights are gathered once for recomputation and backward.
+A block's `forward` is replaced (of a part of a block, its class) rather than the module wrapped: parameters keep their
+names, and FSDP's hooks stay outside, so that weights are gathered once for recomputation and backward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -62,9 +63,12 @@ def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
     for index, block in blocks:  # the index in the whole model, also in a pipeline stage
         if config.keeps_block(index, model.config.num_layers):
             continue
-        part = _part(block, PARTS[kind]) if kind in PARTS else block
-        again = partial(_checkpointed, part.forward, contexts, kind == "offload")
-        part.forward = again  # type: ignore[method-assign]
+        if kind in PARTS:
+            part = _part(block, PARTS[kind])
+            part.__class__ = _recomputed(type(part))
+            continue
+        again = partial(_checkpointed, block.forward, contexts, kind == "offload")
+        block.forward = again  # type: ignore[method-assign]
 
 
 def _part(block: nn.Module, name: str) -> nn.Module:
@@ -73,6 +77,21 @@ def _part(block: nn.Module, name: str) -> nn.Module:
         raise ConfigError(f"the model family's block has no module {name!r}", where="memory.activation_checkpointing",
                           fix="set memory.activation_checkpointing=full, or name the module so")
     return part
+
+
+@functools.cache
+def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a module's class whose forward pass is recomputed.
+
+    A new `forward` for each module, as blocks get, would be compiled again for every block: the code that the compiler
+    shares between blocks depends on the classes of the modules inside.
+    """
+    class Recomputed(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor, *shared: Any) -> torch.Tensor:
+            return _checkpointed(super().forward, None, False, x, *shared)
+
+    Recomputed.__name__ = Recomputed.__qualname__ = kind.__name__
+    return Recomputed
 
 
 def _check_names(config: MemoryConfig, names: Sequence[str]) -> None:

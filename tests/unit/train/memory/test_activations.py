@@ -12,6 +12,7 @@ from tidewheel.models.decoder import Decoder, init_parameter, next_tokens
 from tidewheel.models.families import Llama
 from tidewheel.plan.activations import product_names as planned_names
 from tidewheel.train import memory
+from tidewheel.train.compile import compile_blocks
 from tidewheel.train.memory import MemoryConfig
 from tidewheel.train.memory.activations import product_names
 
@@ -158,17 +159,16 @@ def test_a_name_that_no_layer_has_is_refused():
 @pytest.mark.parametrize("kind", [
     {"activation_checkpointing": "attention"}, {"activation_checkpointing": "feed_forward"},
     {"activation_checkpointing": "selective", "keep_products": ["wo"]}], ids=str)
-def test_a_compiled_block_takes_each_kind_in_one_graph(kind: dict):
+def test_compiled_blocks_take_each_kind_in_one_graph(kind: dict):
     torch._dynamo.reset()
     compilations = CompileCounterWithBackend("aot_eager_decomp_partition")
     model, plain = decoder(MemoryConfig(**kind)), decoder(MemoryConfig())
-    block = model.blocks[0]
-    block.forward = torch.compile(block.forward, backend=compilations, fullgraph=True)
+    compile_blocks(model.blocks, backend=compilations)
     found, expected = loss_and_gradients(model), loss_and_gradients(plain)
     torch.testing.assert_close(found[0], expected[0])
     for name, gradient in expected[1].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
-    assert compilations.frame_count == 1
+    assert compilations.frame_count == 1, "three blocks share it"
 
 
 def test_selective_checkpointing_recomputes_only_cheap_operations():
