@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.benchmarks.step_counters import attention_waits
 from tidewheel.models.attention import document_mask, document_offsets
 from tidewheel.models.documents import Documents, padded_count
+from tidewheel.models.families import Llama
 
 
 @given(arrays.arrays(np.int32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.integers(-1, 3)))
@@ -57,3 +59,15 @@ def test_a_mask_from_a_layout_of_the_host_waits_for_nothing(known: bool, waits: 
         mask = document_mask(segments, "varlen", documents=documents)
     assert counted.waits == waits
     assert mask.offsets.tolist() == [0, 2, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("document", "known", "waits", "calls"), [
+    (24, True, 0, 3), (24, False, 1, 3), (64, True, 0, 0), (64, False, 1, 3)])
+def test_a_forward_and_backward_pass_on_a_gpu_waits_for_nothing(document: int, known: bool, waits: int, calls: int):
+    """Rows of one document need no varlen attention, if the host knows that they are."""
+    segments = (torch.arange(64) // document).expand(2, -1).contiguous()
+    model = Llama(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=64)
+    counts = attention_waits(model, segments, Documents.of(segments) if known else None)
+    assert counts["nonzero"] == waits
+    assert counts["item"] == 0
+    assert counts["_varlen_attn"] == calls

@@ -65,7 +65,7 @@ def checkpoint_blocks(model: Decoder, config: MemoryConfig) -> None:
             continue
         if kind in PARTS:
             part = _part(block, PARTS[kind])
-            part.__class__ = _recomputed(type(part))
+            part.__class__ = _recomputed(type(part))  # type: ignore[arg-type]
             continue
         again = partial(_checkpointed, block.forward, contexts, kind == "offload")
         block.forward = again  # type: ignore[method-assign]
