@@ -123,17 +123,17 @@ def test_causal_attention_is_refused_for_packed_rows():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", ["masked", "flex"])
+@pytest.mark.parametrize(("kernel", "window"), [("masked", None), ("flex", None), ("masked", 4), ("flex", 4)])
 @torch.no_grad()
-def test_a_slice_of_the_queries_attends_to_keys_in_any_order(kernel: str):
+def test_a_slice_of_the_queries_attends_to_keys_in_any_order(kernel: str, window: int | None):
     """Queries are chunks of this context rank; keys come in the order of ranks."""
     segments = segments_of([5, 7, 4], [16], padding=2)
     q, k, v = tensors(2, 16, 4, 2, 0)
-    expected = brute_force(q, k, v, segments)
+    expected = brute_force(q, k, v, segments, window)
     mine = torch.tensor([2, 3, 12, 13])
     gathered = torch.tensor([0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9])
     mask = document_mask(segments[:, mine], kernel, places=mine, key_segments=segments[:, gathered],
-                         key_places=gathered)
+                         key_places=gathered, window=window)
     out = document_attention(q[:, :, mine], k[:, :, gathered], v[:, :, gathered], mask)
     torch.testing.assert_close(out, expected[:, :, mine], rtol=1e-4, atol=1e-5)
 
