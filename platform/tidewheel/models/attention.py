@@ -34,8 +34,8 @@ Keys = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 """From (attention layer, k, v of the local positions) to the k and v that queries may see. Either those of all context
 ranks in the order of `key_segments`, or those of a cache followed by the new ones. Every layer calls it, after RoPE."""
 
-Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From (q, k, v, offsets) to [B, H, Q, E]; see `document_attention`."""
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""From (q, k, v, offsets, tokens of the longest document) to [B, H, Q, E]; see `document_attention`."""
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From (q, k, v) to [B, H, Q, E]; see `document_attention`."""
 
@@ -49,6 +49,8 @@ class DocumentMask:
         dense: for masked, [B, 1, Q, K] bool, True where query i may see key j.
         blocks: for flex.
         offsets: for varlen, see `Documents`.
+        longest: for varlen, [n, 0] with n from `Documents.longest`: a number that compiled code takes as it comes, as
+            the size of a tensor, where it would be compiled again for another integer.
         flash: for varlen, the kernel; resolved here because a compiler traces the caller.
         causal: for causal, the kernel.
         keys: fetches keys and values of other ranks or of a cache; None: the local ones are complete.
@@ -58,6 +60,7 @@ class DocumentMask:
     dense: torch.Tensor | None = None
     blocks: BlockMask | None = None
     offsets: torch.Tensor | None = None
+    longest: torch.Tensor | None = None
     flash: Flash | None = None
     causal: Causal | None = None
     keys: Keys | None = None
@@ -116,8 +119,10 @@ def document_mask(segment_ids: torch.Tensor, kernel: str | Choice = "masked", *,
         window = None  # no token is that far from another
     if choice.kernel == "varlen":
         offsets = document_offsets(segment_ids) if documents is None else documents.offsets.to(segment_ids.device)
-        _mark_dynamic(offsets)
-        return DocumentMask("varlen", offsets=offsets, flash=_flash(activate(choice.flash), window), keys=keys)
+        longest = offsets.new_empty(segment_ids.shape[1] if documents is None else documents.longest, 0)
+        _mark_dynamic(offsets, longest)
+        flash = _flash(activate(choice.flash), window)
+        return DocumentMask("varlen", offsets=offsets, longest=longest, flash=flash, keys=keys)
     if choice.kernel == "causal" and window is None:
         if documents is not None and not documents.whole_rows:
             raise ValueError("causal attention takes rows of one document, but a row has several; use varlen")
@@ -148,10 +153,12 @@ def document_offsets(segment_ids: torch.Tensor) -> torch.Tensor:
     return F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=segment_ids.numel())
 
 
-def _mark_dynamic(offsets: torch.Tensor) -> None:
-    """Let the compiler take offsets of any length: by default it would compile again for the second length."""
+def _mark_dynamic(*tensors: torch.Tensor) -> None:
+    """Let the compiler take tensors of any length: by default it would compile again for the second length."""
     if not torch.compiler.is_compiling():
-        torch._dynamo.mark_dynamic(offsets, 0)
+        for tensor in tensors:
+            if tensor.shape[0] > 1:  # sizes 0 and 1 always have code of their own
+                torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def _block_mask(segment_ids: torch.Tensor, places: torch.Tensor, key_segments: torch.Tensor,
@@ -191,8 +198,8 @@ def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
         eager = q.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the rest
         flex: Any = _compiled(flex_attention) if eager else flex_attention
         return flex(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
-    if mask.flash is not None and mask.offsets is not None:
-        return mask.flash(q, k, v, mask.offsets)
+    if mask.flash is not None and mask.offsets is not None and mask.longest is not None:
+        return mask.flash(q, k, v, mask.offsets, mask.longest.shape[0])
     if mask.causal is not None:
         return mask.causal(q, k, v)
     if grouped:
@@ -247,13 +254,12 @@ def _flash(flash: str, window: int | None = None) -> Flash:
     if shares:
         options["enable_gqa"] = True
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
         if not shares:
             k, v = _repeated(q, k), _repeated(q, v)
         rows, length = q.shape[0], q.shape[2]
         laid = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B x L, heads, E]
-        # the longest possible document, which is the same for every micro-batch
-        out = varlen_attn(*laid, offsets, offsets, length, length, **options)  # type: ignore[call-arg, misc, arg-type]
+        out = varlen_attn(*laid, offsets, offsets, longest, longest, **options)  # type: ignore[call-arg, misc, arg-type]
         return out.unflatten(0, (rows, length)).transpose(1, 2)  # type: ignore[union-attr]
 
     return attend

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+BLOCK = 128
+"""Queries of a block of threads in flash attention's kernels."""
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -20,10 +23,12 @@ class Documents:
         offsets: int32 [F + 1], the start of each document among the B x L tokens, then B x L. F is
             `padded_count(documents)`; entries past the last document repeat B x L, which makes empty documents.
         whole_rows: whether each row holds one document, which begins with the row; padding may follow it.
+        longest: at least the tokens of the longest document, at most L.
     """
 
     offsets: torch.Tensor
     whole_rows: bool
+    longest: int
 
     @classmethod
     def of(cls, segment_ids: np.ndarray | torch.Tensor) -> Documents:
@@ -39,7 +44,7 @@ class Documents:
         offsets = np.full(padded_count(len(starts)) + 1, segments.size, dtype=np.int32)
         offsets[:len(starts)] = starts
         whole_rows = not bool((begins[:, 1:] & (segments[:, 1:] >= 0)).any())
-        return cls(torch.from_numpy(offsets), whole_rows)
+        return cls(torch.from_numpy(offsets), whole_rows, longest_of(offsets, segments.shape[1]))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Documents:
         """Return the layout with its offsets on a device.
@@ -55,13 +60,24 @@ class Documents:
         return replace(self, offsets=self.offsets.pin_memory())
 
 
+def longest_of(offsets: np.ndarray, length: int) -> int:
+    """Return a bound on the tokens of a document: few values, multiples of the kernels' blocks, at most `length`.
+
+    Args:
+        offsets: see `Documents`.
+        length: of a row.
+    """
+    blocks = -(-int(np.diff(offsets).max()) // BLOCK)
+    return min(padded_count(blocks) * BLOCK, length)
+
+
 def padded_count(documents: int) -> int:
     """Return the number of documents that the offsets have room for, less than 5/4 of `documents`.
 
     It rounds up to three significant bits: 1 to 8, 10, 12, 14, 16, 20, 24, ... So the offsets have few lengths, which
     depend on the micro-batch alone. A bound for every micro-batch would be its number of tokens, and the kernel of
-    FlashAttention 2 starts ceil(L / 128) blocks of threads for each head and each document, empty or not: with 32
-    heads and rows of 4,096 tokens, 1,024 blocks for each unused entry.
+    FlashAttention 2 starts ceil(longest / 128) blocks of threads for each head and each document, empty or not: with 32
+    heads and a document of 4,096 tokens, 1,024 blocks for each unused entry.
 
     Args:
         documents: at least 1.

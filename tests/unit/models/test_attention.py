@@ -150,20 +150,21 @@ def test_bf16_attention_on_cpu_is_close_to_fp32():
 
 @pytest.mark.parametrize("kernel", ["masked", "flex", "varlen", "causal"])
 def test_a_block_compiles_once_with_every_kernel(kernel: str):
-    """Two micro-batches with other numbers of documents, forward and backward: one graph, without a break."""
+    """Two micro-batches, the second with more and shorter documents, forward and backward: one graph, no break."""
     config = Llama(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=32)
-    block, rope = config.block(), rope_table(torch.arange(16).expand(2, 16), 8, 1e4)
+    length = 160
+    block, rope = config.block(), rope_table(torch.arange(length).expand(2, length), 8, 1e4)
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
-    packings = [segments_of([16], [16])] * 2 if kernel == "causal" else [
-        segments_of([5, 11], [9, 7]), segments_of([1] * 16, [2] * 8)]
+    packings = [segments_of([length], [length])] * 2 if kernel == "causal" else [
+        segments_of([5, 155], [90, 70]), segments_of([10] * 16, [80, 80])]
     torch._dynamo.reset()
     compilations = CompileCounterWithBackend("eager" if kernel == "flex" else "aot_eager")
     compiled = torch.compile(block, backend=compilations, fullgraph=True)
     choice = Choice(kernel, cudnn=kernel == "causal")
     for segments in packings:
-        x = torch.randn(2, 16, 32, generator=generator, requires_grad=kernel != "flex")
+        x = torch.randn(2, length, 32, generator=generator, requires_grad=kernel != "flex")
         with varlen_on_cpu(), torch.set_grad_enabled(x.requires_grad):
             mask = document_mask(segments, choice, documents=Documents.of(segments))
             found, expected = compiled(x, rope, mask), block(x, rope, mask)

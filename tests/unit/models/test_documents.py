@@ -22,6 +22,13 @@ def test_offsets_begin_as_those_found_on_the_device_and_end_with_empty_documents
     assert offsets[:len(exact)] == exact
     assert set(offsets[len(exact):]) <= {segments.size}
     assert len(offsets) == padded_count(len(exact) - 1) + 1
+    assert np.diff(exact).max() <= documents.longest <= segments.shape[1]
+
+
+@pytest.mark.parametrize(("document", "longest"), [(100, 128), (600, 640), (1100, 1280), (4000, 4096), (4096, 4096)])
+def test_the_longest_document_is_rounded_up(document: int, longest: int):
+    segments = (np.arange(4096) // document)[None]
+    assert Documents.of(segments).longest == longest
 
 
 @pytest.mark.parametrize(("rows", "whole"), [
