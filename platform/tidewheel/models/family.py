@@ -108,6 +108,9 @@ class Model(Part):
     attention: Literal["auto", "masked", "flex", "varlen"] = "auto"
     """Attention kernel: a dense mask, FlexAttention with a block mask, or flash attention over documents of varying
     length (16-bit, CUDA). auto: the best one for the device. It changes only speed and rounding."""
+    flash_attention: Literal["auto", "FA2", "FA3", "FA4"] = "auto"
+    """Implementation of flash attention: torch's own (FA2), or one that is installed beside torch. auto: the fastest
+    one for the GPU that is installed (`models/attention_kernels.py`). It changes only speed and rounding."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -232,7 +235,7 @@ class Model(Part):
 
         name = name_of(type(self))
         kind = {} if name == DEFAULT else {"kind": name}
-        return {**kind, **self.model_dump(mode="json", exclude={"attention", "init_from"})}
+        return {**kind, **self.model_dump(mode="json", exclude={"attention", "flash_attention", "init_from"})}
 
     def matmul_parameters(self, vocabulary_size: int) -> int:
         """Return the number of parameters that multiply every token: blocks and output matrix, not the embedding."""

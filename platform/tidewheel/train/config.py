@@ -331,7 +331,7 @@ class TrainConfig(Config):
         for group in ("run", "checkpoint", "elastic", "parallel", "compile", "compile_cache", "memory", "metrics",
                       "profile", "logs", "callbacks"):
             values.pop(group, None)
-        for group, names in (("model", ("attention",)), ("objective", self.objective.UNDECISIVE),
+        for group, names in (("model", ("attention", "flash_attention")), ("objective", self.objective.UNDECISIVE),
                              ("evaluation", ("separate", "gpus")), ("guards", REPORTING)):
             kept = {name: value for name, value in values.pop(group, {}).items() if name not in names}
             if kept:

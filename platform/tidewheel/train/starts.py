@@ -34,7 +34,7 @@ REFUSED: dict[str, str] = {
     "data.mixture": "the order of the tokens would change",
 }
 """Settings that define a run, and why each must not change. All others may."""
-FREE_PARTS_OF_MODEL = ("model.attention", "model.init_from")
+FREE_PARTS_OF_MODEL = ("model.attention", "model.flash_attention", "model.init_from")
 """Settings of the model that may change: how attention is computed, and where the first weights came from."""
 REFUSED_IF_REPRODUCIBLE: dict[str, str] = {
     "precision": "every later step would give other bits",
