@@ -57,7 +57,7 @@ def train(
     local: Annotated[bool, Parameter(negative="", help="Train in this process, without Ray: for debugging.")] = False,
     device: Annotated[str, Parameter(help="With --local: cpu, cuda or cuda:1; default: the first GPU, or else "
                                           "cpu.")] = "",
-    take_over: Annotated[bool, Parameter(negative="", help="Take the run over from a driver that still trains it. "
+    take_over: Annotated[bool, Parameter(negative="", help="Take over the run from a driver that still trains it. "
                                                            "What that driver writes afterwards is ignored.")] = False,
     dry_run: DryRun = False,
 ) -> int:
@@ -76,7 +76,7 @@ def train(
         raise ConfigError("torchrun has started the ranks, which train without Ray", where="--local, --address",
                           fix="leave them out, or start without torchrun")
     if device and not local and where is None:
-        raise ConfigError("a cluster's workers choose their devices themselves", where="--device",
+        raise ConfigError("on a cluster, workers choose their devices themselves", where="--device",
                           fix="add --local, or set elastic.gpus_per_worker")
     if where is not None:
         return _train_rank(settings, where, device, take_over=take_over, dry_run=dry_run)
@@ -330,7 +330,7 @@ def run_command(tokens: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except cyclopts.CycloptsError as error:
         console.print(f"[red]error:[/] {error}", markup=True)
-        console.print("  fix: `tidewheel --help`, or --help behind a command, shows what there is", markup=False)
+        console.print("  fix: `tidewheel --help`, or --help after a command, lists commands and options", markup=False)
         return 2
     except BrokenPipeError:  # the reader of our output, such as `head`, has closed the pipe
         sys.stdout = None  # type: ignore[assignment]  # or Python would flush it at exit, and fail

@@ -72,7 +72,7 @@ def user_folder(kind: str) -> Path:
 
 
 def _refused(path: Path) -> StorageError:
-    return StorageError("the folder cannot be used: it must belong to this user and be writable by nobody else",
+    return StorageError("the folder cannot be used: it must belong to this user, and only this user may write to it",
                         where=str(path), fix="remove it if it is yours; otherwise choose another folder (data.cache "
                                              "for shards, TMPDIR for everything)")
 

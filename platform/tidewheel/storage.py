@@ -100,7 +100,7 @@ def store(uri: str | Path) -> Store:
         scheme = match[1]
         return open_uri(scheme if ":" in scheme else scheme.lower(), text[match.end():])
     if _ONE_SLASH.match(text):
-        raise StorageError("this URI has one slash behind its scheme", where=text,
+        raise StorageError("this URI has only one slash after its scheme", where=text,
                            fix="use a local path, file:///path or s3://bucket/prefix")
     return LocalStore(text)
 
@@ -381,7 +381,8 @@ class LocalStore(Store):
             if _identity(self.root) == identity or self._path(key).exists():
                 return
         raise StorageAwayError("the folder is gone, or another one is in its place", where=self.uri,
-                               fix="mount its disk again, or move it back: what was written is in the folder that was")
+                               fix="mount its disk again, or move the folder back: what was written is in the "
+                                   "original folder")
 
     @contextlib.contextmanager
     def _writable(self, path: Path) -> Iterator[None]:

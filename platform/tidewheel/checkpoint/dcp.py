@@ -141,10 +141,10 @@ class Writer(StorageWriter):
         self._persist(lambda: self._publish(manifest))
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between saves."""
+        """Do nothing: no state is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -219,10 +219,10 @@ class Reader(StorageReader):
         return data
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: no state is kept between loads."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -133,7 +133,7 @@ class TieredCheckpoints:
         self._saved.wait()
 
     def let_go(self) -> None:
-        """Abandon the save in progress unless it ends in a moment."""
+        """Abandon the save in progress unless it is about to finish."""
         self._saved.let_go()
 
     def saves(self) -> Saves:

@@ -106,8 +106,8 @@ def checkpoint_import(
     folder: Annotated[str, Parameter(help="Llama or Qwen 3 model in safetensors, as save_pretrained writes it.")],
     uri: Annotated[str, Parameter(help="New folder or s3://bucket/prefix for the checkpoint.")],
     *,
-    vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to so many tokens, that of the shard "
-                                                          "set to train on.")] = None,
+    vocabulary_size: Annotated[int | None, Parameter(help="Pad the vocabulary to this number of tokens: that of the "
+                                                          "shard set to train on.")] = None,
 ) -> int:
     """Convert a Hugging Face model to a checkpoint that training can start from, and print its settings."""
     from tidewheel.checkpoint.conversion import import_

@@ -29,7 +29,7 @@ Server = Annotated[str | None, Parameter(
 JobId = Annotated[str, Parameter(help="Id of the job, as `tidewheel submit` printed it.")]
 Groups = Annotated[list[str] | None, Parameter(
     name="--group", negative="", consume_multiple=False, help="A node group, NAME[:NODES[:CPUS]][,RESOURCE=AMOUNT]; "
-    "may be given again: data:2, gpu-spot:1:1,accelerator=1. A name that ends in `spot` is a spot group.")]
+    "may be repeated: data:2, gpu-spot:1:1,accelerator=1. A name that ends in `spot` is a spot group.")]
 Labels = Annotated[list[str] | None, Parameter(
     negative="", consume_multiple=False, help="Label KEY=VALUE of every node; may be repeated.")]
 
@@ -155,23 +155,23 @@ def submit(
     address: Server = None,
     working_dir: Annotated[str, Parameter(help="Folder of code to upload; '' for none.")] = ".",
     exclude: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Also leave out files "
-                       "that match, as in .gitignore; may be given again.")] = None,
+                       "that match, as in .gitignore; may be repeated.")] = None,
     include: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="Upload files that match "
-                       "although they are ignored or may hold secrets; may be given again.")] = None,
+                       "although they are ignored or may hold secrets; may be repeated.")] = None,
     env_var: Annotated[list[str] | None, Parameter(name="--env", negative="", consume_multiple=False, help="KEY=VALUE "
-                       "for the job and its workers; may be given again. Not for secrets: whoever may list jobs sees "
+                       "for the job and its workers; may be repeated. Not for secrets: anyone who may list jobs sees "
                        "it.")] = None,
     job_id: Annotated[str, Parameter(name="--id", help="Id of the job; default: a new one.")] = "",
     driver: Annotated[list[str] | None, Parameter(negative="", consume_multiple=False, help="LABEL=CONDITION of the "
-                      "node that the driver runs on, ray.io/market-type=!spot for one; may be given again. Left out, "
-                      "it is the head, which clusters keep off spot nodes.")] = None,
+                      "node that the driver runs on, ray.io/market-type=!spot for one; may be repeated. Left out, it "
+                      "is the head, which clusters keep off spot nodes.")] = None,
     wait: Annotated[bool, Parameter(help="Show the job's log until it ends, and exit with its code.")] = True,
     dry_run: Annotated[bool, Parameter(negative="", help="Show what would be uploaded and run, then stop.")] = False,
 ) -> int:
     """Run a job on a Ray cluster: upload the code, start the job, show its log and exit with its code.
 
-    A lost connection is taken up again. Ctrl-C leaves the job running; `tidewheel job stop` ends it, after training has
-    saved. The exit code is the job's own, 143 when it was stopped.
+    The command reconnects when the connection is lost. Ctrl-C leaves the job running; `tidewheel job stop` ends it
+    after training has saved. The exit code is the job's own, or 143 if it was stopped.
     """
     from tidewheel.cluster.jobs import JobServer, Submission, command_of, server_address
 

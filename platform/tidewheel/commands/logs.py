@@ -31,7 +31,7 @@ def logs(
 ) -> int:
     """Show the logs of a run's workers, coordinator, memory agents and evaluator, merged by time.
 
-    They are in the run's folder: this works while the run goes on, and when all of its machines are gone.
+    The logs are in the run's folder, so this works during the run and after all of its machines are gone.
     """
     from tidewheel.storage import store
     from tidewheel.train.logs.read import LineFilter, RunLogs, parse_since
@@ -60,18 +60,18 @@ def _explain(run: str, is_run: bool) -> None:
     """Raise the reason why there is no log.
 
     Raises:
-        ConfigError: no worker has logged, or this is no run.
+        ConfigError: no worker has logged, or the URI is not a run.
     """
     if is_run:
         raise ConfigError("no worker of this run has logged anything", where=run,
                           fix="a worker's log exists from its first line on; a run of an older version has none. "
                               "Its events are in events.jsonl")
-    raise ConfigError("this is no run: it has neither run.json nor logs/", where=run,
+    raise ConfigError("this is not a run: it has neither run.json nor logs/", where=run,
                       fix="give the folder RUN.URI/RUN.ID that `tidewheel train` wrote to, such as runs/demo")
 
 
 def _listed(numbers: set[int]) -> str:
-    """Return numbers as text, with ranges as 0-7."""
+    """Return numbers as text, with ranges such as 0-7."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

@@ -15,8 +15,8 @@ from tidewheel.printable import printable
 def clean(
     output: Annotated[str, Parameter(help="Folder or s3://bucket/prefix of a pipeline's output.")],
     *,
-    unfinished: Annotated[bool, Parameter(negative="", help="Also remove the work of a run that was not finished and "
-                                                            "would go on with it.")] = False,
+    unfinished: Annotated[bool, Parameter(negative="", help="Also remove the work of an unfinished run, which that "
+                                                            "run would reuse.")] = False,
     dry_run: DryRun = False,
 ) -> int:
     """Remove unreferenced units and shards: those of earlier recipes and inputs, and of killed runs."""

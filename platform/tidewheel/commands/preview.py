@@ -16,7 +16,8 @@ def preview(
     input: Annotated[str, Parameter(help="Folder or s3://bucket/prefix that relative paths in the pipeline are "
                                          "below.")] = ".",
     output: Annotated[str, Parameter(help="Path of the page, an .html file.")] = "preview.html",
-    limit: Annotated[int, Parameter(help="Number of documents, at most: the first of each file, by its size.")] = 200,
+    limit: Annotated[int, Parameter(help="Maximum number of documents: the first ones of each file, in proportion to "
+                                         "its size.")] = 200,
     set_: Overrides = None,
 ) -> int:
     """Write a page that shows the effect of each filter on a few documents, with a slider per threshold."""

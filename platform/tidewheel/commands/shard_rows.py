@@ -23,7 +23,7 @@ SHOWN_SEGMENTS, SHOWN_CHARACTERS = 4, 300
 
 
 def print_summary(uri: str, told: dict[str, Any]) -> None:
-    """Print what `verify.inspect` found about a set."""
+    """Print the result of `verify.inspect` for a set."""
     pairs = told["kind"] == "preferences"
     lines = [
         ("rows", f"{told['rows']:,} {'pairs' if pairs else 'packed sequences'} in {told['num_shards']:,} shards, "
@@ -96,7 +96,7 @@ def _heading(segment: Segment) -> str:
 
 
 def _text_lines(segment: Segment, colour: str, masked: bool, *, whole: bool, width: int | None) -> Iterator[Text]:
-    """The text, at the left of each line a bar in the segment's colour, and a sign for what is learnt."""
+    """Yield lines of text, each after a bar in the segment's colour and a sign that says whether it is learnt."""
     left = None if whole else SHOWN_CHARACTERS
     for learnt, parts in _runs(segment.parts):
         style = "" if not masked else LEARNT if learnt else GIVEN
@@ -120,7 +120,7 @@ def _text_lines(segment: Segment, colour: str, masked: bool, *, whole: bool, wid
 
 
 def _runs(parts: Iterable[Part]) -> Iterator[tuple[bool, list[Part]]]:
-    """Neighbouring parts that are alike in the loss mask."""
+    """Yield groups of neighbouring parts that are equal in the loss mask."""
     run: list[Part] = []
     for part in parts:
         if run and run[0].learnt != part.learnt:

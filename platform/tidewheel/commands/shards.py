@@ -1,4 +1,4 @@
-"""`tidewheel shards`: look into packed shards, check them, follow a token."""
+"""`tidewheel shards`: inspect packed shards, verify them, trace a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidewheel.commands.options import AsJson
 from tidewheel.errors import ShardError
 from tidewheel.printable import printable
 
-app = cyclopts.App(name="shards", help="Look into packed shards and check them.")
+app = cyclopts.App(name="shards", help="Inspect and verify packed shards, and trace lineage.")
 
 
 @app.command
@@ -71,7 +71,8 @@ def trace(
     uri: Annotated[str | None, Parameter(help="A shard set; with --run, where the run's set is now.")] = None,
     *,
     row: Annotated[int | None, Parameter(help="Row of the set, from 0; with --token.")] = None,
-    token: Annotated[int | None, Parameter(help="Token of the row, from 0: where it came from.")] = None,
+    token: Annotated[int | None, Parameter(help="Token of the row, from 0: show its document, file and "
+                                                "verdicts.")] = None,
     document: Annotated[str | None, Parameter(help="Id of a document: rows that hold it, or why it was dropped; "
                                                    "with --run also the steps that used it.")] = None,
     run: Annotated[str | None, Parameter(help="URI of a run.")] = None,
@@ -79,7 +80,7 @@ def trace(
     batch_row: Annotated[int | None, Parameter(help="Sequence of the step's global batch, from 0.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Lineage both ways: from a token or a step to documents and files, from a document to rows and steps."""
+    """Trace lineage: from a token or a step to documents and files, or from a document to rows and steps."""
     from tidewheel.shards import trace as of_set
     from tidewheel.train import trace as of_run
 
@@ -99,7 +100,7 @@ def trace(
         found = of_set.trace_token(uri, row, token)
         lines = of_set.token_lines(found)
     else:
-        raise ShardError("these options do not say what to trace", where="tidewheel shards trace",
+        raise ShardError("these options do not determine what to trace", where="tidewheel shards trace",
                          fix="give SET --row N --token N, SET --document ID, --run RUN --step N [--batch-row N "
                              "[--token N]], or --run RUN --document ID")
     print(json.dumps(found, indent=2) if as_json else "\n".join(map(printable, lines)))

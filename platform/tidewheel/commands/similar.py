@@ -18,17 +18,17 @@ def similar(
                                         "`tidewheel data run` reads.")],
     *,
     text: Annotated[str, Parameter(help="Field with a document's text.")] = "text",
-    id: Annotated[str, Parameter(help="Field with a document's id. Documents without it are named by their "
-                                      "content.")] = "id",
-    min_jaccard: Annotated[float | None, Parameter(help="Least estimated similarity; by default the one that the "
-                                                        "index was made with.")] = None,
+    id: Annotated[str, Parameter(help="Field with a document's id. The id of a document without it is the hash of its "
+                                      "text.")] = "id",
+    min_jaccard: Annotated[float | None, Parameter(help="Minimum estimated similarity; default: that of the "
+                                                        "index.")] = None,
     limit: Annotated[int, Parameter(help="Matches to print for each document of the file, the best first.")] = 5,
     as_json: AsJson = False,
 ) -> int:
     """Print the documents of a near-duplicate index that are like those in a file, with the estimated similarity.
 
-    The similarity is the share of equal values in two MinHash signatures, made as the index says. Documents that
-    near-deduplication dropped are in the index, too: `kept` tells.
+    The similarity is the share of equal values in two MinHash signatures, computed with the settings of the index. The
+    index also contains documents that near-deduplication dropped; the column `kept` is "no" for them.
     """
     from dataclasses import asdict
 

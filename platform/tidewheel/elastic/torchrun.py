@@ -112,7 +112,7 @@ def device_of(where: Place, name: str = "") -> torch.device:
     from tidewheel.train.local_device import local_device
 
     if name not in ("", "cpu"):
-        raise ConfigError(f"each of torchrun's ranks takes the GPU of its local rank, not {name!r}", where="--device",
+        raise ConfigError(f"each torchrun rank uses the GPU of its local rank, not {name!r}", where="--device",
                           fix="leave it out, or give cpu; CUDA_VISIBLE_DEVICES chooses GPUs")
     if name == "cpu" or not torch.cuda.is_available():
         return local_device("cpu")
@@ -166,7 +166,7 @@ def fit_ranks(run: Run | TrainConfig, where: Place, *, device: torch.device | st
         raise ClusterError(f"rank {where.rank} of {where.world_size} ends because another rank ended or does not "
                            f"respond ({outcome.text})", where="torchrun",
                            fix="see the first failure in torchrun's report; the same command resumes from the newest "
-                               "checkpoint, and torchrun --max-restarts gives it by itself") from error
+                               "checkpoint, and torchrun --max-restarts repeats it automatically") from error
     finally:
         with contextlib.suppress(RuntimeError):  # a group whose peers are gone cannot be torn down in order
             group.close()

@@ -99,7 +99,7 @@ def _check(request: Request) -> None:
                               fix=f"add --argument={needed}=s3://bucket/...")
     for argument in request.arguments:
         if not PLAIN.fullmatch(argument):
-            raise ConfigError(f"{argument!r} has characters that a shell takes apart", where="--argument",
+            raise ConfigError(f"{argument!r} has characters that a shell interprets", where="--argument",
                               fix="letters, digits and . / : = @ % + , - only; put the rest into the configuration")
 
 

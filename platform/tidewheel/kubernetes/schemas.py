@@ -88,7 +88,7 @@ def _explain(where: str, error: Any) -> Iterator[Problem]:
             yield Problem(where, join(*path), error.message, "keep one of the two")
         case _:
             yield Problem(where, join(*path), f"{_shown(value)} does not match {error.validator} {_shown(allowed)}",
-                          "write it as the Kubernetes API wants it")
+                          "write it in the form that the Kubernetes API requires")
 
 
 def _shown(value: Any) -> str:

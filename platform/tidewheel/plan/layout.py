@@ -34,7 +34,7 @@ class Job:
 
     @cached_property
     def block_matrices(self) -> int:
-        """Parameters of a block that are cut by tensor parallelism: its matrices and biases of their outputs."""
+        """Parameters of a block that tensor parallelism cuts: its matrices, and the biases of their outputs."""
         return self.model.block_matrices + self.model.extra_parameters()[0]
 
     @cached_property

@@ -210,7 +210,8 @@ def _refused(job: Job, cluster: ClusterConfig, found: list[tuple[Layout, Memory]
     good = {(planned.layout.parallel.tensor, planned.layout.parallel.pipeline) for planned in fitting}
     for tensor in legal.divisors(cluster.gpus):
         if tensor > cluster.nodes_of:
-            yield Refused(f"TP {tensor}", f"parallel.tensor {tensor} would leave the node of {cluster.nodes_of} GPUs",
+            yield Refused(f"TP {tensor}", f"parallel.tensor {tensor} would span several nodes of {cluster.nodes_of} "
+                                          "GPUs",
                           f"TP {cluster.nodes_of}")
             break  # larger ones would too
         for pipeline in legal.divisors(cluster.gpus // tensor):

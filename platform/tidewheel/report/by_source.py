@@ -13,8 +13,8 @@ from tidewheel.report.plots import WIDTH, Scale, Svg, legend, shorten_middle
 ALARM_SHARE = 0.8
 ALARM_DOCUMENTS = 20
 RULE = (f"A source is marked when it loses at least {ALARM_SHARE:.0%} of its documents (of {ALARM_DOCUMENTS} or more) "
-        "and keeps less than half the share that all keep: a rule may not fit it, or its reader may be wrong.")
-TOKENS_NOTE = "Tokens of the training set, by the source of the document that they are from."
+        "and keeps less than half of the overall share: a rule may not suit it, or its reader may be wrong.")
+TOKENS_NOTE = "Tokens of the training set by the source of their document."
 _BARS = 16
 
 
@@ -91,7 +91,7 @@ def _taken(sources: Mapping[str, Mapping[str, Sequence[int]]], stages: Sequence[
 def _bars(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[str], colours: Mapping[str, str]) -> Html:
     """Draw a bar of 100 % for each source: the share kept, and the shares that stages took."""
     left, right, row = 270.0, 940.0, 26.0
-    svg = Svg(len(names) * row + 4, "share of each source that is kept, and what each stage took of it")
+    svg = Svg(len(names) * row + 4, "share of each source that is kept, and the shares that each stage dropped")
     scale = Scale(0, 1, left, right)
     takers = [stage for stage in stages[1:] if any(_taken(sources, stages, name)[stage] > 0 for name in names)]
     usual = _usual(sources, stages)
@@ -105,7 +105,7 @@ def _bars(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[str
         for stage, taken in _taken(sources, stages, name).items():
             if taken > 0:
                 width = taken / came * (right - left)
-                svg.rect(at, top, width, 19, colours.get(stage, PALETTE[-1]), f"{taken:,} taken by {stage}")
+                svg.rect(at, top, width, 19, colours.get(stage, PALETTE[-1]), f"{taken:,} dropped by {stage}")
                 at += width
         tone = "var(--bad)" if alarming(came, kept, usual) else None
         svg.text(WIDTH, top + 14, f"{percent(kept, came)} of {count(came)}", "end", tone)
@@ -125,5 +125,5 @@ def _table(sources: Mapping[str, Any], stages: Sequence[str], names: Sequence[st
         mark = badge("look here", "bad") if alarming(came, kept, usual) else ""
         rows.append((join([tag("code", printable(name)), " ", mark]),
                      f"{came:,}", f"{kept:,}", percent(kept, came), f"{size / 1e6:,.2f}", f"{rest / 1e6:,.2f}", told))
-    return table(("source", "documents read", "kept", "share", "MB read", "MB kept", "most taken by"), rows,
+    return table(("source", "documents read", "kept", "share", "MB read", "MB kept", "most dropped by"), rows,
                  numeric=(1, 2, 3, 4, 5))

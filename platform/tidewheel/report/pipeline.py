@@ -78,15 +78,15 @@ def add_sections(page: Page, summary: dict[str, Any], output: storage.Store) -> 
     if stages:
         page.section("What each stage kept", funnel(stages), tag("h3", "Stages"), _stages(summary),
                      *_filters(stages),
-                     note="Documents that went in and came out, and the text they hold; tokens are those of the final "
-                          "tokenizer, estimated from bytes. Units already published are reused, not redone.")
+                     note="Documents before and after each stage, and their text. Tokens are estimated from bytes, "
+                          "with the final tokenizer. Published units are reused.")
         page.section("What was dropped, and why", _reasons(stages), *_other_verdicts(stages),
                      examples.side_by_side(summary.get("kept", []), summary.get("samples", {}),
                                            {stage["name"]: stage.get("dropped", {}) for stage in stages},
                                            colours.of_reasons(stages)),
                      _samples(stages, summary.get("samples", {})),
                      note="Every dropped document has a line in verdicts/<stage>/*.parquet with its reason, score and, "
-                          "for a duplicate, the document that stayed in its place.")
+                          "for a duplicate, the document that was kept instead.")
     page.section("By source", *by_source.section(summary.get("sources", []), stages), note=by_source.RULE)
     page.section("Tokens by source", *by_source.tokens_section(summary.get("source_tokens", {})),
                  note=by_source.TOKENS_NOTE)

@@ -82,7 +82,7 @@ def check_shard(place: storage.Store, info: ShardInfo, manifest: Manifest) -> li
     longest = int(np.maximum(*lengths).max())
     shortest = np.minimum(*lengths)
     if longest > manifest.sequence_length:
-        problems.append(f"a sequence has {longest} tokens, allowed are {manifest.sequence_length}")
+        problems.append(f"a sequence has {longest} tokens, at most {manifest.sequence_length} are allowed")
     prompts = batch.column("prompt_length").to_numpy()
     if prompts.min() < 0 or np.any(prompts >= shortest):
         return [*problems, "a prompt is not shorter than its sequence"]
@@ -111,7 +111,7 @@ def row_of(place: storage.Store, manifest: Manifest, row: int, shown: int | None
     """
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=place.uri,
-                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
+                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     info = manifest.shards[index]

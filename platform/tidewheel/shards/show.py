@@ -99,7 +99,7 @@ def rows(uri: str, *, first: int = 0, source: str | None = None) -> Iterator[Row
     reader = _Packed(place, manifest, sources) if manifest.kind == PACKED else _Pairs(place, manifest, sources)
     if not 0 <= first < manifest.rows:
         raise ShardError(f"there is no row {first}", where=place.uri,
-                         fix=f"rows of this set count from 0 to {manifest.rows - 1}" if manifest.rows
+                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}" if manifest.rows
                               else "the set has no rows")
     for number in reader.of_source(first, source) if source is not None else range(first, manifest.rows):
         yield reader.row(number)

@@ -44,7 +44,7 @@ def trace_token(uri: str, row: int, token: int) -> dict[str, Any]:
     where = f"{shard_set.store.uri} row {row}"
     if not 0 <= token < length:
         raise ShardError(f"there is no token {token}", where=where,
-                         fix=f"the tokens of this row count from 0 to {length - 1}; the rest is padding")
+                         fix=f"the tokens of this row are numbered from 0 to {length - 1}; the rest is padding")
     segment = next(segment for segment in reversed(in_row) if segment["start"] <= token)
     return {
         "set": shard_set.store.uri, "row": row, "id": row_id(shard_set, index, inside), "token": token,
@@ -127,7 +127,7 @@ def find_row(shard_set: ShardSet, row: int) -> tuple[int, int]:
     manifest = shard_set.manifest
     if not 0 <= row < manifest.rows:
         raise ShardError(f"there is no row {row}", where=shard_set.store.uri,
-                         fix=f"rows of this set count from 0 to {manifest.rows - 1}")
+                         fix=f"rows of this set are numbered from 0 to {manifest.rows - 1}")
     ends = np.cumsum([shard.rows for shard in manifest.shards])
     index = int(np.searchsorted(ends, row, side="right"))
     return index, row - int(ends[index]) + manifest.shards[index].rows

@@ -55,7 +55,7 @@ class WaveOrder:
         if positions.size and positions.min() < 0:
             raise ValueError(f"positions count from 0, got {positions.min()}")
         if not self._whole and positions.size and positions.max() >= self.total:
-            raise ValueError(f"the present waves end at position {self.total}, got {positions.max()}")
+            raise ValueError(f"the waves so far end at position {self.total}, got {positions.max()}")
         epochs, inside = np.divmod(positions, max(self.total, 1))
         waves = np.searchsorted(self._ends, inside, side="right")
         shards, rows = np.empty_like(positions), np.empty_like(positions)

@@ -62,8 +62,8 @@ class DataConfig(Config):
         if self.uri and self.mixture is not None:
             raise ValueError("uri and mixture are both given: name one shard set, or the domains of a mixture")
         if self.wait_seconds and self.mixture is not None:
-            raise ValueError("wait_seconds is for uri: the sets of a mixture must be finished, because its shares "
-                             "follow from their sizes; leave it out")
+            raise ValueError("wait_seconds works only with uri: the sets of a mixture must be finished, because their "
+                             "sizes determine the shares; leave it out")
         return self
 
     @pydantic.field_validator("validation")
@@ -71,7 +71,8 @@ class DataConfig(Config):
     def _named(cls, value: str | dict[str, str]) -> str | dict[str, str]:
         for name, uri in value.items() if isinstance(value, dict) else ():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                raise ValueError(f"{name!r} is no name of a validation set: letters, digits and . _ - only")
+                raise ValueError(f"{name!r} is not a valid name of a validation set: use only letters, digits and "
+                                 ". _ -")
             if not uri:
                 raise ValueError(f"validation set {name!r} has no URI")
         return value

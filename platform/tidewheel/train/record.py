@@ -215,7 +215,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
         source = open_source("", mixture.model_copy(update={"domains": domains}), seed)
     if source.hash != recorded["hash"]:
         raise ShardError("this is not the data that the run read", where=where,
-                         fix="give the original set; a copy of it elsewhere will do")
+                         fix="give the original set; a copy elsewhere is valid too")
     if store is not None and (source.manifest.waves or source.manifest.to_come):
         _same_waves({int(line["wave"]): line["hash"] for line in jsonlog.read(store, WAVES)},
                     dict(enumerate(Growing.of(source.manifest).hashes[1:])), where)

@@ -76,7 +76,7 @@ def trace_step(run_uri: str, step: int, *, batch_row: int | None = None, token: 
     size = run.plan.count(step)
     if batch_row is not None and not 0 <= batch_row < size:
         raise ShardError(f"there is no row {batch_row} in the batch", where=f"{run_uri} step {step}",
-                         fix=f"the rows of a global batch count from 0 to {size - 1}")
+                         fix=f"the rows of a global batch are numbered from 0 to {size - 1}")
     if token is not None and batch_row is None:
         raise ShardError("a token without its row in the batch", where=f"{run_uri} step {step}",
                          fix="give --batch-row as well")

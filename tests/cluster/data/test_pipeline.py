@@ -113,7 +113,7 @@ def documents_of(output) -> dict[str, str]:
                 ends = [*row["segment_starts"][1:], row["length"]]
                 for first, last, identity, offset in zip(row["segment_starts"], ends, row["document_ids"],
                                                          row["document_offsets"], strict=True):
-                    assert offset not in pieces[identity], "a piece is there twice"
+                    assert offset not in pieces[identity], "a piece occurs twice"
                     pieces[identity][offset] = row["tokens"][first:last]
     texts = {}
     for identity, found in pieces.items():

@@ -131,7 +131,7 @@ def test_the_error_of_a_failing_filter_names_its_line(module: str, name: str, to
 
 
 @pytest.mark.parametrize(("name", "settings", "told"), [
-    ("{}:Shoutin", {}, "'Shoutin' does not exist"), ("{}:nothing", {}, "is no filter"),
+    ("{}:Shoutin", {}, "'Shoutin' does not exist"), ("{}:nothing", {}, "is not a filter"),
     ("no_such_module_at_all:x", {}, "there is no module 'no_such_module_at_all'"),
     ("{}:Shouting", {"max_uper": 1}, "did you mean 'max_upper'"), ("{}:short", {"a": 1}, "a"),
 ])
@@ -183,7 +183,7 @@ def test_yaml_and_sdk_give_the_same_pipeline(module: str, tmp_path: Path):
         made.filter(mine.Shouting(), mine.Shouting(max_upper=0.4))
     with pytest.raises(ConfigError, match="workers cannot import"):
         made.filter(lambda document: True)
-    with pytest.raises(ConfigError, match="is no filter"):
+    with pytest.raises(ConfigError, match="is not a filter"):
         made.filter(mine.Shouting)  # type: ignore[arg-type]
 
 

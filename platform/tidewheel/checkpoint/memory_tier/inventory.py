@@ -65,10 +65,9 @@ def inventory(agents: Iterable[Address], run_token: str, *, generation: int | No
     """Ask all agents at once what they hold; skip those that do not answer.
 
     Args:
-        agents: addresses; may hold one twice.
+        agents: addresses; duplicates are allowed.
         run_token: the run's secret.
-        generation: number of the generation that asks, from which on the agents refuse earlier epochs; None: nobody
-            who will write.
+        generation: number of the asking generation; the agents then refuse earlier epochs. None: for readers.
         seconds: time limit of an answer.
     """
     asked = sorted(set(agents))

@@ -70,7 +70,7 @@ class OrphanUpload:
             return
         self._retry_at = now + self._seconds
         with self._lock:
-            self._limit = TimeLimit(what="the upload of what was left in memory")
+            self._limit = TimeLimit(what="the upload of the snapshots in memory")
         try:
             self._upload_if_elected(agent, self._limit)
         except (CheckpointError, OwnershipError, StorageError, OSError) as error:

@@ -96,7 +96,7 @@ class PartReader:
 
     @contextlib.contextmanager
     def _connected(self, agent: Address) -> Iterator[Connection]:
-        """A connection for one exchange, kept for the next one if the exchange succeeds."""
+        """Yield a connection for one exchange, and keep it for the next one if the exchange succeeds."""
         with self._lock:
             idle = self._idle.setdefault(agent, [])
             connection = idle.pop() if idle else None

@@ -32,8 +32,8 @@ def gpus() -> Iterator[Check]:
     kinds = Counter(row[0] for row in gpu_rows)
     detail = ", ".join(f"{count} x {name}" for name, count in kinds.items()) + f", driver {gpu_rows[0][1]}"
     if len(kinds) > 1:
-        yield Check("GPUs", "warning", f"{detail}: of different kinds", "the slowest sets the pace: give them to "
-                    "different groups of workers (labels)")
+        yield Check("GPUs", "warning", f"{detail}: of different kinds", "the slowest one limits the speed: put them "
+                    "into different node groups (labels)")
     else:
         yield Check("GPUs", "ok", f"{detail}, {gpu_rows[0][2]} MiB each")
     yield from _bad_gpus("GPU errors", gpu_rows, 4, lambda value: value > 0, "failure", "uncorrected memory errors",

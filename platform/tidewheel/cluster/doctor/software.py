@@ -121,7 +121,7 @@ def kernels() -> Check:
     if level is None:
         return Check("text kernels", "warning", "none in the package for this processor: the first pipeline on each "
                      "machine compiles them, a minute or two",
-                     "on machines that do not last, let XDG_CACHE_HOME name a folder that does, of mode 0700")
+                     "on short-lived machines, set XDG_CACHE_HOME to a lasting folder with mode 0700")
     return Check("text kernels", "ok", f"compiled for {level}")
 
 

@@ -28,7 +28,7 @@ def names(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             continue
         name = get(manifest, "metadata", "name", default="")
         if not DNS_1035.fullmatch(name):
-            yield at(manifest, ("metadata", "name"), f"{name!r} is no DNS-1035 label",
+            yield at(manifest, ("metadata", "name"), f"{name!r} is not a DNS-1035 label",
                       "lower-case letters, digits and -, with a letter first")
         elif len(name) > longest:
             yield at(manifest, ("metadata", "name"), f"{len(name)} characters",
@@ -61,12 +61,12 @@ def _groups(found: Cluster) -> Iterator[Problem]:
             if not (LABEL_NAME.fullmatch(key.rpartition("/")[2]) and len(key.rpartition("/")[2]) <= 63):
                 yield at(found.manifest, (*path, "labels", key), "no label's name", "letters, digits and - _ .")
             if value and not (LABEL_NAME.fullmatch(value) and len(value) <= 63):
-                yield at(found.manifest, (*path, "labels", key), f"{value!r} is no label's value",
+                yield at(found.manifest, (*path, "labels", key), f"{value!r} is not a label value",
                           "at most 63 letters, digits and - _ .")
     taken: set[str] = set()
     for path, group in found.groups:
         if group["groupName"] in taken:
-            yield at(found.manifest, (*path, "groupName"), f"{group['groupName']!r} is there twice",
+            yield at(found.manifest, (*path, "groupName"), f"{group['groupName']!r} occurs twice",
                      "name each group once: pods are counted by it")
         taken.add(group["groupName"])
         least, most = get(group, "minReplicas", default=0), get(group, "maxReplicas")
@@ -93,7 +93,7 @@ def _authentication(found: Cluster) -> Iterator[Problem]:
         if options.get("mode") != "token":
             yield at(found.manifest, here, "set, but mode is not token", "set authOptions.mode to token")
         if found.manifest["kind"] == "RayJob":
-            yield at(found.manifest, here, "not for a RayJob", "remove it: mode token works for both")
+            yield at(found.manifest, here, "not for a RayJob", "remove it: mode token is enough")
         if options.get("secretName"):
             yield at(found.manifest, (*found.path, "authOptions", "secretName"), "set beside enableK8sTokenAuth",
                       "keep one of the two")
@@ -108,8 +108,8 @@ def autoscaler(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             yield at(found.manifest, (*found.path, "enableInTreeAutoscaling"), "off, but there are autoscalerOptions",
                       "set it to true, or remove them")
         if found.autoscaling and get(options, "version") != "v2":
-            yield at(found.manifest, (*here, "version"), "not v2, whose nodes carry labels and drain before they "
-                      "go", "v2")
+            yield at(found.manifest, (*here, "version"), "not v2, whose nodes have labels and drain before they "
+                      "are removed", "use v2")
         if get(options, "idleTimeoutSeconds", default=0) < 0:
             yield at(found.manifest, (*here, "idleTimeoutSeconds"), "negative", "0 or more")
         for number, entry in enumerate(get(options, "env", default=[])):
@@ -122,14 +122,14 @@ def autoscaler(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             policy = get(template.spec, "restartPolicy")
             if found.autoscaler_v2 and policy not in (None, "Never"):
                 yield at(found.manifest, (*template.path, "spec", "restartPolicy"), f"{policy} under autoscaler v2",
-                          "Never, or leave it out: a pod that came back would be a node that the autoscaler lost")
+                          "use Never, or leave it out: the autoscaler would not know the node of a restarted pod")
         for path, group in found.groups:
             if group.get("suspend") and found.autoscaling:
                 yield at(found.manifest, (*path, "suspend"), "a group cannot be suspended under the autoscaler",
                           "set minReplicas and maxReplicas to 0")
             for name in ("idleTimeoutSeconds", "priority"):
                 if get(group, name) is not None and not found.autoscaler_v2:
-                    yield at(found.manifest, (*path, name), "known to autoscaler v2 only",
+                    yield at(found.manifest, (*path, name), "supported only by autoscaler v2",
                               "set autoscalerOptions.version to v2")
 
 
@@ -154,10 +154,10 @@ def _place(manifest: Manifest) -> Iterator[Problem]:
         if not selector.get("ray.io/cluster"):
             yield at(manifest, ("spec", "clusterSelector", "ray.io/cluster"), "missing", "name the RayCluster")
         if get(spec, "backoffLimit", default=0) > 0:
-            yield at(manifest, ("spec", "backoffLimit"), "does not go with clusterSelector",
-                      "0, and submit again: the job goes on by its run id")
+            yield at(manifest, ("spec", "backoffLimit"), "not allowed with clusterSelector",
+                      "use 0, and submit again: the run id identifies the run, which continues")
         if spec.get("suspend"):
-            yield at(manifest, ("spec", "suspend"), "does not go with clusterSelector", "remove it")
+            yield at(manifest, ("spec", "suspend"), "not allowed with clusterSelector", "remove it")
 
 
 def _end(manifest: Manifest) -> Iterator[Problem]:
@@ -194,14 +194,14 @@ def _submission(manifest: Manifest) -> Iterator[Problem]:
     spec = manifest["spec"]
     mode = get(spec, "submissionMode", default="K8sJobMode")
     if mode not in SUBMISSION_MODES:
-        yield at(manifest, ("spec", "submissionMode"), f"{mode!r} is none that the operator knows",
-                  f"one of {', '.join(SUBMISSION_MODES)}")
+        yield at(manifest, ("spec", "submissionMode"), f"{mode!r} is not a mode of the operator",
+                  f"use one of {', '.join(SUBMISSION_MODES)}")
     if mode == "SidecarMode":
         for name in ("clusterSelector", "submitterPodTemplate", "submitterConfig"):
             if spec.get(name):
-                yield at(manifest, ("spec", name), "does not go with SidecarMode", "remove it, or use K8sJobMode")
+                yield at(manifest, ("spec", name), "not allowed with SidecarMode", "remove it, or use K8sJobMode")
     if mode == "InteractiveMode" and get(spec, "backoffLimit", default=0) > 0:
-        yield at(manifest, ("spec", "backoffLimit"), "does not go with InteractiveMode", "0")
+        yield at(manifest, ("spec", "backoffLimit"), "not allowed with InteractiveMode", "0")
     if mode != "InteractiveMode" and not str(get(spec, "entrypoint", default="")).strip():
         yield at(manifest, ("spec", "entrypoint"), "missing", "the command, as python -m jobs.train --config ...")
     try:
@@ -225,7 +225,7 @@ def fault_tolerance(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                       "use spec.gcsFaultToleranceOptions")
         for path, entry in _environment(found):
             if entry.get("name") in ("RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "REDIS_USERNAME"):
-                yield at(found.manifest, path, f"{entry['name']} is the operator's to set",
+                yield at(found.manifest, path, f"{entry['name']} is set by the operator",
                           "use spec.gcsFaultToleranceOptions")
         for name in ("redis-password", "redis-username"):
             if get(found.spec, "headGroupSpec", "rayStartParams", name):

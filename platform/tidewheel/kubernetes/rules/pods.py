@@ -57,7 +57,7 @@ def _pod(template: Template) -> Iterator[Problem]:
     for number, volume in enumerate(get(spec, "volumes", default=[])):
         for kind in sorted(set(volume) - VOLUMES):
             yield at(manifest, (*path, "volumes", number, kind), "refused by the restricted standard",
-                     "emptyDir: on nodes whose local disk is NVMe it is there")
+                     "use emptyDir: it is on the node's local disk, NVMe if there is one")
 
 
 def _container(template: Template, path: tuple[str | int, ...], container: dict[str, Any]) -> Iterator[Problem]:
@@ -90,8 +90,8 @@ def ray_containers(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         for path, container in template.containers:
             _, separator, tag = split_image(container.get("image", ""))
             if tag in MOVING_TAGS and separator != "@":
-                yield at(template.manifest, (*path, "image"), f"{container.get('image')!r} may be another one tomorrow",
-                         "a version as tag, or a digest")
+                yield at(template.manifest, (*path, "image"), f"{container.get('image')!r} has a tag that can move",
+                         "use a version as tag, or a digest")
             for number, mount in enumerate(get(container, "volumeMounts", default=[])):
                 if mount.get("mountPath", "").rstrip("/") == "/dev/shm":
                     yield at(template.manifest, (*path, "volumeMounts", number, "mountPath"), "/dev/shm is mounted by "
@@ -101,7 +101,7 @@ def ray_containers(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                 yield at(template.manifest, (*path, "command" if container.get("command") else "args"),
                          "the operator puts `ray start` there", "remove it; start parameters are in rayStartParams")
             elif re.search(r"\bsh\b.* -c", words) and "exec " not in words and template.role == "other":
-                yield at(template.manifest, (*path, "command"), "the shell stays in between: SIGTERM ends there",
+                yield at(template.manifest, (*path, "command"), "the shell does not pass SIGTERM on",
                          "exec the program")
             if template.role in ("head", "worker") and get(container, "lifecycle", "preStop") is not None:
                 yield at(template.manifest, (*path, "lifecycle", "preStop"), "Ray drains on SIGTERM; a hook delays it",
@@ -117,20 +117,20 @@ def resources(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             here = (*path, "resources")
             for name in ("cpu", "memory"):
                 if name not in requests:
-                    yield at(template.manifest, (*here, "requests", name), "missing", "say it: Ray and the autoscaler "
-                             "take a pod's size from here")
+                    yield at(template.manifest, (*here, "requests", name), "missing",
+                             "set it: Ray and the autoscaler read a pod's size here")
             if "memory" not in limits:
                 yield at(template.manifest, (*here, "limits", "memory"), "missing",
                          "as requested: Ray's object store and the memory tier are sized by it")
             for kind, values in (("requests", requests), ("limits", limits)):
                 for name, value in values.items():
                     if quantity(value) is None:
-                        yield at(template.manifest, (*here, kind, name), f"{value!r} is no quantity",
+                        yield at(template.manifest, (*here, kind, name), f"{value!r} is not a quantity",
                                  "as in 500m, 8 or 16Gi")
             for name in sorted({"memory", GPU} & set(requests) & set(limits)):
                 if quantity(requests[name]) != quantity(limits[name]):
                     yield at(template.manifest, (*here, "limits", name), f"{limits[name]}, requested {requests[name]}",
-                             "make them equal: what is overcommitted is killed first")
+                             "make them equal: overcommitted pods are killed first")
             gpus = quantity(limits.get(GPU, requests.get(GPU, 0)))
             if gpus is not None and gpus.denominator != 1:
                 yield at(template.manifest, (*here, "limits", GPU), f"{limits.get(GPU)}", "a whole number")
@@ -145,14 +145,14 @@ def grace(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             number, text = variables.get(DRAIN_VARIABLE, (None, str(DRAIN_DEFAULT_SECONDS)))
             if not str(text).isdigit():
                 yield at(cluster.manifest, (*template.path, "spec", "containers", 0, "env", number or 0, "value"),
-                         f"{text!r} is no number of seconds", "whole seconds, quoted")
+                         f"{text!r} is not a number of seconds", "whole seconds, quoted")
                 continue
             least = int(str(text)) + MARGIN_SECONDS
             given = get(template.spec, "terminationGracePeriodSeconds", default=30)
             if given < least:
                 yield at(cluster.manifest, (*template.path, "spec", "terminationGracePeriodSeconds"),
                          f"{given} s, but the drain takes up to {text} s",
-                         f"at least {least}, or lower {DRAIN_VARIABLE}")
+                         f"use at least {least}, or lower {DRAIN_VARIABLE}")
 
 
 def placement(manifests: Sequence[Manifest]) -> Iterator[Problem]:
@@ -161,21 +161,21 @@ def placement(manifests: Sequence[Manifest]) -> Iterator[Problem]:
         head = cluster.head
         if get(cluster.spec, "headGroupSpec", "labels", MARKET_LABEL) == SPOT or _wants_spot(head.spec):
             yield at(cluster.manifest, (*head.path, "spec", "nodeSelector"), "the head is on spot nodes",
-                     "an on-demand pool: with the head go driver, job server and tables")
+                     "use an on-demand pool: losing the head loses the driver, the job server and the tables")
         if str(get(cluster.spec, "headGroupSpec", "rayStartParams", "num-cpus")) != "0":
             yield at(cluster.manifest, (*cluster.path, "headGroupSpec", "rayStartParams", "num-cpus"),
-                     "the head takes tasks", '"0": a task that runs out of memory would take the cluster along')
+                     "the head runs tasks", '"0": a task that runs out of memory would end the cluster')
         for template in cluster.workers:
             keys = {entry.get("key") for entry in get(template.spec, "tolerations", default=[])}
             tolerates_all = any(not entry.get("key") and entry.get("operator") == "Exists"
                                 for entry in get(template.spec, "tolerations", default=[]))
             here = (*template.path, "spec")
             if is_spot(template) and not _wants_spot(template.spec):
-                yield at(cluster.manifest, (*here, "nodeSelector"), "labelled spot, but not put on spot nodes",
+                yield at(cluster.manifest, (*here, "nodeSelector"), "labelled spot, but does not select spot nodes",
                          "select the spot pool, or correct the group's label")
             if _wants_spot(template.spec) and not is_spot(template):
-                yield at(cluster.manifest, (*template.path[:-1], "labels", MARKET_LABEL), "on spot nodes, and Ray "
-                         "is not told", f"{MARKET_LABEL}: {SPOT}")
+                yield at(cluster.manifest, (*template.path[:-1], "labels", MARKET_LABEL), "on spot nodes, but "
+                         "Ray's label does not say so", f"{MARKET_LABEL}: {SPOT}")
             if template.offers(GPU) and GPU not in keys and not tolerates_all:
                 yield at(cluster.manifest, (*here, "tolerations"), f"GPU nodes are tainted {GPU}",
                          f"{{key: {GPU}, operator: Exists, effect: NoSchedule}}")

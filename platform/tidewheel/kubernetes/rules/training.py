@@ -112,9 +112,9 @@ def _pod(cluster: Cluster, group: Template, places: int, config: TrainConfig) ->
     if inside > 1 and places % inside:
         name = "tensor x context" if parallel.context > 1 else "tensor"
         yield at(cluster.manifest, (*resources, GPU if gpus else "cpu"),
-                 f"{places} workers to a pod, but parallel.{name} {inside} does not divide them: its ranks would span "
-                 "two",
-                 f"a multiple of {inside} to a pod, or a smaller {name}")
+                 f"{places} workers to a pod, but parallel.{name} {inside} does not divide them: a group "
+                 "of ranks would span two pods",
+                 f"use a multiple of {inside} to a pod, or a smaller {name}")
 
 
 def _storage(found: Sequence[Cluster], config: TrainConfig) -> Iterator[Problem]:
@@ -123,8 +123,8 @@ def _storage(found: Sequence[Cluster], config: TrainConfig) -> Iterator[Problem]
     manifest = found[0].manifest
     where = name_of(manifest)
     if not is_remote(config.run.uri):
-        yield Problem(where, "config: run.uri", f"{config.run.uri!r} is a folder inside a pod, and goes with it",
-                      "s3://bucket/prefix, which all pods reach")
+        yield Problem(where, "config: run.uri", f"{config.run.uri!r} is a folder inside a pod, and is lost with it",
+                      "use s3://bucket/prefix, which all pods can reach")
     uris = [("data.uri", config.data.uri)] if config.data.uri else []
     if config.data.mixture is not None:
         uris += [(f"data.mixture.domains.{name}.shards", domain.shards)
@@ -138,5 +138,5 @@ def _storage(found: Sequence[Cluster], config: TrainConfig) -> Iterator[Problem]
             for name, folder in (("data.cache", config.data.cache), ("compile_cache", config.compile_cache)):
                 if folder and not any(f"{folder}/".startswith(mount.rstrip("/") + "/") for mount in mounts):
                     yield Problem(name_of(cluster.manifest), join(*group.path, "spec", "containers", 0, "volumeMounts"),
-                                  f"{name} is {folder}, where no volume is",
+                                  f"{name} is {folder}, which is not on a volume",
                                   "a folder below /cache, or mount a volume there")

@@ -46,7 +46,7 @@ class HuggingFace(Encoder):
 
     @cached_property
     def with_control_tokens(self) -> Any:
-        """A `tokenizers.Tokenizer` that interprets special tokens in a text; for chat templates only."""
+        """Return a `tokenizers.Tokenizer` that interprets special tokens in a text; for chat templates only."""
         tokenizer = self._parse()
         tokenizer.encode_special_tokens = False
         return tokenizer

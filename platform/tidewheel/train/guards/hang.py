@@ -194,7 +194,7 @@ class Watch:
         elif not self._closed.is_set():
             self._finding = Finding(
                 f"rank {self._rank} has waited {self._limit:g} s at {_position(self._beat(0))}, and the store that the "
-                "ranks share does not answer: the process that keeps it, of rank 0, is stopped or gone")
+                "ranks share does not answer: the process of rank 0, which hosts the store, is stopped or gone")
         if self._finding.text:
             self._found.set()
 

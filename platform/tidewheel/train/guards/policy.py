@@ -105,7 +105,7 @@ class Guard:
         if rollbacks >= self.config.max_rollbacks:
             raise ConfigError(f"{verdict.reason} at step {step} after {rollbacks} rollbacks, "
                               f"guards.max_rollbacks is {self.config.max_rollbacks}", where=where,
-                              fix=f"look at what was passed over with `tidewheel shards trace --run {where} --step "
+                              fix=f"see which data was skipped with `tidewheel shards trace --run {where} --step "
                               f"{step}`; then raise the limit, or {_CALMER}")
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Guard:
         self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
 
 
-_CALMER = ("lower optimizer.learning_rate or lengthen schedule's warm-up; the same command goes on from the last "
+_CALMER = ("lower optimizer.learning_rate or lengthen schedule's warm-up; the same command continues from the last "
            "checkpoint")
 
 

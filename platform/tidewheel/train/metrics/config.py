@@ -41,7 +41,7 @@ class MetricsConfig(Config):
         for name in KIND.built_in():
             if isinstance(values, dict) and name in values:
                 raise ValueError(f"{name} is a tracker: write trackers: [..., {name}], or [..., {{kind: {name}, ...}}] "
-                                 "with its settings, and leave it out where it is not wanted")
+                                 "with its settings, and leave it out to turn it off")
         return values
 
 
