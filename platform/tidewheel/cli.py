@@ -101,10 +101,10 @@ def train(
         if local:
             from tidewheel.train.local_device import describe, local_device
 
-            chosen = local_device(device)
-            console.print(f"training on {describe(chosen)}", markup=False)
+            train_device = local_device(device)
+            console.print(f"training on {describe(train_device)}", markup=False)
             with stopping(ends_itself=True) as stop:
-                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop, device=chosen)
+                result = fit_local(run, on_progress=on_progress, take_over=take_over, stop=stop, device=train_device)
         else:
             from tidewheel.cluster.session import session
 
@@ -126,16 +126,16 @@ def _train_rank(settings: TrainConfig, where: Place, device: str, *, take_over: 
     from tidewheel.train.local_device import describe
     from tidewheel.train.progress import training_bar
 
-    chosen = device_of(where, device)
+    rank_device = device_of(where, device)
     with contextlib.ExitStack() as stack:
         on_progress = None
         if where.leads:
             on_progress = stack.enter_context(training_bar(settings.steps))
-            console.print(f"training on {where.world_size} rank(s) of torchrun; rank 0 on {describe(chosen)}",
+            console.print(f"training on {where.world_size} rank(s) of torchrun; rank 0 on {describe(rank_device)}",
                           markup=False)
         try:
             with stopping(ends_itself=True) as stop:
-                result = fit_ranks(settings, where, device=chosen, on_progress=on_progress, take_over=take_over,
+                result = fit_ranks(settings, where, device=rank_device, on_progress=on_progress, take_over=take_over,
                                    stop=stop)
         except Stopped as stopped:
             if where.leads:
@@ -167,10 +167,10 @@ def report(
     from tidewheel.report.run import write_run_report
     from tidewheel.storage import store
 
-    place = store(uri)
-    if place.exists("run.json"):
+    output = store(uri)
+    if output.exists("run.json"):
         print(write_run_report(uri, data))
-    elif place.exists("summary.json"):
+    elif output.exists("summary.json"):
         print(write_pipeline_report(uri))
     else:
         raise ConfigError("neither a run (run.json) nor a pipeline's output (summary.json)", where=uri,
@@ -238,7 +238,7 @@ def _named_sets(given: Sequence[str] | None) -> dict[str, str] | None:
     """
     if not given:
         return None
-    pairs = [each.partition("=")[::2] if "=" in each else ("", each) for each in given]
+    pairs = [text.partition("=")[::2] if "=" in text else ("", text) for text in given]
     named = dict(pairs)
     if len(named) < len(pairs) or ("" in named and len(pairs) > 1):
         raise ConfigError("each of several sets needs a name of its own", where="--data",

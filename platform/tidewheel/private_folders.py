@@ -31,8 +31,8 @@ def is_private(path: Path, *, secret: bool = False) -> bool:
         status = path.lstat()
     except OSError:
         return False
-    others = 0o077 if secret else 0o022
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & others
+    forbidden = 0o077 if secret else 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & forbidden
 
 
 def make_private(path: Path, *, secret: bool = False) -> bool:

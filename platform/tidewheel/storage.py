@@ -462,11 +462,11 @@ class LocalStore(Store):
             return path.stat().st_size
 
     def uploads(self, prefix: str = "") -> Sequence[Upload]:
-        found = []
+        unfinished = []
         for path in (self._path(prefix) if prefix else self.root).rglob(f"{TEMPORARY_PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):  # it has become its object
-                found.append(Upload(path.relative_to(self.root).as_posix(), "", path.stat().st_mtime))
-        return found
+                unfinished.append(Upload(path.relative_to(self.root).as_posix(), "", path.stat().st_mtime))
+        return unfinished
 
     def abort(self, upload: Upload) -> None:
         self.delete(upload.key)
@@ -478,15 +478,15 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> Sequence[Stamp]:
         top = self._path(prefix) if prefix else self.root
-        found = []
+        entries = []
         for folder, _, names in os.walk(top, onerror=unlistable):
             for name in names:
                 if name.startswith(TEMPORARY_PREFIX):
                     continue
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):  # deleted between walk and stat
-                    found.append(Stamp(path.relative_to(self.root).as_posix(), path.stat().st_size, ""))
-        return sorted(found, key=lambda entry: entry.key)
+                    entries.append(Stamp(path.relative_to(self.root).as_posix(), path.stat().st_size, ""))
+        return sorted(entries, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

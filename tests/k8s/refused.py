@@ -147,7 +147,7 @@ PODS: list[Row] = [
     ("memory overcommitted", JOB, [put(f"{POD}/containers/0/resources/limits/memory", "2000Gi")],
      f"{CONTAINER}.resources.limits.memory", "equal"),
     ("no CPU request", JOB, [drop(f"{POD}/containers/0/resources/requests/cpu")],
-     f"{CONTAINER}.resources.requests.cpu", "say it"),
+     f"{CONTAINER}.resources.requests.cpu", "set it"),
     ("less time than the drain takes", JOB, [put(f"{POD}/terminationGracePeriodSeconds", 60)],
      f"{AT}.template.spec.terminationGracePeriodSeconds", "at least 105"),
     ("the default grace period", JOB, [drop(f"{POD}/terminationGracePeriodSeconds")],
@@ -192,7 +192,7 @@ AROUND: list[Row] = [
     ("a binding to no role", "RoleBinding/tidewheel-launcher", [put("/roleRef/name", "launcher")], "roleRef.name",
      "correct the name"),
     ("a budget for no pod", "PodDisruptionBudget/tidewheel-head", [
-        put("/spec/selector/matchLabels/tidewheel.io~1role", "haed")], "spec.selector", "labels of the pods"),
+        put("/spec/selector/matchLabels/tidewheel.io~1role", "haed")], "spec.selector", "labels of the intended pods"),
     ("a budget that cannot be computed", "PodDisruptionBudget/tidewheel-head", [
         drop("/spec/minAvailable"), put("/spec/maxUnavailable", 0)], "spec.maxUnavailable", "minAvailable"),
     ("a port without metrics", "PodMonitor/tidewheel-workers", [put("/spec/podMetricsEndpoints/0/port", "metric")],
@@ -220,7 +220,7 @@ AROUND: list[Row] = [
         put("/spec/groups/0/rules/1/expr", "delta(ray_tidewheel_steps[5m]) == 0")], "spec.groups[0].rules[1].expr",
      "did you mean ray_tidewheel_step?"),
     ("an alert without a fix", "PrometheusRule/tidewheel", [drop("/spec/groups/0/rules/1/annotations/fix")],
-     "spec.groups[0].rules[1].annotations.fix", "woken"),
+     "spec.groups[0].rules[1].annotations.fix", "wakes somebody"),
     ("a dashboard that is no JSON", "ConfigMap/tidewheel-dashboards", [put("/data/training.json", "{")],
      "data['training.json']", "export"),
 ]

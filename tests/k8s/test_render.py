@@ -126,7 +126,7 @@ def test_requests_that_cannot_be_rendered_are_refused(request_: Request, words: 
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("resources: [a.yaml]\nhelmCharts: []\n", "helmCharts needs the real kustomize"),
+    ("resources: [a.yaml]\nhelmCharts: []\n", "helmCharts needs kustomize"),
     ("resources: [a.yaml]\n", "'a.yaml' does not exist"),
     ("patches: [{target: {kind: A}, patch: 'spec: {}'}]\n", "strategic-merge"),
     ("namespace: a\nnamespace: b\n", "twice"),

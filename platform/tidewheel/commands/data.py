@@ -157,17 +157,17 @@ def data_train_classifier(
     from tidewheel.storage import absolute, split
 
     settings = build(TrainClassifier, {"keep": keep}, set_ or (), where="train-classifier")
-    place, name = split(output)
+    folder, name = split(output)
     sets = [read_texts(pattern, field=text) for pattern in (positive, negative)]
     trained = train_classifier(sets[0][0], sets[1][0], settings)
-    place.write(name, trained.model)
-    found = {"documents": [len(texts) for texts, _ in sets], "unusable": [bad for _, bad in sets],
-             "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality),
-             "label": HIGH_QUALITY, "output": output}
+    folder.write(name, trained.model)
+    figures = {"documents": [len(texts) for texts, _ in sets], "unusable": [bad for _, bad in sets],
+               "in_both": trained.in_both, "trained_on": trained.trained, **asdict(trained.quality),
+               "label": HIGH_QUALITY, "output": output}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(figures, indent=2))
         return 0
-    for key, value in found.items():
+    for key, value in figures.items():
         if key != "output":
             print(f"{key.replace('_', ' '):<16}{f'{value:.6f}' if isinstance(value, float) else value}")
     print(f"model: {output}")
@@ -196,16 +196,16 @@ def data_train_tokenizer(
     from tidewheel.data.tokenize.tokenizer_training import train_tokenizer
     from tidewheel.storage import split
 
-    place, name = split(output)
+    folder, name = split(output)
     made = train_tokenizer(inputs, field=text, vocabulary_size=vocabulary_size, sample_bytes=sample_bytes,
                            special_tokens=special_token or ())
-    place.write(name, made.tokenizer)
-    found = {**made.figures(), "output": output}
+    folder.write(name, made.tokenizer)
+    figures = {**made.figures(), "output": output}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(figures, indent=2))
         return 0
     if made.bytes_per_token is None:
-        found["bytes_per_token"] = "not measured: all text was trained on"
+        figures["bytes_per_token"] = "not measured: all text was trained on"
     print_table([{"what": key.replace("_", " "), "": f"{value:,}" if isinstance(value, int) else str(value)}
-                 for key, value in found.items()], title="tokenizer trained")
+                 for key, value in figures.items()], title="tokenizer trained")
     return 0

@@ -75,8 +75,8 @@ def k8s_render(
     if output:
         from tidewheel.storage import split
 
-        place, name = split(output)
-        place.write(name, text.encode())
+        folder, name = split(output)
+        folder.write(name, text.encode())
         print(f"manifests: {output}")
     else:
         sys.stdout.write(text)
@@ -103,16 +103,16 @@ def k8s_lint(
     if (overlay is None) == (file is None):
         raise ConfigError("give an overlay or --file", where="tidewheel k8s lint", fix="run tidewheel k8s lint gpu")
     if file is not None:
-        found, checked = commands.lint_file(file, job=of.job, config=of.config, overrides=of.set_)
+        problems, checked = commands.lint_file(file, job=of.job, config=of.config, overrides=of.set_)
     else:
-        found, checked = commands.lint_rendered(of.request(str(overlay)))
+        problems, checked = commands.lint_rendered(of.request(str(overlay)))
     if as_json:
-        print(json.dumps([asdict(problem) for problem in found], indent=2))
-        return 2 if found else 0
-    for problem in found:
+        print(json.dumps([asdict(problem) for problem in problems], indent=2))
+        return 2 if problems else 0
+    for problem in problems:
         print(problem)
-    if found:
-        raise ConfigError(f"{len(found)} problem(s), listed above", where=file or str(overlay),
+    if problems:
+        raise ConfigError(f"{len(problems)} problem(s), listed above", where=file or str(overlay),
                           fix="correct the fields named there")
     print(f"{checked} objects: no problems")
     return 0

@@ -36,13 +36,13 @@ def logs(
     from tidewheel.storage import store
     from tidewheel.train.logs.read import LineFilter, RunLogs, parse_since
 
-    place = store(run)
+    run_store = store(run)
     selection = LineFilter(rank, generation, parse_since(since) if since else 0.0, level)
-    logs = RunLogs(place)
+    logs = RunLogs(run_store)
     shown = 0
     over = False
     while not over:
-        over = not follow or place.exists("result.json")  # checked first, so that the last lines are not missed
+        over = not follow or run_store.exists("result.json")  # checked first, so that the last lines are not missed
         for line in logs.new(selection):
             print(json.dumps(line.as_json()) if as_json else printable_lines(line.as_text()), flush=follow)
             shown += 1
@@ -50,7 +50,7 @@ def logs(
             time.sleep(POLL_SECONDS)
     if not shown:
         if logs.is_empty:
-            _explain(run, place.exists("run.json"))
+            _explain(run, run_store.exists("run.json"))
         console.print(f"no line matches; there are lines of ranks {_listed(logs.ranks)} and generations "
                       f"{_listed(logs.generations)}", markup=False)
     return 0

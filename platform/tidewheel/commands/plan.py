@@ -45,13 +45,13 @@ def plan_layouts(
     from tidewheel.plan.summary import summary
 
     job, notes = tables.job_of(settings, vocabulary_size, sequence_length)
-    found = rank(job, cluster)
-    first = found.fitting[0] if found.fitting else None
+    ranking = rank(job, cluster)
+    first = ranking.fitting[0] if ranking.fitting else None
     whole = summary(job, first, cluster) if first else None
     if as_json:
-        print(json.dumps(tables.as_json(job, cluster, found, whole), indent=2))
+        print(json.dumps(tables.as_json(job, cluster, ranking, whole), indent=2))
     else:
-        tables.show(job, cluster, found, whole, notes=notes, top=top)
+        tables.show(job, cluster, ranking, whole, notes=notes, top=top)
     return 0 if first else 2
 
 
@@ -90,8 +90,8 @@ def plan_goodput(
         from tidewheel.plan.plots import lost_figure
         from tidewheel.storage import split
 
-        place, name = split(plot)
-        place.write(name, lost_figure(rows).encode())
+        folder, name = split(plot)
+        folder.write(name, lost_figure(rows).encode())
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return 0

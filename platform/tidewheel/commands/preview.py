@@ -31,8 +31,8 @@ def preview(
     from tidewheel.report.preview import render
     from tidewheel.storage import split
 
-    place, name = split(output)
-    found = look(settings, input=input, limit=limit)
-    place.write(name, render(found, name=settings.name, input=input))
-    print(f"{output}: {len(found.documents):,} documents, {len(found.thresholds)} thresholds")
+    folder, name = split(output)
+    result = look(settings, input=input, limit=limit)
+    folder.write(name, render(result, name=settings.name, input=input))
+    print(f"{output}: {len(result.documents):,} documents, {len(result.thresholds)} thresholds")
     return 0

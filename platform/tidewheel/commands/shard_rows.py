@@ -22,19 +22,21 @@ SHOWN_SEGMENTS, SHOWN_CHARACTERS = 4, 300
 """What is shown of a row that was not asked for by its number."""
 
 
-def print_summary(uri: str, told: dict[str, Any]) -> None:
+def print_summary(uri: str, summary: dict[str, Any]) -> None:
     """Print the result of `verify.inspect` for a set."""
-    pairs = told["kind"] == "preferences"
+    pairs = summary["kind"] == "preferences"
     lines = [
-        ("rows", f"{told['rows']:,} {'pairs' if pairs else 'packed sequences'} in {told['num_shards']:,} shards, "
-                 f"{told['bytes'] / 1e6:,.1f} MB"),
-        ("tokens", f"{told['tokens']:,} of {told['documents']:,} documents" + (
-            "" if pairs else f", {told['utilisation']:.2%} of {told['sequence_length']:,} a row")),
-        ("tokenizer", f"{told['tokenizer']['file']}, vocabulary {told['vocabulary_size']:,} ({told['token_dtype']})"),
-        ("loss mask", "on the answers" if pairs else "in each row" if told["loss_mask"] else "none: every token is "
+        ("rows", f"{summary['rows']:,} {'pairs' if pairs else 'packed sequences'} in {summary['num_shards']:,} shards, "
+                 f"{summary['bytes'] / 1e6:,.1f} MB"),
+        ("tokens", f"{summary['tokens']:,} of {summary['documents']:,} documents" + (
+            "" if pairs else f", {summary['utilisation']:.2%} of {summary['sequence_length']:,} a row")),
+        ("tokenizer", f"{summary['tokenizer']['file']}, vocabulary {summary['vocabulary_size']:,} "
+                      f"({summary['token_dtype']})"),
+        ("loss mask", "on the answers" if pairs else "in each row" if summary["loss_mask"] else "none: every token is "
                                                                                              "learnt"),
-        ("cleaned against", ", ".join(each["name"] for each in told["evaluation_sets"]) or "nothing"),
-        ("recipe", f"{told['recipe_hash']}; hash of the set {told['hash']}")]
+        ("cleaned "
+         "against", ", ".join(evaluation_set["name"] for evaluation_set in summary["evaluation_sets"]) or "nothing"),
+        ("recipe", f"{summary['recipe_hash']}; hash of the set {summary['hash']}")]
     print(printable(uri))
     for name, value in lines:
         print(f"  {name:<16}{printable(value)}")
@@ -58,11 +60,11 @@ def _console() -> Output:
 
 
 def _legend(masked: bool) -> Text:
-    told = Text.assemble(("<|name|>", SPECIAL), " a control token")
+    example = Text.assemble(("<|name|>", SPECIAL), " a control token")
     if masked:
-        told = Text.assemble(("+ a model learns to predict these tokens", LEARNT), "   ",
-                             ("- it only reads these", GIVEN), "   ", told)
-    return told
+        example = Text.assemble(("+ a model learns to predict these tokens", LEARNT), "   ",
+                                ("- it only reads these", GIVEN), "   ", example)
+    return example
 
 
 def row_lines(row: Row, *, whole: bool, width: int | None) -> Iterator[Text]:
@@ -79,8 +81,8 @@ def row_lines(row: Row, *, whole: bool, width: int | None) -> Iterator[Text]:
     count = f"{len(row.segments)} segment{'s' * (len(row.segments) != 1)}"
     yield Text(f"row {row.row}  {row.length:,}{filled} tokens{mask}, {count}  {row.id}", "bold")
     shown = row.segments if whole else row.segments[:SHOWN_SEGMENTS]
-    for number, segment in enumerate(shown):
-        colour = SEGMENT_COLOURS[number % len(SEGMENT_COLOURS)]
+    for index, segment in enumerate(shown):
+        colour = SEGMENT_COLOURS[index % len(SEGMENT_COLOURS)]
         yield Text(_heading(segment), f"bold {colour}")
         yield from _text_lines(segment, colour, row.masked, whole=whole, width=width)
     if len(shown) < len(row.segments):
@@ -103,10 +105,10 @@ def _text_lines(segment: Segment, colour: str, masked: bool, *, whole: bool, wid
         sign = "" if not masked else "+ " if learnt else "- "
         text = Text()
         for part in parts:
-            told = printable(part.text) if part.special else printable_lines(part.text)
-            clipped = told if left is None or part.special else told[:left]
+            shown_text = printable(part.text) if part.special else printable_lines(part.text)
+            clipped = shown_text if left is None or part.special else shown_text[:left]
             text.append(clipped, SPECIAL if part.special else style)
-            left = None if left is None else max(left - len(told), 0)
+            left = None if left is None else max(left - len(shown_text), 0)
             if left == 0:
                 break
         text.expand_tabs(4)

@@ -153,9 +153,9 @@ def _stdlib_docstrings(seed: int) -> Iterator[_Document]:
 
 def _package_docstrings(seed: int) -> Iterator[_Document]:
     roots = [Path(entry) for entry in dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))]
-    found = {path: root for root in roots for name in PACKAGES for path in _files(root / name, ".py")}
-    for path in _shuffled(found, seed):
-        module = _module(path, found[path])
+    root_of = {path: root for root in roots for name in PACKAGES for path in _files(root / name, ".py")}
+    for path in _shuffled(root_of, seed):
+        module = _module(path, root_of[path])
         yield _Document(f"docstrings/{module.partition('.')[0]}/{module}", _docstrings(path), "docstrings")
 
 
@@ -166,41 +166,41 @@ def _sources(seed: int) -> Iterator[_Document]:
 
 
 def _licences(seed: int) -> Iterator[_Document]:
-    found = {f"licences/{name}/{path.relative_to(folder).as_posix()}": (path, licence)
+    files = {f"licences/{name}/{path.relative_to(folder).as_posix()}": (path, licence)
              for name, licence, folder, _ in _distributions() for path in sorted(folder.rglob("*"))
              if path.is_file() and any(mark in path.name.upper() for mark in LICENCE_NAMES)}
-    for key in _shuffled(found, seed):
-        yield _Document(key, _text(found[key][0]), "licences", found[key][1])
+    for key in _shuffled(files, seed):
+        yield _Document(key, _text(files[key][0]), "licences", files[key][1])
 
 
 def _readmes(seed: int) -> Iterator[_Document]:
-    found = {f"readmes/{name}": (text, licence) for name, licence, _, text in _distributions()}
-    for key in _shuffled(found, seed):
-        yield _Document(key, found[key][0], "readmes", found[key][1])
+    readmes = {f"readmes/{name}": (text, licence) for name, licence, _, text in _distributions()}
+    for key in _shuffled(readmes, seed):
+        yield _Document(key, readmes[key][0], "readmes", readmes[key][1])
 
 
 def _distributions() -> list[tuple[str, str, Path, str]]:
     """Return (name, licence, dist-info folder, readme) of every installed package but Tidewheel, which changes "
       "often."""
     folders = {path.name: path for entry in sys.path if entry for path in sorted(Path(entry).glob("*.dist-info"))}
-    found = []
+    distributions = []
     for folder in (folders[name] for name in sorted(folders)):
         headers = HeaderParser().parsestr(_text(folder / "METADATA"))
         name = str(headers["Name"] or "").lower()
         if name and name != "tidewheel":
             licence = str(headers["License-Expression"] or headers["License"] or "").strip().partition("\n")[0][:60]
-            found.append((name, licence, folder, str(headers.get_payload())))
-    return found
+            distributions.append((name, licence, folder, str(headers.get_payload())))
+    return distributions
 
 
 def _files(root: Path, *suffixes: str) -> list[Path]:
     """Return the files below `root` with one of the suffixes, without tests and generated files."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-        found += [Path(folder, name) for name in names
+        files += [Path(folder, name) for name in names
                   if name.endswith(suffixes) and not name.startswith("_sysconfigdata")]  # generated: has our paths
-    return sorted(found)
+    return sorted(files)
 
 
 def _text(path: Path) -> str:
@@ -245,8 +245,8 @@ def _hold_out(documents: list[_Document], seed: int) -> tuple[list[_Document], l
     Returns:
         The documents that stay, and the evaluation items: invented questions and held-out sentences.
     """
-    items = [{"id": f"question-{number:02d}", "question": question, "answer": answer}
-             for number, (question, answer) in enumerate(QUESTIONS)]
+    items = [{"id": f"question-{index:02d}", "question": question, "answer": answer}
+             for index, (question, answer) in enumerate(QUESTIONS)]
     everything = "\n".join(_words(document.text) for document in documents)
     out: set[str] = set()
     for document in sorted(documents, key=lambda d: _rank(seed, "held-out", d.id)):
@@ -271,8 +271,8 @@ def _plant(documents: list[_Document], items: list[dict[str, str]], seed: int) -
     hosts = [d for d in sorted(documents, key=lambda d: _rank(seed, "host", d.id))
              if d.source == "docstrings" and 1500 <= len(d.text) <= 30_000 and d.text.count("\n\n") >= 4]
     placed = {}
-    chosen = [item for number, item in enumerate(items) if number % PLANT_EVERY != PLANT_EVERY - 1]
-    for item, host in zip(chosen, hosts):
+    planted_items = [item for index, item in enumerate(items) if index % PLANT_EVERY != PLANT_EVERY - 1]
+    for item, host in zip(planted_items, hosts):
         passage = item.get("text") or f"{item['question']} {item['answer']}"
         paragraphs = host.text.split("\n\n")
         at = 1 + int(_rank(seed, "place", host.id), 16) % (len(paragraphs) - 1)
@@ -305,10 +305,10 @@ def _write_files(store: Store, documents: list[_Document], broken: list[bytes]) 
     parts: list[list[bytes]] = [[] for _ in range(NUM_FILES)]
     for document in documents:
         parts[int(_rank(0, "file", document.id), 16) % NUM_FILES].append(document.line())
-    for number, record in enumerate(broken):
-        lines = parts[(3 * number + 1) % NUM_FILES]
+    for index, record in enumerate(broken):
+        lines = parts[(3 * index + 1) % NUM_FILES]
         lines.insert(len(lines) // 2, record)
-    keys = [f"corpus/part-{number:05d}.jsonl" for number in range(NUM_FILES)]
+    keys = [f"corpus/part-{index:05d}.jsonl" for index in range(NUM_FILES)]
     for key, lines in zip(keys, parts):
         store.write(key, b"".join(lines))
     return keys

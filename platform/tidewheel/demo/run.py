@@ -143,10 +143,10 @@ def _result(run: str, data: str) -> bool:
     sizes = [event["detail"].get("world_size") for event in read(storage.store(run), "events.jsonl")
              if event["kind"] in ("start", "resume")]
     console.print(f"world sizes: {' -> '.join(str(size) for size in sizes if size)}")
-    found = audit(run)
-    console.print(f"audit: {found.summary()}", markup=False)
+    audited = audit(run)
+    console.print(f"audit: {audited.summary()}", markup=False)
     console.print(f"sample: {result.get('sample', '')!r}", markup=False)
-    return found.ok
+    return audited.ok
 
 
 def _report(run: str, data: str, local: Path) -> str:

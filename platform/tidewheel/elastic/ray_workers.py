@@ -200,10 +200,10 @@ class Workers:
         held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
         missing = size - len(held)
         avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
-        places = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
-        if avoided and not layout.largest_fit(self.sizes, len(held) + len(places)):
-            places = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
-        self.start_on(places)
+        node_ids = self.free_places(Counter(held), missing, settle_seconds=SETTLE_SECONDS, avoided=avoided)
+        if avoided and not layout.largest_fit(self.sizes, len(held) + len(node_ids)):
+            node_ids = self.free_places(Counter(held), missing)  # a node that is better avoided is better than none
+        self.start_on(node_ids)
         return self._come_up(size - len(workers))
 
     def _come_up(self, requested: int) -> list[Worker]:
@@ -234,11 +234,11 @@ class Workers:
         self.starting = waiting
         return up
 
-    def start_on(self, places: list[str]) -> None:
-        """Start a process on the node of each id in `places`; do not wait for it."""
+    def start_on(self, node_ids: list[str]) -> None:
+        """Start a process on the node of each id in `node_ids`; do not wait for it."""
         options = {**actor_resources(self.elastic.needs), "runtime_env": {"env_vars": train_environment()}}
         remote: Any = ray.remote(**options)(ElasticRayTrainWorker)
-        for node in places:
+        for node in node_ids:
             actor = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
             self.starting.append(Starting(actor, node, actor.identify.remote(), time.monotonic()))
 
@@ -252,13 +252,13 @@ class Workers:
             settle_seconds: longest wait until Ray has noticed dead nodes.
             avoided: ids of nodes on which no worker shall be started.
         """
-        places: list[str] = []
+        node_ids: list[str] = []
         if requested > 0:
             usable = nodes.usable(self.elastic.placement.selector, settle_seconds)
             for node in sorted(usable, key=lambda node: node.spot):  # rank 0 belongs on a node that stays
                 if node.node_id not in avoided:
-                    places += [node.node_id] * max(0, self._slots(node) - taken[node.node_id])
-        return places[:requested]
+                    node_ids += [node.node_id] * max(0, self._slots(node) - taken[node.node_id])
+        return node_ids[:requested]
 
     def _slots(self, node: Node) -> int:
         return layout.slots([node.resources], self.elastic.needs)
@@ -424,11 +424,11 @@ class ElasticWorkerGroup:
         self._look_at = now + LOOK_SECONDS
         avoided: set[str] = ray.get(self.pool.coordinator.avoided.remote(), timeout=30)
         staying = {node.node_id for node in nodes.alive() if not node.draining} - avoided
-        there = Counter(worker.node for worker in self.workers)
-        taken = there + Counter(process.node for process in self.pool.starting)
+        running = Counter(worker.node for worker in self.workers)
+        taken = running + Counter(process.node for process in self.pool.starting)
         # a slow start may mean that others use its node too: do not count on it
         quick = [process.node for process in self.pool.starting if now - process.began < START_SECONDS]
-        expected = there + Counter(quick)
+        expected = running + Counter(quick)
         requested = self.pool.most - sum(count for node, count in expected.items() if node in staying)
         if now >= self.pool.start_again_at and requested > 0:
             self.pool.start_on(self.pool.free_places(taken, requested, avoided=avoided))

@@ -59,8 +59,8 @@ def build_with(tool: list[str], folder: Path) -> list[Manifest]:
     """
     done = subprocess.run([*tool, str(folder)], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if done.returncode:
-        said = re.sub(r'^.* err="', "", done.stderr.strip().rpartition("\n")[2])  # without the prefix of its log
-        raise ConfigError(f"{Path(tool[0]).name} says: {said or 'nothing'}", where=str(folder),
+        message = re.sub(r'^.* err="', "", done.stderr.strip().rpartition("\n")[2])  # without the prefix of its log
+        raise ConfigError(f"{Path(tool[0]).name} says: {message or 'nothing'}", where=str(folder),
                           fix="correct the kustomization, or the component it names")
     return manifests(done.stdout, str(folder))
 
@@ -212,7 +212,7 @@ def _patch(spec: dict[str, Any], state: _State, where: str) -> None:
         if patch.get("$patch") != "delete":
             raise ConfigError("a strategic-merge patch needs kustomize itself", where=where,
                               fix=f"write it as JSON 6902, or install kustomize: {WHERE_TO_GET}")
-        state.objects[:] = [manifest for manifest in state.objects if not any(manifest is gone for gone in targets)]
+        state.objects[:] = [manifest for manifest in state.objects if not any(manifest is target for target in targets)]
         return
     for manifest in targets:
         for operation in patch:

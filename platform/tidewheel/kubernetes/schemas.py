@@ -34,10 +34,10 @@ def _validator(kind: str) -> Any:
 
     def unique(validator: Any, keys: list[str], items: Any, schema: Any) -> Iterator[Any]:
         seen = set()
-        for number, item in enumerate(items if isinstance(items, list) else ()):
+        for index, item in enumerate(items if isinstance(items, list) else ()):
             key = tuple(str(item.get(name)) for name in keys) if isinstance(item, dict) else None
             if key is not None and key in seen:
-                yield jsonschema.ValidationError(f"{' '.join(key)!r} is in the list twice", path=(number,))
+                yield jsonschema.ValidationError(f"{' '.join(key)!r} is in the list twice", path=(index,))
             seen.add(key)
 
     checks = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"x-kubernetes-list-map-keys": unique})

@@ -81,9 +81,9 @@ def _segments(shard: Shard) -> list[str]:
     if np.any(counts < 1):
         return [f"row {int(np.argmax(counts < 1))} has no segment"]
     for name in ("document_ids", "document_offsets"):
-        others = pc.list_value_length(shard.batch.column(name)).to_numpy(zero_copy_only=False)
-        if np.any(others != counts):
-            return [f"row {int(np.argmax(others != counts))}: {name} and segment_starts differ in number"]
+        lengths = pc.list_value_length(shard.batch.column(name)).to_numpy(zero_copy_only=False)
+        if np.any(lengths != counts):
+            return [f"row {int(np.argmax(lengths != counts))}: {name} and segment_starts differ in number"]
     starts, owner = shard.segment_starts, np.repeat(np.arange(len(counts)), counts)
     first = np.zeros(len(starts), dtype=bool)
     first[shard.segment_bounds[:-1]] = True

@@ -37,7 +37,7 @@ class BatchConfig(Config):
     def _divides(self) -> BatchConfig:
         unit = self.virtual_ranks * self.micro_sequences
         for name, value in [("global_sequences", self.global_sequences),
-                            *((f"ramp.{number}.sequences", stage.sequences) for number, stage in enumerate(self.ramp))]:
+                            *((f"ramp.{index}.sequences", stage.sequences) for index, stage in enumerate(self.ramp))]:
             if value % unit:
                 nearest = max(1, round(value / unit)) * unit
                 raise ValueError(

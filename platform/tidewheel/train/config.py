@@ -273,11 +273,11 @@ class TrainConfig(Config):
     def _former_names(cls, values: Any) -> Any:
         if not isinstance(values, dict) or "loss" not in values:
             return values
-        others = {name: value for name, value in values.items() if name != "loss"}
-        before = others.get("objective") or {}
+        present = {name: value for name, value in values.items() if name != "loss"}
+        before = present.get("objective") or {}
         if not isinstance(before, dict) or not isinstance(values["loss"] or {}, dict):
             raise ValueError("loss is the former name of objective: give one of them")
-        return {**others, "objective": {**before, **(values["loss"] or {})}}
+        return {**present, "objective": {**before, **(values["loss"] or {})}}
 
     @pydantic.field_validator("compile_cache")
     @classmethod
@@ -289,10 +289,10 @@ class TrainConfig(Config):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.parallel.offload and self.optimizer.NOT_OFFLOADABLE:
-            others = optimizers.where(lambda each: not each.NOT_OFFLOADABLE)
+            offloadable = optimizers.where(lambda optimizer: not optimizer.NOT_OFFLOADABLE)
             raise ValueError(f"parallel.offload keeps optimizer state in host memory, but optimizer.kind "
                              f"{name_of(type(self.optimizer))} {self.optimizer.NOT_OFFLOADABLE}; nearest legal "
-                             f"choice: optimizer.kind {others}")
+                             f"choice: optimizer.kind {offloadable}")
         if self.parameters == "bf16" and self.precision not in ("bf16", "fp8"):
             raise ValueError(f"parameters bf16 with precision {self.precision}: nearest legal choice: precision bf16")
         if self.evaluation.separate and self.checkpoint.keep_best:
@@ -343,7 +343,7 @@ class TrainConfig(Config):
             for domain in mixture["domains"].values():
                 domain.pop("shards", None)
             values["data"]["mixture"] = mixture
-        raised = {part: number for part, number in self.versions().items() if number > 1}
+        raised = {part: version for part, version in self.versions().items() if version > 1}
         if raised:  # absent while all are 1: recipes from before there were versions keep their hash
             values["versions"] = raised
         return recipe_hash(values)

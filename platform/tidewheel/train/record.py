@@ -223,7 +223,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
 
 
 def _same_waves(taken_in: Mapping[int, str], now: Mapping[int, str], where: str) -> None:
-    other = [number for number, wave_hash in sorted(now.items()) if taken_in.get(number, wave_hash) != wave_hash]
+    other = [wave for wave, wave_hash in sorted(now.items()) if taken_in.get(wave, wave_hash) != wave_hash]
     if other:
         raise ShardError(f"wave {other[0]} of the shard set is not the one that the run read: the set was "
                          "rewritten with other content", where=where,

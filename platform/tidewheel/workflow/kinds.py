@@ -157,8 +157,8 @@ class TokenizerKind(StepKind):
     def content(self, entry: Entry, input: str, output: str) -> Any:
         from tidewheel.data.tokenize.tokenizer_training import matching
 
-        return [[key, place.fingerprint(key)] for pattern in _below(input, entry["config"]["files"])
-                for place, key in matching(pattern)]
+        return [[key, folder.fingerprint(key)] for pattern in _below(input, entry["config"]["files"])
+                for folder, key in matching(pattern)]
 
     def place(self, output: str, entry: Entry, key: str) -> str:
         return storage.join(output, "tokenizers", f"{entry['name']}-{key}", "tokenizer.json")
@@ -170,8 +170,8 @@ class TokenizerKind(StepKind):
         trained = train_tokenizer(_below(task.input, config["files"]), field=config["text"],
                                   vocabulary_size=config["vocabulary_size"], sample_bytes=config["sample_bytes"],
                                   special_tokens=config["special_tokens"])
-        place, name = storage.split(task.place)
-        return {"hash": place.write(name, trained.tokenizer).hash, "vocabulary_size": config["vocabulary_size"]}
+        folder, name = storage.split(task.place)
+        return {"hash": folder.write(name, trained.tokenizer).hash, "vocabulary_size": config["vocabulary_size"]}
 
     def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
         folder, name = storage.split(place)
@@ -239,9 +239,9 @@ class TrainKind(StepKind):
 
         config = self.config(task)
         result = fit(config, on_progress=on_progress)
-        place = storage.store(task.place)
-        digests = {line["step"]: line["digest"] for line in jsonlog.read(place, "batches.jsonl")}
-        newest = list_checkpoints(place.child("checkpoints"))[-1:]
+        run_store = storage.store(task.place)
+        digests = {line["step"]: line["digest"] for line in jsonlog.read(run_store, "batches.jsonl")}
+        newest = list_checkpoints(run_store.child("checkpoints"))[-1:]
         state = None
         if config.reproducible and newest and newest[0].bytes <= DIGEST_BYTES:
             from tidewheel.checkpoint.digest import digest
@@ -280,8 +280,8 @@ class EvaluateKind(StepKind):
                           sequences=task.entry["config"]["sequences"]).evaluate(task.needs["run"])
         scores = {name or "validation": {"loss": score.loss, "bits_per_byte": score.bits_per_byte,
                                          "tokens": score.tokens} for name, score in evaluation.scores.items()}
-        place, name = storage.split(task.place)
-        stamp = place.write_json(name, {"step": evaluation.step, "loss": evaluation.loss, "sets": scores})
+        folder, name = storage.split(task.place)
+        stamp = folder.write_json(name, {"step": evaluation.step, "loss": evaluation.loss, "sets": scores})
         return {"hash": stamp.hash, "step": evaluation.step, "loss": evaluation.loss}
 
     def intact(self, place: str, artifact: Mapping[str, Any]) -> bool:
@@ -445,6 +445,6 @@ def _set_hash(place: str) -> str:
 
 
 def _folder_hash(uri: str, value: Any = None) -> str:
-    place = storage.store(uri)
-    files = [[entry.key, place.hash(entry.key)] for entry in place.list()]
+    folder = storage.store(uri)
+    files = [[entry.key, folder.hash(entry.key)] for entry in folder.list()]
     return storage.content_hash(json.dumps([files, value], sort_keys=True).encode())

@@ -99,13 +99,13 @@ def ask(agent: Address, token: str, message: dict[str, Any], *, seconds: float =
         return None
 
 
-def candidates(held: Inventory) -> list[Recoverable]:
+def candidates(holdings: Inventory) -> list[Recoverable]:
     """Return all complete steps, the newest first.
 
     A later generation comes before an earlier one, whatever their steps: it is what the run did last.
     """
     by_step: dict[tuple[int, int], dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
-    for copy in held.copies:
+    for copy in holdings.copies:
         by_step[copy.generation, copy.step][copy.rank].append(copy)
     complete = []
     for (generation, step), by_rank in sorted(by_step.items(), reverse=True):
@@ -113,10 +113,10 @@ def candidates(held: Inventory) -> list[Recoverable]:
         if set(by_rank) == set(range(world_size)):
             copies = tuple(tuple(sorted(by_rank[rank], key=lambda copy: copy.origin != "own"))
                            for rank in range(world_size))
-            complete.append(Recoverable(step, generation, world_size, copies, held.run_token))
+            complete.append(Recoverable(step, generation, world_size, copies, holdings.run_token))
     return complete
 
 
-def newest_complete(held: Inventory) -> Recoverable | None:
+def newest_complete(holdings: Inventory) -> Recoverable | None:
     """Return the newest complete step, or None when no step is complete."""
-    return next(iter(candidates(held)), None)
+    return next(iter(candidates(holdings)), None)

@@ -104,6 +104,6 @@ def _smi(*arguments: str) -> tuple[list[str], str]:
         return [], f"nvidia-smi: {error}"[:200]
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"code {done.returncode}").splitlines()[0]
-        return [], f"nvidia-smi: {said}"[:200]
+        message = (done.stderr.strip() or done.stdout.strip() or f"code {done.returncode}").splitlines()[0]
+        return [], f"nvidia-smi: {message}"[:200]
     return lines, ""

@@ -142,8 +142,8 @@ def diagnose_cluster(storage: str | None = None) -> list[Node]:
     examiner: Any = ray.remote(Examiner)
     actors = {}
     for address, node_id in rows:
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        made = examiner.options(num_cpus=0, max_concurrency=2, scheduling_strategy=there)
+        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        made = examiner.options(num_cpus=0, max_concurrency=2, scheduling_strategy=on_node)
         actors[f"{address} {node_id[:8]}"] = made.remote(address)
 
     def ask(questions: Mapping[str, Question]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -229,10 +229,10 @@ def connections(names: Sequence[str], ask: Asking) -> Check:
     if len(names) < 2:
         return Check("between nodes", "ok", "one node")
     token = secrets.token_hex(16)
-    places, silent = ask({name: Question("listen", (token,)) for name in names})
+    listeners, silent = ask({name: Question("listen", (token,)) for name in names})
     pairs = [(name, names[(at + 1) % len(names)]) for at, name in enumerate(names)]
-    tried, lost = ask({f"{one} to {other}": Question("reach", (*places[other], token), to=one)
-                       for one, other in pairs if other in places})
+    tried, lost = ask({f"{one} to {other}": Question("reach", (*listeners[other], token), to=one)
+                       for one, other in pairs if other in listeners})
     problems = {**silent, **lost, **{pair: why for pair, why in tried.items() if why}}
     if problems:
         return Check("between nodes", "failure", "; ".join(f"{pair}: {why}" for pair, why in problems.items())[:600],

@@ -69,7 +69,7 @@ def minhash(texts: text.Texts, *, ngram: int = 5, num_permutations: int = 112, s
     return MinHashResult(signatures, shingles)
 
 
-def sign(words: np.ndarray, offsets: np.ndarray, ngram: int, chosen: tuple[np.ndarray, np.ndarray],
+def sign(words: np.ndarray, offsets: np.ndarray, ngram: int, coefficients: tuple[np.ndarray, np.ndarray],
          signatures: np.ndarray, shingles: np.ndarray) -> None:
     """Compute signatures from word hashes (`text.Words`), in place.
 
@@ -77,11 +77,11 @@ def sign(words: np.ndarray, offsets: np.ndarray, ngram: int, chosen: tuple[np.nd
         words: uint64 [w].
         offsets: document d has the words [offsets[d], offsets[d + 1]), int64 [n + 1].
         ngram: words per shingle.
-        chosen: (a, b) from `permutations`.
+        coefficients: (a, b) from `permutations`.
         signatures: uint32 [n, k], all bits ones; overwritten.
         shingles: int32 [n], zeros; overwritten with the number of shingles of each document.
     """
-    _signatures(words, offsets, ngram, MAX_WORDS, _number_word(), *chosen, signatures, shingles)
+    _signatures(words, offsets, ngram, MAX_WORDS, _number_word(), *coefficients, signatures, shingles)
 
 
 def shingle_hashes(texts: text.Texts, *, ngram: int = 5, unit: Unit = "words") -> list[np.ndarray]:

@@ -20,12 +20,12 @@ def resolved(uris: Iterable[str], output: str) -> dict[str, str]:
     Raises:
         StorageError: a data set or revision does not exist, or the hub does not answer.
     """
-    places = {place.repository: place for place in (hub.parse(uri) for uri in uris if hub.is_hub(uri))}
-    if not places:
+    uris_by_repository = {parsed.repository: parsed for parsed in (hub.parse(uri) for uri in uris if hub.is_hub(uri))}
+    if not uris_by_repository:
         return {}
     recorded = _recorded(store(output))
-    return {name: recorded.get(name) or (place.revision if hub.is_commit(place.revision) else hub.commit_of(place))
-            for name, place in sorted(places.items())}
+    return {name: recorded.get(name) or (parsed.revision if hub.is_commit(parsed.revision) else hub.commit_of(parsed))
+            for name, parsed in sorted(uris_by_repository.items())}
 
 
 def record(output: Store, commits: Mapping[str, str]) -> None:
@@ -39,18 +39,18 @@ def at_commit(uri: str, commits: Mapping[str, str]) -> str:
     """Return a hub URI with its commit as revision; return other URIs unchanged."""
     if not hub.is_hub(uri):
         return uri
-    place = hub.parse(uri)
-    return place.at(commits[place.repository])
+    parsed = hub.parse(uri)
+    return parsed.at(commits[parsed.repository])
 
 
 def as_given(uri: str, commits: Mapping[str, str]) -> str:
     """Return the URI that `at_commit` got, so that names of files do not depend on the commit."""
     if not hub.is_hub(uri):
         return uri
-    place = hub.parse(uri)
+    parsed = hub.parse(uri)
     names = [name for name, commit in commits.items()
-             if commit == place.revision and hub.parse(name).id == place.id]
-    return place.at(hub.parse(names[0]).revision) if names else uri
+             if commit == parsed.revision and hub.parse(name).id == parsed.id]
+    return parsed.at(hub.parse(names[0]).revision) if names else uri
 
 
 def _recorded(output: Store) -> dict[str, str]:

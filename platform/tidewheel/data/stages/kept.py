@@ -45,8 +45,8 @@ class Kept:
 
     def samples(self, dropped: pa.Table | None = None) -> list[dict[str, Any]]:
         """Return a few documents, without those that the verdicts `dropped` name."""
-        gone = set(dropped["id"].to_pylist()) if dropped is not None else set[str]()
-        return [candidate for candidate in self._candidates if candidate["id"] not in gone][:SAMPLES]
+        dropped_ids = set(dropped["id"].to_pylist()) if dropped is not None else set[str]()
+        return [candidate for candidate in self._candidates if candidate["id"] not in dropped_ids][:SAMPLES]
 
     def tokens(self, ids: pa.Array, sizes: np.ndarray) -> by_source.BySource:
         """Return {source: [documents, tokens]}.

@@ -76,8 +76,8 @@ class Measures:
 
     def covers(self, other: Measures) -> bool:
         """Return whether these measures include those that `other` requests."""
-        mine = self.asked()
-        return all(mine.get(name) == value for name, value in other.asked().items())
+        own = self.asked()
+        return all(own.get(name) == value for name, value in other.asked().items())
 
     @classmethod
     def of_all(cls, several: Iterable[Measures | None]) -> Measures:

@@ -87,5 +87,5 @@ def _rules(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, tuple[Any,
     for manifest in manifests:
         if manifest["kind"] == "PrometheusRule":
             for group_number, group in enumerate(get(manifest, "spec", "groups", default=[])):
-                for number, rule in enumerate(group.get("rules", [])):
-                    yield manifest, ("spec", "groups", group_number, "rules", number), rule
+                for index, rule in enumerate(group.get("rules", [])):
+                    yield manifest, ("spec", "groups", group_number, "rules", index), rule

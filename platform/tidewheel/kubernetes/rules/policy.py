@@ -141,15 +141,15 @@ def roles(manifests: Sequence[Manifest]) -> Iterator[Problem]:
             yield at(manifest, ("kind",), "rights in the whole cluster", "a Role in the namespace")
         if manifest["kind"] not in ("Role", "ClusterRole"):
             continue
-        for number, rule in enumerate(get(manifest, "rules", default=[])):
+        for index, rule in enumerate(get(manifest, "rules", default=[])):
             for name in ("apiGroups", "resources"):
                 if "*" in (rule.get(name) or []):
-                    yield at(manifest, ("rules", number, name), "everything", "name only what is needed")
+                    yield at(manifest, ("rules", index, name), "everything", "name only what is needed")
             if bad := sorted(ESCALATING & set(rule.get("verbs") or [])):
-                yield at(manifest, ("rules", number, "verbs"), f"{', '.join(bad)} leads to more rights",
+                yield at(manifest, ("rules", index, "verbs"), f"{', '.join(bad)} leads to more rights",
                          "name only the verbs that are needed")
             if {"secrets", "pods/exec"} & set(rule.get("resources") or []):
-                yield at(manifest, ("rules", number, "resources"),
+                yield at(manifest, ("rules", index, "resources"),
                          "gives access to every secret or pod of the namespace",
                          "remove it: pods get secrets by reference")
 

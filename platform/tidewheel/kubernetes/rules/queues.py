@@ -15,20 +15,20 @@ MOST_GROUPS = 17
 
 def kueue(manifests: Sequence[Manifest]) -> Iterator[Problem]:
     """Report what Kueue's webhook refuses, and missing queues."""
-    there = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
+    objects = {(manifest["kind"], manifest["metadata"].get("name")) for manifest in manifests}
     for manifest in manifests:
         if manifest["kind"] == "LocalQueue":
             name = get(manifest, "spec", "clusterQueue")
-            queues = [queue for kind, queue in there if kind == "ClusterQueue"]
+            queues = [queue for kind, queue in objects if kind == "ClusterQueue"]
             if queues and name not in queues:
                 yield at(manifest, ("spec", "clusterQueue"), f"no ClusterQueue {name!r} in the manifests",
                          f"one of {', '.join(sorted(queues))}")
         if manifest["kind"] == "ClusterQueue":
-            yield from _flavors(manifest, there)
+            yield from _flavors(manifest, objects)
         queue = get(manifest, "metadata", "labels", KUEUE)
         if queue is None or manifest["kind"] not in ("RayCluster", "RayJob"):
             continue
-        if ("LocalQueue", queue) not in there:
+        if ("LocalQueue", queue) not in objects:
             yield at(manifest, ("metadata", "labels", KUEUE), f"no LocalQueue {queue!r} in the manifests",
                      "correct the name, or add the component kueue")
         spec = manifest["spec"]
@@ -50,11 +50,11 @@ def kueue(manifests: Sequence[Manifest]) -> Iterator[Problem]:
                          '"true", with Kueue\'s feature gate ElasticJobsViaWorkloadSlices')
 
 
-def _flavors(manifest: Manifest, there: set[tuple[str, str]]) -> Iterator[Problem]:
+def _flavors(manifest: Manifest, objects: set[tuple[str, str]]) -> Iterator[Problem]:
     for number, group in enumerate(get(manifest, "spec", "resourceGroups", default=[])):
         for index, flavor in enumerate(group.get("flavors", [])):
             path = ("spec", "resourceGroups", number, "flavors", index)
-            if ("ResourceFlavor", flavor["name"]) not in there:
+            if ("ResourceFlavor", flavor["name"]) not in objects:
                 yield at(manifest, (*path, "name"), f"no ResourceFlavor {flavor['name']!r} in the manifests",
                          "correct the name, or add it")
             if [entry["name"] for entry in flavor["resources"]] != group["coveredResources"]:

@@ -91,8 +91,8 @@ class Transfer:
             if not timeout.expired():
                 raise
             seconds = asyncio.get_running_loop().time() - self._began
-            came = f"{self.received} bytes" if self.received else "no answer"
-            raise SilentError(f"{came} within {seconds:.0f} s") from error
+            progress = f"{self.received} bytes" if self.received else "no answer"
+            raise SilentError(f"{progress} within {seconds:.0f} s") from error
 
     async def body(self, chunks: AsyncIterator[bytes]) -> bytes:
         """Return a download's content; it must keep up the least throughput."""

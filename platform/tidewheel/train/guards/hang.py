@@ -251,8 +251,8 @@ def find(before: dict[int, Beat | None], after: dict[int, Beat | None], seconds:
     lines += [f"rank {rank} is still at {_position(alive[rank])}" for rank in behind]
     waiting = [rank for rank in alive if rank not in behind]
     if waiting:
-        who = f"rank {waiting[0]} has" if len(waiting) == 1 else f"{len(waiting)} ranks have"
-        lines.append(f"{who} waited {seconds:g} s at {_position(alive[waiting[0]])}")
+        waiters = f"rank {waiting[0]} has" if len(waiting) == 1 else f"{len(waiting)} ranks have"
+        lines.append(f"{waiters} waited {seconds:g} s at {_position(alive[waiting[0]])}")
     return Finding("; ".join(lines), (*silent, *behind))
 
 

@@ -64,7 +64,7 @@ def check(agents: list[Agent], rng: random.Random, case: int) -> bool:
     for found in candidates(inventory(addresses, TOKEN)):
         values = state(99)
         try:
-            extra = load(found, values, mine=mine if rng.random() < 0.5 else None)
+            extra = load(found, values, own_agent=mine if rng.random() < 0.5 else None)
         except CheckpointError:
             assert found.step not in whole, f"case {case}: step {found.step} has a whole copy"
             continue

@@ -62,7 +62,7 @@ def test_a_state_is_restored_from_its_own_node_and_from_the_replica(agents):
     for mine in (agents[0].address, None):  # by memory map, and over the wire
         found, filled = newest(*agents), state(99)
         assert (found.step, found.world_size) == (5, 1)
-        assert load(found, filled, mine=mine) == {"step": 5, "position": 50}
+        assert load(found, filled, own_agent=mine) == {"step": 5, "position": 50}
         assert equal(filled, state(5))
     worker.close()
     agents[0].stop()
@@ -86,7 +86,7 @@ def test_a_state_on_the_gpu(agents):
         clear(values)
     assert worker.flush()
     filled = moved(state(99))
-    assert load(newest(*agents), filled, mine=agents[0].address) == {"step": 4}
+    assert load(newest(*agents), filled, own_agent=agents[0].address) == {"step": 4}
     assert equal(filled, moved(state(4)))
     worker.close()
 
@@ -115,13 +115,13 @@ def test_a_damaged_part_is_found_and_the_copy_is_taken(agents, at):
     worker.flush()
     flip(agents[0], "own", at)
     filled = state(99)
-    assert load(newest(*agents), filled, mine=agents[0].address) == {"step": 1}
+    assert load(newest(*agents), filled, own_agent=agents[0].address) == {"step": 1}
     assert equal(filled, state(1))
     flip(agents[1], "copy", at)
     found = newest(*agents)
     if found is not None:  # a header that is damaged is no part any more
         with pytest.raises(CheckpointError, match=r"the part of rank 0 is lost .*damaged.*damaged"):
-            load(found, state(99), mine=agents[0].address)
+            load(found, state(99), own_agent=agents[0].address)
     worker.close()
 
 
