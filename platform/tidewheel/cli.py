@@ -115,7 +115,7 @@ def train(
 
 
 def _train_rank(settings: TrainConfig, where: Place, device: str, *, take_over: bool, dry_run: bool) -> int:
-    """Train as one of torchrun's ranks, of which rank 0 alone prints; return the exit code."""
+    """Train as one of torchrun's ranks and return the exit code; only rank 0 prints."""
     if dry_run:
         from tidewheel.train.plan import plan
 

@@ -169,7 +169,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def remove_unlocked(folder: Path, pattern: str) -> None:
-    """Remove the files of killed processes from a folder: those that match `pattern` and that no process has locked."""
+    """Remove files of killed processes from a folder: files that match `pattern` and are not locked by a process."""
     for path in folder.glob(pattern):
         if _is_abandoned(path):
             path.unlink(missing_ok=True)

@@ -177,7 +177,7 @@ class SimilarityIndex:
                 ) -> list[list[Match]]:
         """Return the documents most similar to each signature, best first.
 
-        Every document is compared, not only those that share a band, so the result is complete for any threshold.
+        It compares every document, not only documents that share a band, so the result is complete for any threshold.
 
         Args:
             signatures: uint32 [n, k], from `signatures`.

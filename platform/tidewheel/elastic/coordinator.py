@@ -167,7 +167,7 @@ class Coordinator:
 
         Args:
             workers: node id by worker name.
-            anew: they are a new group, and the old group's workers are gone.
+            anew: the workers are a new group, and the old group's workers no longer exist.
         """
         if self._agents is not None:
             self._agents.want(workers.values())

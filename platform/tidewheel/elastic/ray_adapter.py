@@ -140,7 +140,7 @@ class ElasticController(TrainController):
                  **ray_train: Any) -> None:
         workers: Any = Workers(elastic, sizes, coordinator)
         self.worker_group_cls = workers  # the controller only calls `create` on it
-        # Ray Train's callbacks serve Ray Data, placement groups and reports, none of which the workers use.
+        # Ray Train's callbacks serve Ray Data, placement groups and reports. The workers use none of them.
         own: dict[str, Any] = {"scaling_policy": AutoscalerRequests(scaling), "failure_policy": RunFailures(workers),
                                "callbacks": []}
         super().__init__(**{**ray_train, **own})

@@ -144,7 +144,7 @@ class Workers:
         Args:
             train_run_context: Ray Train's settings of the run.
             worker_group_context: Ray Train's settings of the group; the number of workers in it is the largest.
-            callbacks: Ray Train's callbacks for groups, none of which applies.
+            callbacks: Ray Train's callbacks for groups; unused.
 
         Raises:
             ClusterError: there was no room, or no worker came up, for `elastic.start_timeout_seconds`.
@@ -196,7 +196,7 @@ class Workers:
         return since
 
     def _start_up_to(self, size: int, workers: list[Worker]) -> list[Worker]:
-        """Start processes beside `workers` until there are `size`; return those that came up."""
+        """Start processes in addition to `workers`, up to `size` in all; return the processes that started."""
         held = [*(worker.node for worker in workers), *(process.node for process in self.starting)]
         missing = size - len(held)
         avoided: set[str] = ray.get(self.coordinator.avoided.remote(), timeout=30)
@@ -207,7 +207,7 @@ class Workers:
         return self._come_up(size - len(workers))
 
     def _come_up(self, requested: int) -> list[Worker]:
-        """Wait until `requested` of the starting processes are up, or for START_SECONDS; return those that are."""
+        """Wait until `requested` processes have started, for START_SECONDS at most; return the started ones."""
         workers: list[Worker] = []
         until = time.monotonic() + START_SECONDS
         while self.starting and len(workers) < requested and time.monotonic() < until:
@@ -216,7 +216,7 @@ class Workers:
         return workers
 
     def take_started(self) -> list[Worker]:
-        """Take the processes that are up out of the starting ones, and end those that take too long."""
+        """Remove started processes from the starting ones, and end the processes that take too long."""
         now = time.monotonic()
         up: list[Worker] = []
         waiting: list[Starting] = []
@@ -329,7 +329,7 @@ class ElasticWorkerGroup:
         return WorkerGroupPollStatus(worker_statuses=dict(enumerate(statuses)))
 
     def shutdown(self) -> None:
-        """End the processes, or leave those that answer to the next group."""
+        """End the processes, but leave responsive ones for the next group."""
         self.pool.end_starting()
         keep = self.pool.keep
         self.pool.keep = False

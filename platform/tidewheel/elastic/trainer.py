@@ -291,7 +291,7 @@ class LocalControl(Control):
 
 
 def _sizes(config: TrainConfig) -> tuple[int, ...]:
-    """Return the legal numbers of workers, at least one of which fits now.
+    """Return the legal numbers of workers; at least one of them fits now.
 
     Raises:
         ClusterError: the cluster is too small for the smallest of them.

@@ -62,7 +62,7 @@ class Evaluator:
 
     Raises:
         CheckpointError: no checkpoint can be read.
-        ConfigError: the run has no validation set and none is given, or a set has another vocabulary.
+        ConfigError: the run has no validation set and the caller gave none, or a set has another vocabulary.
         ShardError: a validation set cannot be read.
     """
 

@@ -76,7 +76,7 @@ class Writer:
             prompt: beginning of the text; "": the beginning of a document.
             tokens: maximum number of new tokens.
             temperature: see `inference.generate.generate`, also for the other arguments.
-            top_k: sample from so many of the most likely tokens.
+            top_k: sample from this number of most likely tokens.
             top_p: sample from the most likely tokens of this share.
             seed: of the draws.
             cache: compute each token once.

@@ -206,7 +206,7 @@ def _too_much(used: Memory, cluster: ClusterConfig) -> str:
 
 def _refused(job: Job, cluster: ClusterConfig, candidates: list[tuple[Layout, Memory]],
              fitting: list[Planned]) -> Iterator[Refused]:
-    """Yield the tensor and pipeline sizes, with the rest data parallel, of which no layout fits."""
+    """Yield the tensor and pipeline sizes for which no layout fits. The remaining ranks are data parallel."""
     good = {(planned.layout.parallel.tensor, planned.layout.parallel.pipeline) for planned in fitting}
     for tensor in legal.divisors(cluster.gpus):
         if tensor > cluster.nodes_of:

@@ -8,7 +8,7 @@ from typing import Any
 from zlib import crc32
 
 PALETTE = tuple(f"var(--d{number})" for number in range(16))
-"""The page's colours for things that are told apart; the last one is for all the rest."""
+"""The page's colours for distinct items; the last one is for all other items."""
 
 
 def of_reasons(stages: Sequence[Mapping[str, Any]]) -> dict[str, str]:

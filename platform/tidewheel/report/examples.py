@@ -13,7 +13,7 @@ from tidewheel.storage import Store
 SIDE_BY_SIDE = 6
 CHARACTERS = 260
 QUARANTINE_EXAMPLES, QUARANTINE_FILES, QUARANTINE_BYTES = 3, 32, 1 << 20
-"""Examples of each reason, from at most so many files and so many bytes of each."""
+"""Largest numbers of examples per reason, of files to read them from, and of bytes per file."""
 
 
 def side_by_side(kept: Sequence[Mapping[str, Any]], samples: Mapping[str, Mapping[str, list[Mapping[str, Any]]]],

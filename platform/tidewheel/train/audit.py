@@ -115,7 +115,7 @@ def audit(run_uri: str) -> AuditResult:
 
 
 def _two_writers(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the steps that one group of workers recorded more than once without a rollback in between."""
+    """Yield the steps that one group of workers recorded more than once without a rollback."""
     seen: dict[tuple[int, int, int], dict[str, Any]] = {}
     for record in records:
         key = (int(record["step"]), int(record["generation"]), int(record.get("passed_over", 0)))

@@ -315,7 +315,7 @@ class TrainConfig(Config):
         return {name: code for name, code in codes.items() if code is not None}
 
     def code(self) -> list[Code]:
-        """Return where the source of all parts outside this package is, also of those that decide no result."""
+        """Return the locations of the source of all parts outside this package, also of parts that decide no result."""
         watching = [Code.of(type(part)) for part in (*self.metrics.trackers, *self.callbacks)]
         return [*self.own_parts().values(), *(code for code in watching if code is not None)]
 

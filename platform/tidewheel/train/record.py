@@ -194,7 +194,7 @@ def recorded_source(run: dict[str, Any], uri: str | None = None, store: Store | 
     Args:
         run: content of run.json.
         uri: where the shard set is now, if it was moved. The sets of a mixture must be where they were.
-        store: the run's folder, to compare a growing set's waves with those that the run has read.
+        store: the run's folder, to compare a growing set's waves with the waves that the run has read.
 
     Raises:
         ShardError: a set is gone, or is not the one that the run was started with.

@@ -164,7 +164,7 @@ def similarities(pairs: pa.Table, better: Mapping[str, np.ndarray], worse: Mappi
 def measure(sample: pa.Table, exact: np.ndarray, step: DedupNearStep) -> dict[str, Any]:
     """Return counts of the sample by bin of exact similarity: lists of `BINS` numbers.
 
-    Of the pairs drawn independently of the other bands: `pairs`; those that the other bands `found`; and the number
+    Of the pairs drawn independently of the other bands: `pairs`; pairs that the other bands `found`; and the number
     `expected` by the S-curve of bands - 1 at their similarities. Of the candidates: `candidates` and `accepted`; of the
     accepted ones, `duplicates` reach min_jaccard, and `right` come within 0.05 of it.
 

@@ -75,7 +75,7 @@ class Measures:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
 
     def covers(self, other: Measures) -> bool:
-        """Return whether these measures include those that `other` requests."""
+        """Return whether these measures include all measures that `other` requests."""
         own = self.asked()
         return all(own.get(name) == value for name, value in other.asked().items())
 

@@ -207,7 +207,7 @@ def identity_of(service: type[Service]) -> str:
 
 
 def _renew(service: Service, used: Connection) -> None:
-    """Have the next try make a new client, which looks for credentials anew."""
+    """Make the next try create a new client, which looks for credentials again."""
     kind = type(service)
     if connection(kind).client is used.client:  # else another thread has done so
         logger.info("the credentials for %s:// have expired: looking for new ones", kind.scheme)

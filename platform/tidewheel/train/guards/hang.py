@@ -55,7 +55,7 @@ class Finding(NamedTuple):
     """Result of a survey of all ranks."""
 
     text: str
-    """Says which ranks are behind; "" if none is."""
+    """Text that names the ranks that are behind; "" if all are level."""
     ranks: tuple[int, ...] = ()
     """The ranks that are behind."""
 

@@ -151,7 +151,7 @@ def _number(value: float) -> float | str:
 def window(positions: Positions, step: int, back_to: int, batches: int) -> Window:
     """Return the window that a rollback passes over.
 
-    It holds the batches of the newest steps, as far as they are newer than the checkpoint and contiguous.
+    It holds the batches of the newest steps that are contiguous and newer than the checkpoint.
 
     Args:
         positions: the run's positions.

@@ -82,7 +82,7 @@ class RunLogs:
     def _read(self, entry: Stamp) -> bytes:
         """Return the whole lines that were added to a file or object since the last look."""
         known = self._offsets.get(entry.key, 0)
-        offset = known if entry.bytes >= known else 0  # a shorter one was written anew
+        offset = known if entry.bytes >= known else 0  # a shorter file was rewritten
         content = self._store.read(entry.key, offset, entry.bytes - offset)
         content = content[:content.rfind(b"\n") + 1]
         self._offsets[entry.key] = offset + len(content)

@@ -24,7 +24,7 @@ from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy
 
 
 def shard_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """Return [V, D] as a DTensor parameter of which each rank holds [V/T, D]."""
+    """Return [V, D] as a DTensor parameter; each rank holds [V/T, D]."""
     return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
 
 
