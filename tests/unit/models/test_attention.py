@@ -95,12 +95,12 @@ def test_a_slice_of_the_queries_attends_to_keys_in_any_order(kernel: str):
     segments = segments_of([5, 7, 4], [16], padding=2)
     q, k, v = tensors(2, 16, 4, 2, 0)
     expected = brute_force(q, k, v, segments)
-    mine = torch.tensor([2, 3, 12, 13])
+    positions = torch.tensor([2, 3, 12, 13])
     gathered = torch.tensor([0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9])
-    mask = document_mask(segments[:, mine], kernel, places=mine, key_segments=segments[:, gathered],
+    mask = document_mask(segments[:, positions], kernel, places=positions, key_segments=segments[:, gathered],
                          key_places=gathered)
-    out = document_attention(q[:, :, mine], k[:, :, gathered], v[:, :, gathered], mask)
-    torch.testing.assert_close(out, expected[:, :, mine], rtol=1e-4, atol=1e-5)
+    out = document_attention(q[:, :, positions], k[:, :, gathered], v[:, :, gathered], mask)
+    torch.testing.assert_close(out, expected[:, :, positions], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

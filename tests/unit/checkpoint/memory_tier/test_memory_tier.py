@@ -41,10 +41,10 @@ def one_agent() -> Iterator[Agent]:
 
 
 def tier(agents: list[Agent], rank: int = 0, world_size: int = 1, **options) -> MemoryTier:
-    mine = agents[rank]
-    candidates = replica_candidates([agent.address for agent in agents], mine.address)
-    return MemoryTier(dict(enumerate(agent.address for agent in agents)), mine.address, candidates, rank, world_size,
-                      TOKEN, **options)
+    own_agent = agents[rank]
+    candidates = replica_candidates([agent.address for agent in agents], own_agent.address)
+    return MemoryTier(dict(enumerate(agent.address for agent in agents)), own_agent.address, candidates, rank,
+                      world_size, TOKEN, **options)
 
 
 def newest(*agents: Agent):
@@ -59,10 +59,10 @@ def test_a_state_is_restored_from_its_own_node_and_from_the_replica(agents):
         clear(values)  # training goes on at once
     assert worker.flush()
     assert worker.last["step"] == 5
-    for mine in (agents[0].address, None):  # by memory map, and over the wire
+    for own_agent in (agents[0].address, None):  # by memory map, and over the wire
         found, filled = newest(*agents), state(99)
         assert (found.step, found.world_size) == (5, 1)
-        assert load(found, filled, own_agent=mine) == {"step": 5, "position": 50}
+        assert load(found, filled, own_agent=own_agent) == {"step": 5, "position": 50}
         assert equal(filled, state(5))
     worker.close()
     agents[0].stop()

@@ -194,8 +194,8 @@ def test_a_message_with_weight_0_is_not_learnt(encoder, source):
     found, _ = encode(encoder, own, [messages])
     every, _ = encode(encoder, own, [without])
     assert found.tokens.tolist() == every.tokens.tolist()
-    said = encoder.with_control_tokens.decode(found.tokens[found.loss_mask == 1].tolist(), skip_special_tokens=False)
-    assert said == "good<|im_end|>"
+    learnt = encoder.with_control_tokens.decode(found.tokens[found.loss_mask == 1].tolist(), skip_special_tokens=False)
+    assert learnt == "good<|im_end|>"
     assert every.loss_mask.sum() > found.loss_mask.sum() > 0
 
 
