@@ -208,7 +208,7 @@ def test_ambiguous_weights_are_refused(encoder):
 
 
 def test_a_date_is_required_only_if_the_template_reads_it():
-    with pytest.raises(InputError, match=r"t: .*changes every day(.|\n)*template_date: 2026"):
+    with pytest.raises(InputError, match=r"t: .*change every day(.|\n)*template_date: 2026"):
         read_template(None, b"{{ strftime_now('%Y') }}", where="t")
     guarded = b"{% if tools %}{{ strftime_now('%Y') }}{% endif %}x"
     late = ChatTemplate(read_template(None, guarded, where="t"), ())
