@@ -109,7 +109,7 @@ def store(uri: str | Path) -> Store:
         from tidewheel.stores import SCHEMES, URI_FIX
 
         if match[1].lower() in SCHEMES.names():
-            raise StorageError("this URI has one slash behind its scheme", where=text, fix=URI_FIX)
+            raise StorageError("this URI has only one slash after its scheme", where=text, fix=URI_FIX)
     return LocalStore(text)
 
 
@@ -396,7 +396,8 @@ class LocalStore(Store):
             if _identity(self.root) == identity or self._path(key).exists():
                 return
         raise StorageAwayError("the folder is gone, or another one is in its place", where=self.uri,
-                               fix="mount its disk again, or move it back: what was written is in the folder that was")
+                               fix="mount its disk again, or move the folder back: what was written is in the "
+                                   "original folder")
 
     @contextlib.contextmanager
     def _writable(self, path: Path) -> Iterator[None]:
@@ -476,11 +477,11 @@ class LocalStore(Store):
             return path.stat().st_size
 
     def uploads(self, prefix: str = "") -> Sequence[Upload]:
-        found = []
+        unfinished = []
         for path in (self._path(prefix) if prefix else self.root).rglob(f"{TEMPORARY_PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):  # it has become its object
-                found.append(Upload(path.relative_to(self.root).as_posix(), "", path.stat().st_mtime))
-        return found
+                unfinished.append(Upload(path.relative_to(self.root).as_posix(), "", path.stat().st_mtime))
+        return unfinished
 
     def abort(self, upload: Upload) -> None:
         self.delete(upload.key)
@@ -492,15 +493,15 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> Sequence[Stamp]:
         top = self._path(prefix) if prefix else self.root
-        found = []
+        entries = []
         for folder, _, names in os.walk(top, onerror=unlistable):
             for name in names:
                 if name.startswith(TEMPORARY_PREFIX):
                     continue
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):  # deleted between walk and stat
-                    found.append(Stamp(path.relative_to(self.root).as_posix(), path.stat().st_size, ""))
-        return sorted(found, key=lambda entry: entry.key)
+                    entries.append(Stamp(path.relative_to(self.root).as_posix(), path.stat().st_size, ""))
+        return sorted(entries, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

@@ -106,9 +106,9 @@ class Cache:
         """
         begin = self.length
         self.length += x.shape[1]
-        places = torch.arange(self.length, device=x.device)
+        indices = torch.arange(self.length, device=x.device)
         seen = torch.zeros(1, self.length, dtype=segment_ids.dtype, device=x.device)
-        return document_mask(segment_ids, "masked", places=places[begin:], key_segments=seen, key_places=places,
+        return document_mask(segment_ids, "masked", places=indices[begin:], key_segments=seen, key_places=indices,
                              keys=self._extend)
 
     def _extend(self, layer: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

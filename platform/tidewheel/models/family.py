@@ -133,7 +133,7 @@ class Model(Part):
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; set head_dim")
         if self.head_width % 2:
-            raise ValueError(f"the head width {self.head_width} is odd; RoPE turns pairs")
+            raise ValueError(f"the head width {self.head_width} is odd; RoPE rotates pairs")
         return self
 
     # -- what a family defines -----------------------------------------------------------------
@@ -200,8 +200,8 @@ class Model(Part):
 
     def _unknown_elsewhere(self) -> ConfigError:
         return ConfigError(f"the model family {name_of(type(self))} has no counterpart at Hugging Face",
-                           where="model.kind", fix="export models of a family that has one, or give the family "
-                           "hugging_face_names and to_hugging_face")
+                           where="model.kind", fix="export models of a family that has one, or implement "
+                           "hugging_face_names and to_hugging_face in the family")
 
     # -- what follows from the settings --------------------------------------------------------
     @property

@@ -80,19 +80,19 @@ def step_time(job: Job, layout: Layout, cluster: ClusterConfig) -> StepTime:
 
 
 def _of_share(job: Job, layout: Layout, cluster: ClusterConfig, share: Share) -> StepTime:
-    p, number, gpu = layout.parallel, layout.micro_batches, cluster.kind
+    p, num_micro_batches, gpu = layout.parallel, layout.micro_batches, cluster.kind
     forward, backward = passes(job, layout, cluster, share)
     held = share.blocks * (job.block_matrices / p.tensor + job.block_norms)
     held += (share.first + share.last) * job.vocabulary_matrix / p.tensor
     if job.model.tie_embeddings and p.pipeline == 1:
         held -= job.vocabulary_matrix / p.tensor
-    found = communication.groups(cluster, layout)
-    axes = (communication.tensor_axis(job, layout, share, found["tensor"]),
-            communication.context_axis(job, layout, share, found["context"]),
-            communication.pipeline_axis(job, layout, cluster, found["pipeline"]),
-            communication.data_axis(job, layout, held, share.blocks, found, forward, backward))
-    waiting = bubble(p.pipeline_schedule, p.pipeline, number, p.stages_per_rank)
-    compute = number * (forward + backward)
+    groups = communication.groups(cluster, layout)
+    axes = (communication.tensor_axis(job, layout, share, groups["tensor"]),
+            communication.context_axis(job, layout, share, groups["context"]),
+            communication.pipeline_axis(job, layout, cluster, groups["pipeline"]),
+            communication.data_axis(job, layout, held, share.blocks, groups, forward, backward))
+    waiting = bubble(p.pipeline_schedule, p.pipeline, num_micro_batches, p.stages_per_rank)
+    compute = num_micro_batches * (forward + backward)
     inside = sum(axis.exposed for axis in axes if axis.name in ("tensor", "context"))  # stretches every pass
     outside = sum(axis.exposed for axis in axes) - inside
     update = optimizer_seconds(job, layout, held, gpu)

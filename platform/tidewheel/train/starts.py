@@ -176,8 +176,9 @@ def _changed_code(run: Mapping[str, Any]) -> dict[str, Any]:
         commit = start.get("commit", commit)
         packages |= start.get("versions", {})
     newer = {name: version for name, version in versions(PACKAGES).items() if packages.get(name) != version}
-    here = git_commit()
-    return {**({"versions": newer} if newer else {}), **({"commit": here} if here != commit else {})}
+    current_commit = git_commit()
+    return {**({"versions": newer} if newer else {}),
+            **({"commit": current_commit} if current_commit != commit else {})}
 
 
 def _changed_parts(run: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:

@@ -169,8 +169,8 @@ def test_a_function_with_another_source_on_the_cluster_is_refused(tmp_path):
     for handed in (None, count_words):  # by its name in the entry, or by a pickle that only holds the name
         with pytest.raises(ConfigError) as refused:
             KINDS["function"].run(Task(submitted, str(tmp_path), "k", ".", {"run": "r"}, function=handed), print)
-        told = str(refused.value)
-        assert all(part in told for part in (entry["function"], entry["code"], "0123456789abcdef", "working_dir"))
+        message = str(refused.value)
+        assert all(part in message for part in (entry["function"], entry["code"], "0123456789abcdef", "working_dir"))
     assert not list(tmp_path.iterdir())
     scope: dict[str, object] = {"__name__": "flow"}
     exec("def made_elsewhere(output, least): return least", scope)  # pickled with its code

@@ -150,11 +150,11 @@ def chat_template(config: PipelineConfig, input: str) -> str:
     from tidewheel.data.tokenize.chat import read_template
 
     def read(path: str) -> tuple[str, bytes | None]:
-        place, name = split(_below(input, path))
+        template_store, name = split(_below(input, path))
         try:
-            return place.at(name), place.read(name)
+            return template_store.at(name), template_store.read(name)
         except FileNotFoundError:
-            return place.at(name), None
+            return template_store.at(name), None
 
     where = ""
     values: bytes | None = None

@@ -140,7 +140,7 @@ class WorkerLog:
         if self._terminal is None:
             return
         shown = [line.text for line in lines if line.logger == PRINTED or line.level not in ("debug", "info")]
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # no process reads it any longer
             os.write(self._terminal, "".join(f"{text}\n" for text in shown).encode())
 
 

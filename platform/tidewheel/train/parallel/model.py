@@ -130,14 +130,14 @@ class ParallelModel:
                       scale: torch.Tensor | float | None) -> torch.Tensor:
         (part,), (data,) = self.parts, self.data
         losses = []
-        for number, micro in enumerate(micro_batches):
-            data.begin(number, len(micro_batches))
+        for index, micro in enumerate(micro_batches):
+            data.begin(index, len(micro_batches))
             with context:
                 sums = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
                             self.objective.bound(micro), micro.documents)
             loss = sums if sums.ndim == 0 else sums[0]
             (loss if scale is None else loss * scale).backward()
-            data.done(number, len(micro_batches))
+            data.done(index, len(micro_batches))
             losses.append(sums.detach())
         return torch.stack(losses)
 

@@ -288,20 +288,20 @@ class TiedEmbedding:
     @torch.no_grad()
     def copy_values(self) -> None:
         """Copy the embedding's values to the last stage."""
-        mine, copy = self._embedding(), self._copy()
-        values = self._pass(mine, copy, self.stages[0].rank, self.stages[-1].rank)
+        embedding, copy = self._embedding(), self._copy()
+        values = self._pass(embedding, copy, self.stages[0].rank, self.stages[-1].rank)
         if copy is not None and values is not None:
             local(copy).copy_(values)
 
     @torch.no_grad()
     def return_gradient(self) -> None:
         """Add the copy's gradient to the embedding's."""
-        mine, copy = self._embedding(), self._copy()
-        gradient = self._pass(None if copy is None else copy.grad, None if mine is None else mine.grad,
+        embedding, copy = self._embedding(), self._copy()
+        gradient = self._pass(None if copy is None else copy.grad, None if embedding is None else embedding.grad,
                               self.stages[-1].rank, self.stages[0].rank)
-        if mine is not None and gradient is not None:
-            assert mine.grad is not None
-            local(mine.grad).add_(gradient.to(mine.device))
+        if embedding is not None and gradient is not None:
+            assert embedding.grad is not None
+            local(embedding.grad).add_(gradient.to(embedding.device))
         if copy is not None:
             copy.grad = None
 

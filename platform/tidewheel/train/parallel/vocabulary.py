@@ -25,7 +25,7 @@ from tidewheel.models.loss import IGNORED, chunk_rows, linear_cross_entropy, min
 
 
 def shard_rows(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """Return [V, D] as a DTensor parameter of which each rank holds [V/T, D]."""
+    """Return [V, D] as a DTensor parameter; each rank holds [V/T, D]."""
     return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None))
 
 
@@ -195,8 +195,8 @@ def all_positions(x_BLD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _own_rows(ids: torch.Tensor, share: int, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (row in this rank's shard, whether the id is in it). The row of any other id is 0."""
     row = ids - mesh.get_local_rank() * share
-    here = (row >= 0) & (row < share)
-    return torch.where(here, row, 0), here
+    is_own = (row >= 0) & (row < share)
+    return torch.where(is_own, row, 0), is_own
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,8 @@ class Cluster:
         self.agents = [Agent(f"127.0.0.{host}", TOKEN, "orphans", upload_seconds=upload_seconds) for host in (1, 2)]
 
     def keep(self, *steps: int, generation: int = 0) -> MemoryTier:
-        mine, other = (agent.address for agent in self.agents)
-        tier = MemoryTier({0: mine}, mine, [other], 0, 1, TOKEN, generation=generation, checkpoints=str(self.folder))
+        own, other = (agent.address for agent in self.agents)
+        tier = MemoryTier({0: own}, own, [other], 0, 1, TOKEN, generation=generation, checkpoints=str(self.folder))
         for step in steps:
             tier.snapshot(step, state(step), {"step": step})
             assert tier.flush()
@@ -200,9 +200,9 @@ def test_what_is_being_loaded_is_not_taken_away(cluster, monkeypatch):
 
 def test_an_agent_that_cannot_upload_does_not_stand_in_the_way(cluster):
     """The node of the lowest address had no worker of its own, only copies: it does not know where checkpoints go."""
-    mine, other = (agent.address for agent in reversed(cluster.agents))
-    assert other < mine
-    tier = MemoryTier({0: mine}, mine, [other], 0, 1, TOKEN, checkpoints=str(cluster.folder))
+    own_agent, other = (agent.address for agent in reversed(cluster.agents))
+    assert other < own_agent
+    tier = MemoryTier({0: own_agent}, own_agent, [other], 0, 1, TOKEN, checkpoints=str(cluster.folder))
     tier.snapshot(1, state(1), {"step": 1})
     assert tier.flush()
     tier.close()
@@ -212,11 +212,11 @@ def test_an_agent_that_cannot_upload_does_not_stand_in_the_way(cluster):
 
 @pytest.mark.parametrize("over", [True, False])
 def test_the_supervisor_tells_the_agents_how_the_run_has_ended(over, monkeypatch):
-    told: list[str] = []
-    monkeypatch.setattr(Agents, "stop", lambda self: told.append("stop"))
-    monkeypatch.setattr(Agents, "abandon", lambda self: told.append("abandon"))
+    calls: list[str] = []
+    monkeypatch.setattr(Agents, "stop", lambda self: calls.append("stop"))
+    monkeypatch.setattr(Agents, "abandon", lambda self: calls.append("abandon"))
     AgentSupervisor(Agents("run")).end(over=over)
-    assert told == ["stop" if over else "abandon"]
+    assert calls == ["stop" if over else "abandon"]
 
 
 def test_an_error_without_a_message_is_reported_and_the_agent_tries_again(cluster, monkeypatch):
