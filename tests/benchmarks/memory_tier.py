@@ -239,7 +239,7 @@ def _times(name: str, training: Training, addresses: list[Address]) -> tuple[lis
 def _restore(asked: list[Address], mine: Address | None, state: dict[str, Any]) -> None:
     newest = newest_complete(inventory(asked, TOKEN))
     assert newest is not None
-    load(newest, state, mine=mine)
+    load(newest, state, own_agent=mine)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 
 from tidewheel.models.attention import DocumentMask, choose_kernel, document_attention, document_mask
 from tidewheel.models.config import LossConfig
+from tidewheel.models.documents import Documents
 from tidewheel.models.family import Model
 from tidewheel.models.loss import IGNORED, TokenLoss, product_dtype
 from tidewheel.models.rope import RopeTable, apply_rope, rope_table
@@ -164,7 +165,8 @@ class Decoder(nn.Module):
         self.token_loss = TokenLoss(loss or LossConfig())
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor,
-                targets: torch.Tensor | None = None, objective: HeadObjective | None = None) -> torch.Tensor:
+                targets: torch.Tensor | None = None, objective: HeadObjective | None = None,
+                documents: Documents | None = None) -> torch.Tensor:
         """Return logits, or the loss.
 
         Args:
@@ -173,13 +175,14 @@ class Decoder(nn.Module):
             segment_ids: integers [B, L], see `document_mask`.
             targets: int64 [B, L] from `next_tokens`.
             objective: computes the loss from normalised hidden states and the output layer.
+            documents: where documents begin, if it is known on the host; see `document_mask`.
 
         Returns:
             Without targets, logits [B, L, V]. With an objective, its result. Otherwise the sum over positions of the
             cross-entropy in nats, an fp32 scalar.
         """
         x_BLD = tokens if self.embedding is None else self.embedding(tokens)
-        rope, mask = self.rope(positions), self.mask(segment_ids, x_BLD)
+        rope, mask = self.rope(positions), self.mask(segment_ids, x_BLD, documents)
         for block in self.blocks:
             x_BLD = block(x_BLD, rope, mask)
         return x_BLD if self.norm is None else self.head(x_BLD, targets, objective)
@@ -188,7 +191,7 @@ class Decoder(nn.Module):
         """Return the RoPE angles of `positions` [B, L], for all blocks."""
         return rope_table(positions, self.config.head_width, self.config.rope_theta, self.config.rope_scaling)
 
-    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor) -> DocumentMask:
+    def mask(self, segment_ids: torch.Tensor, x: torch.Tensor, documents: Documents | None = None) -> DocumentMask:
         """Return the attention mask for all blocks.
 
         Context parallelism and a cache of keys replace this method by one whose mask has `keys`.
@@ -196,8 +199,12 @@ class Decoder(nn.Module):
         Args:
             segment_ids: integers [B, L].
             x: input of the first block [B, L, D].
+            documents: see `forward`.
         """
-        return document_mask(segment_ids, choose_kernel(self.config.attention, x.device, product_dtype(x)))
+        config = self.config
+        kernel = choose_kernel(config.attention, x.device, product_dtype(x), head_width=config.head_width,
+                               documents=documents, flash=config.flash_attention)
+        return document_mask(segment_ids, kernel, documents=documents)
 
     def head(self, x_BLD: torch.Tensor, targets: torch.Tensor | None = None,
              objective: HeadObjective | None = None) -> torch.Tensor:

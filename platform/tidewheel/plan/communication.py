@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidewheel.plan.activations import share_recomputed
 from tidewheel.plan.hardware import HOP_SECONDS, LINK_SHARE, ClusterConfig
 from tidewheel.plan.layout import Held, Job, Layout, Share
 
@@ -107,8 +108,7 @@ def tensor_axis(job: Job, layout: Layout, share: Share, tensor: Group) -> Axis:
     p = layout.parallel
     elements = layout.micro_sequences * job.sequence_length / p.context * job.model.dim
     wide, narrow = elements * job.residual_bytes, elements * job.compute_bytes
-    again = {"full": 1.0, "offload": 1.0, "every_nth": 1 / layout.memory.every}.get(
-        layout.memory.activation_checkpointing, 0.0)
+    again = share_recomputed(job, layout)
     once = [("all_gather", wide), ("reduce_scatter", narrow)]
     back = [("reduce_scatter", wide), ("all_gather", narrow)]
     calls = [(kind, size, 2.0 * share.blocks) for kind, size in once + back]
@@ -134,8 +134,9 @@ def context_axis(job: Job, layout: Layout, share: Share, context: Group) -> Axis
     """
     p, model = layout.parallel, job.model
     keys = 2 * layout.micro_sequences * job.sequence_length * model.kv_heads * model.head_width / p.tensor
-    again = layout.memory.activation_checkpointing in ("full", "offload", "selective")
-    calls = [("all_gather", keys * job.compute_bytes, share.blocks * (2.0 if again else 1.0)),
+    inside = layout.memory.activation_checkpointing in ("attention", "selective")
+    again = 1.0 if inside else share_recomputed(job, layout)
+    calls = [("all_gather", keys * job.compute_bytes, share.blocks * (1 + again)),
              ("reduce_scatter", keys * 4, float(share.blocks))]
     return _axis("context", context, calls, layout.micro_batches)
 

@@ -34,7 +34,7 @@ class Job:
 
     @cached_property
     def block_matrices(self) -> int:
-        """Parameters of a block that are cut by tensor parallelism: its matrices and biases of their outputs."""
+        """Parameters of a block that tensor parallelism cuts: its matrices, and the biases of their outputs."""
         return self.model.block_matrices + self.model.extra_parameters()[0]
 
     @cached_property
@@ -132,13 +132,13 @@ class Layout:
         p for 1F1B (arXiv:2006.09503) and both zero-bubble schedules (arXiv:2401.10241), m for GPipe, p (1 + (p-1) /
         (p v)) for interleaved 1F1B with v stages on a rank (arXiv:2205.05198, section 4.2.3); never more than m.
         """
-        wide, number = self.parallel.pipeline, self.micro_batches
+        wide, num_micro_batches = self.parallel.pipeline, self.micro_batches
         if wide == 1 or self.parallel.pipeline_schedule == "gpipe":
-            return 1.0 if wide == 1 else float(number)
+            return 1.0 if wide == 1 else float(num_micro_batches)
         stacked = 0.0
         if self.parallel.pipeline_schedule == "interleaved_1f1b":
             stacked = (wide - 1) / self.parallel.stages_per_rank
-        return min(number, wide + stacked)
+        return min(num_micro_batches, wide + stacked)
 
     def describe(self) -> str:
         """Return the layout as text: "TP 4 x PP 8 x DP 8 zero1"."""
@@ -188,11 +188,11 @@ def shares(job: Job, layout: Layout) -> list[Share]:
     decreases = parallel.pipeline_schedule in ("1f1b", "interleaved_1f1b")
     ranks = []
     for rank in sorted({0, 1, parallel.pipeline - 1}):
-        mine = [stage for stage in cuts if stage.rank == rank]
+        rank_stages = [stage for stage in cuts if stage.rank == rank]
         # 1F1B: each rank starts one micro-batch fewer than the one before it
         held = max(1.0, min(layout.micro_batches, most - rank)) if decreases else most
-        ranks.append(Share(rank, sum(len(stage.blocks) for stage in mine), any(s.first for s in mine),
-                           any(s.last for s in mine), held))
+        ranks.append(Share(rank, sum(len(stage.blocks) for stage in rank_stages), any(s.first for s in rank_stages),
+                           any(s.last for s in rank_stages), held))
     return ranks
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tidewheel.models.documents import Documents
 from tidewheel.train.collectives import Collectives
 from tidewheel.train.guards.policy import Guard, Verdict
 from tidewheel.train.optim.model_optimizer import ModelOptimizer
@@ -35,6 +36,8 @@ class MicroBatch:
     """Tokens that are not padding."""
     num_targets: int
     """Positions with a target to predict."""
+    documents: Documents | None = None
+    """Where documents begin, `Documents.of(segment_ids)`. None: the model finds them on the device and waits for it."""
 
 
 @dataclass(frozen=True)

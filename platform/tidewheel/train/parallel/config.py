@@ -28,7 +28,7 @@ class ParallelConfig(Config):
     tensor: int = Field(default=1, ge=1)
     """Workers that share each layer, with sequence and loss parallel."""
     pipeline: int = Field(default=1, ge=1)
-    """Pipeline stages' workers, each of which holds some of the layers."""
+    """Number of workers that share the layers as pipeline stages."""
     pipeline_schedule: ScheduleName = "1f1b"
     """Order in which micro-batches pass through the pipeline, see docs/pipeline_parallel.md."""
     pipeline_stages: int | None = Field(default=None, ge=1)

@@ -124,14 +124,14 @@ class ParallelModel:
                       scale: torch.Tensor | float | None) -> torch.Tensor:
         (part,), (data,) = self.parts, self.data
         losses = []
-        for number, micro in enumerate(micro_batches):
-            data.begin(number, len(micro_batches))
+        for index, micro in enumerate(micro_batches):
+            data.begin(index, len(micro_batches))
             with context:
                 sums = part(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
-                            self.objective.bound(micro))
+                            self.objective.bound(micro), micro.documents)
             loss = sums if sums.ndim == 0 else sums[0]
             (loss if scale is None else loss * scale).backward()
-            data.done(number, len(micro_batches))
+            data.done(index, len(micro_batches))
             losses.append(sums.detach())
         return torch.stack(losses)
 
@@ -144,9 +144,11 @@ class ParallelModel:
         micro = self._share(micro)
         with context or nullcontext():
             if self.pipeline is None:
-                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+                loss = self.parts[0](micro.tokens, micro.positions, micro.segment_ids, micro.targets,
+                                     documents=micro.documents)
             else:
-                last = self.pipeline.forward(micro.tokens, micro.positions, micro.segment_ids, micro.targets)
+                last = self.pipeline.forward(micro.tokens, micro.positions, micro.segment_ids, micro.targets,
+                                             micro.documents)
                 loss = torch.zeros((), device=micro.tokens.device) if last is None else last
         return self._reported(loss)
 

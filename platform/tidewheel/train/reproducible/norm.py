@@ -68,8 +68,8 @@ def pieces(sums: torch.Tensor) -> torch.Tensor:
     """
     result = []
     rest = sums
-    for place in range(PLACES):
-        unit = 2.0 ** (TOP - BITS * (place + 1))
+    for digit in range(PLACES):
+        unit = 2.0 ** (TOP - BITS * (digit + 1))
         whole = torch.floor(rest * (1 / unit))
         rest = rest - whole * unit  # exact, because it removes the leading bits
         result.append(whole.sum())
@@ -78,7 +78,7 @@ def pieces(sums: torch.Tensor) -> torch.Tensor:
 
 def value(total: torch.Tensor) -> torch.Tensor:
     """Return the value of summed `pieces`, an fp64 scalar, rounded in one fixed order."""
-    units = torch.tensor([2.0 ** (TOP - BITS * (place + 1)) for place in range(PLACES)], dtype=torch.float64)
+    units = torch.tensor([2.0 ** (TOP - BITS * (digit + 1)) for digit in range(PLACES)], dtype=torch.float64)
     result = torch.zeros_like(total[0])
     for part in (total * units.to(total.device)).flip(0).unbind():
         result = result + part

@@ -36,11 +36,11 @@ def gradients(runtime: Runtime, half: int | None = None, **layout: str) -> tuple
     model = parallel.build(config, VOCABULARY, runtime)
     parallel.init_weights(model, 3)
     share = MICRO_BATCHES // runtime.world_size
-    mine = range(runtime.rank * share, (runtime.rank + 1) * share)
+    rank_range = range(runtime.rank * share, (runtime.rank + 1) * share)
     if half is not None:
-        mine = range(half * share // 2, (half + 1) * share // 2)
+        rank_range = range(half * share // 2, (half + 1) * share // 2)
     parts = rows(MICRO_BATCHES)
-    micro_batches = [micro(parts, index, index + 1, 2 * index // MICRO_BATCHES) for index in mine]
+    micro_batches = [micro(parts, index, index + 1, 2 * index // MICRO_BATCHES) for index in rank_range]
     optimizer = build_optimizer(model, config.optimizer)
     result = train_step(model, optimizer, micro_batches, Collectives(runtime), virtual_ranks=2, precision="bf16")
     found = {}

@@ -107,7 +107,7 @@ def test_sharded_sequences_have_equal_parts(tensor, context, tokens):
 
 
 @pytest.mark.parametrize(("parallel", "world", "says"), [
-    ({"replicate": 2}, 1, "1 data-parallel workers are no multiple of parallel.replicate 2; nearest"),
+    ({"replicate": 2}, 1, "1 data-parallel workers are not a multiple of parallel.replicate 2; nearest"),
     ({}, 3, "3 workers cannot share 4 virtual ranks"),
 ])
 def test_a_world_size_that_does_not_fit_the_mesh_is_refused(parallel: dict[str, int], world: int, says: str):
